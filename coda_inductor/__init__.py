@@ -8,20 +8,20 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     cli           the commands of ``python -m coda_inductor``
     explanation   explain(): what the backend does with a model, as a table and a page
     backend       the entry point
-    pass_mode, op_by_op   the same under backend="inductor"; what runs where Inductor fails
-    joint, pipeline, tracing   the passes in order, and what runs them on a graph
+    pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
+    joint, pipeline, tracing   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
     fuse          GEMM + neighbours -> EpilogueProgram
     record        what one compilation did
-    tune          measuring sites
+    tune          measures sites
     runtime, debug   the custom op, compile workers, launches; debug folders
     select        is a site legal, with which config, and does it win?
-    mainloop, report   programs in QuACK's kernels; what happened, for people
+    mainloop, report   programs in QuACK's kernels; what happened to each GEMM
     codegen, patterns   program -> CuTeDSL source; pattern files and their proofs
     matching, graph     matching on Dynamo's graph; reading and editing graphs
     semantic, program   the ops that idioms become; what a program is and means
-    options, refusal, remedies, log, progress, cache_dir, compat, errors   leaves
+    options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
 """
 
 import importlib
@@ -64,8 +64,8 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is asked for: a process that compiles kernels needs none of these, and
-    Inductor and Dynamo take seconds to import."""
+    """Import public names on first use: a process that compiles kernels needs none of them, and
+    importing Inductor and Dynamo takes seconds."""
     if name in _PLACES:
         return importlib.import_module(f"coda_inductor.{name}")
     for place, names in _PLACES.items():

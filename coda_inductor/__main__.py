@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m coda_inductor COMMAND``: the table of commands, each in a file of its own in ``cli``.
+"""``python -m coda_inductor COMMAND``: the table of commands. Each has its own file in ``cli``.
 
 A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.
 """
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 class _Version(argparse.Action):
-    """Print what a bug report needs: versions, and why kernels do not run here."""
+    """Print what a bug report needs: the versions, and why no kernels run here, if so."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any):
         super().__init__(option_strings, dest, nargs=0, **settings)

@@ -38,8 +38,8 @@ def coda(
         name: names the graph in reports and debug folders.
 
     Raises:
-        OptionError: unknown option or mode, or a value of the wrong type; no debug folder can be
-            made.
+        OptionError: unknown option or mode, a value of the wrong type, or a debug folder that
+            cannot be created.
         PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
@@ -66,8 +66,8 @@ def coda(
 
 
 class _Names(dict[str, Any]):
-    """Torch's table of backends, in which ours may be registered again: threads that compile first,
-    at the same time, all do, and torch takes the second for another backend of that name."""
+    """Torch's table of backends, in which ours may be registered twice. Threads that compile for
+    the first time at the same time each register it, and torch rejects the second one."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) and self.get(str(name)) is not coda

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where coda_inductor keeps generated sources, compiled kernels and proofs between runs.
 
-Kernels are machine code: who can write there, runs as us. So a folder counts only while nobody else
-can have put something into it:
+Kernels are machine code: a user who can write there can run code as this user. So a folder is used
+only if no other user can have put a file into it:
 
-- no folder on its path may be written by everybody, but for sticky ones such as ``/tmp``; what lies
-  in a sticky one must be ours or root's, links included;
-- the default folder must be ours or root's. One that ``CODA_CACHE_DIR`` names may be a colleague's,
-  and writable by a group: sharing it is then somebody's decision.
+- no folder on its path may be world-writable, except sticky ones such as ``/tmp``; what lies in a
+  sticky one must belong to this user or to root, links included;
+- the default folder must belong to this user or to root. One that ``CODA_CACHE_DIR`` names may
+  belong to another user and be writable by a group: whoever set the variable decided to share it.
 
-Otherwise, one warning, and a folder of mode 0700 under the temporary directory takes its place. A
-folder that ``CODA_CACHE_DIR`` names and that can only be read (an image's) is read: what it lacks
-is kept where it would be without that variable.
+Otherwise there is one warning, and a folder of mode 0700 under the temporary directory is used. If
+``CODA_CACHE_DIR`` names a read-only folder (of a container image), it is read; what it lacks is
+kept where it would be without that variable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("coda_inductor")
 def cache_dir() -> Path:
     """The folder to write to (and read from): ``CODA_CACHE_DIR``, else
     ``$XDG_CACHE_HOME/coda_inductor`` (``~/.cache``), else one of this user's under the system's
-    temporary directory. It exists, and nobody else can have written to it."""
+    temporary directory. It exists, and no other user can have written to it."""
     return cache_dirs()[0]
 
 
@@ -42,7 +42,7 @@ def prewarmed() -> Path | None:
 
 
 def cache_dirs() -> tuple[Path, Path | None]:
-    """(:func:`cache_dir`, :func:`prewarmed`), found once for what the environment says."""
+    """(:func:`cache_dir`, :func:`prewarmed`), looked up once for each state of the environment."""
     return _find(os.environ.get("CODA_CACHE_DIR", ""), os.environ.get("XDG_CACHE_HOME", ""))
 
 
@@ -63,8 +63,8 @@ def _find(chosen: str, base: str) -> tuple[Path, Path | None]:
 
 
 def unusable(path: Path, *, owned: bool = False) -> str | None:
-    """Make the folder if need be; why it cannot be used or somebody else may have written to it, or
-    None. ``owned``: it must belong to this user or to root."""
+    """Create the folder if needed. Returns why it cannot be used, or why another user may have
+    written to it; else None. ``owned``: it must belong to this user or to root."""
     try:
         _make(path, 0o700 if owned else 0o775)
         if not os.access(path, os.R_OK | os.X_OK):
@@ -75,7 +75,7 @@ def unusable(path: Path, *, owned: bool = False) -> str | None:
 
 
 def writable(path: Path) -> bool:
-    """Can files be made in this folder? Tried: permissions do not tell of read-only mounts."""
+    """Can files be created in this folder? By trying: permissions do not show read-only mounts."""
     try:
         probe = temporary(path / "probe")
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -87,10 +87,10 @@ def writable(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def private_dir() -> Path:
-    """A folder of mode 0700 under the temporary directory that only this user can have made.
+    """A folder of mode 0700 under the temporary directory that only this user can have created.
 
     Raises:
-        OSError: none can be made.
+        OSError: none can be created.
     """
     path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{_uid()}"
     ours = unusable(path, owned=True) is None and not path.is_symlink()
@@ -98,17 +98,17 @@ def private_dir() -> Path:
         return path
     fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}_"))
     _warn(
-        f"{path} is not this user's alone: {fresh} is used instead, by this process. Choose a "
-        "folder of your own as CODA_CACHE_DIR"
+        f"other users can write to {path}: this process uses {fresh} instead. Set CODA_CACHE_DIR "
+        "to a folder of your own"
     )
     return fresh
 
 
 def folder(*names: str) -> Path:
-    """The folder ``names`` in :func:`cache_dir`, made if need be.
+    """The folder ``names`` in :func:`cache_dir`, created if needed.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     path = cache_dir()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been deleted since
@@ -121,8 +121,8 @@ def folder(*names: str) -> Path:
 
 
 def share(path: Path) -> None:
-    """Give a folder in the cache the permissions of the one around it: what a group shares stays
-    shared, and what is private private, whatever the umask."""
+    """Give a folder in the cache the permissions of its parent: what a group shares stays shared,
+    and what is private stays private, whatever the umask."""
     with contextlib.suppress(OSError):
         wanted = stat.S_IMODE(path.parent.stat().st_mode) & ~(stat.S_ISVTX | stat.S_IWOTH)
         if stat.S_IMODE(path.stat().st_mode) != wanted:
@@ -130,8 +130,8 @@ def share(path: Path) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file, atomically: several processes, of several containers, may write it at the same
-    time. Its mode follows the umask, and no part of it is left where writing fails.
+    """Write a file atomically: processes of several containers may write it at the same time. Its
+    mode follows the umask, and nothing is left if writing fails.
 
     Raises:
         OSError: it cannot be written.
@@ -152,7 +152,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """A name beside ``path`` that no other process takes, on this host or another."""
+    """A name in the folder of ``path`` that no other process uses, on this host or another."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
@@ -171,14 +171,14 @@ def _default(base: str) -> Path:
 
 
 def _make(path: Path, mode: int) -> None:
-    """Make a folder and those above it; with a umask of 0, too, not for everybody to write to."""
+    """Create a folder and its parents; not world-writable, even with a umask of 0."""
     if not path.is_dir():
         _make(path.parent, mode)
         path.mkdir(mode=mode, exist_ok=True)
 
 
 def _planted(path: Path, *, owned: bool = False) -> str | None:
-    """Why somebody else may have made or changed ``path``, or None."""
+    """Why another user may have created or changed ``path``, or None."""
     if os.name != "posix":
         return None
     why = _open_to_others(path.absolute()) or _open_to_others(path.resolve())
@@ -188,17 +188,17 @@ def _planted(path: Path, *, owned: bool = False) -> str | None:
 
 
 def _open_to_others(path: Path) -> str | None:
-    """The same along the folders above ``path``. Links' targets are another path."""
+    """The same for the folders above ``path``. The target of a link is checked as its own path."""
     in_sticky = False
     for part in (*reversed(path.parents), path):
         info = part.lstat()
         if in_sticky and info.st_uid not in (0, _uid()):
-            return f"everybody may make {part}, and user {info.st_uid} did"
+            return f"every user can create {part}, and user {info.st_uid} did"
         link = stat.S_ISLNK(info.st_mode)
         everybody = bool(info.st_mode & stat.S_IWOTH) and not link
         in_sticky = everybody and bool(info.st_mode & stat.S_ISVTX)
         if everybody and (part == path or not in_sticky):
-            return f"everybody may write to {part} (chmod o-w it, or choose another folder)"
+            return f"every user can write to {part} (chmod o-w it, or choose another folder)"
     return None
 
 
@@ -207,5 +207,5 @@ def _uid() -> int:
 
 
 def _warn(text: str) -> None:
-    if multiprocessing.parent_process() is None:  # compile workers find what their parent found
+    if multiprocessing.parent_process() is None:  # compile workers would repeat it
         _log.warning("%s", text)

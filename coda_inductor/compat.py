@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private name of torch, QuACK and CuTeDSL that is used, and what happens without it.
 
-Private is what has a part that starts with an underscore; of QuACK, which promises nothing, it is
-every name. Torch's are had from here, and nowhere else (``from coda_inductor.compat import
-tree_map``): each is looked up when it is first asked for. One that is gone costs what its entry
-says and one warning, never an import; without an *essential* one the backend hands every graph to
-Inductor as it is (:func:`lacking`). The names of QuACK and CuTeDSL are used in ``mainloop`` only,
-which is imported when ``mainloop.availability`` has found each of them in the libraries' files.
+A name is private if a part of its path starts with an underscore; QuACK promises no stable API, so
+all of its names are. Torch's are imported from here only (``from coda_inductor.compat import
+tree_map``), and each is looked up at its first use. A missing one costs what its entry says and one
+warning, never a failed import; without an *essential* one the backend hands every graph to Inductor
+unchanged (:func:`lacking`). Only ``mainloop`` uses names of QuACK and CuTeDSL. It is imported after
+``mainloop.availability`` has seen each of them in the libraries' files.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Private:
     Attributes:
         path: where it is, from the top-level package on.
         without: what a user loses without it.
-        instead: what takes its place; None for a class or function that raises CodaError, so that
-            the pass that calls it fails alone.
+        instead: what replaces it; None for a class or function that raises CodaError, so that only
+            the pass that calls it fails.
         essential: without it the backend can do nothing.
     """
 
@@ -57,7 +57,7 @@ def _no_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class _NeverRaised(Exception):  # noqa: N818 (it stands for errors of torch's)
+class _NeverRaised(Exception):  # noqa: N818 (in place of torch's own errors)
     pass
 
 
@@ -70,7 +70,7 @@ def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NO_CONFIG = types.SimpleNamespace(patch=_no_context)
-_DISPATCHED = "each call of a kernel takes the host some microseconds more"
+_DISPATCHED = "each kernel launch takes some microseconds more on the host"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _EXPLAIN = "explain, check and the command line's tables do not work"
 
@@ -93,7 +93,7 @@ TORCH: dict[str, Private] = {
     "inductor_config": Private("torch._inductor.config", essential=True),
     "TracingContext": Private(
         "torch._guards.TracingContext",
-        "a graph that is compiled twice, for want of a kernel, is an error",
+        "a graph that must be compiled again, because a kernel is missing, is an error",
         types.SimpleNamespace(try_get=_nothing),
     ),
     "empty_strided_cuda": Private(
@@ -134,11 +134,11 @@ TORCH: dict[str, Private] = {
     ),
     "remove_noop_ops": Private(
         "torch._inductor.fx_passes.post_grad.remove_noop_ops",
-        "an idiom with a full slice or a clone in it is not found", _nothing,
+        "an idiom with a full slice or a clone in it is not recognized", _nothing,
     ),
     "select_decomp_table": Private(
         "torch._inductor.decomposition.select_decomp_table",
-        "what is not fused may take a kernel more", dict,
+        "what is not fused may take one kernel more", dict,
     ),
     "stable_topological_sort": Private(
         "torch._inductor.pattern_matcher.stable_topological_sort",
@@ -276,12 +276,12 @@ def lacking() -> list[str]:
 
 
 def storage(tensor: Tensor) -> int:
-    """Which memory it lies in: equal for views of each other, fake tensors included."""
+    """The identity of its memory: equal for views of each other, fake tensors included."""
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was changed in place (``Tensor._version``); without it that is not noticed."""
+    """How often it was changed in place (``Tensor._version``); constant where torch lacks that."""
     return getattr(tensor, "_version", 0)
 
 
@@ -303,8 +303,8 @@ def saved_tensors() -> list[Tensor]:
 
 
 def without_dynamo() -> None:
-    """In a process that compiles kernels and no graphs: QuACK's decorators leave functions as they
-    are, for Dynamo and Inductor take seconds to import. Whatever else is asked of Dynamo is."""
+    """For a process that compiles kernels but no graphs: QuACK's decorators leave functions as they
+    are, because importing Dynamo takes seconds. Any other use of Dynamo imports it."""
 
     def as_it_is(function: Any = None, recompile_limit: int = 0, **_: Any) -> Any:  # noqa: ARG001
         return function or as_it_is
@@ -333,7 +333,7 @@ def _find(path: str) -> Any:
 
 
 def _unusable(private: Private) -> type:
-    """Whatever it is, a function, a context or a base class: to call it raises CodaError."""
+    """A stand-in for a function, a context or a base class: calling it raises CodaError."""
 
     def raises(_self: Any, *_: Any, **__: Any) -> None:
         raise CodaError(f"this torch has no {private.path}: {private.without}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The debug folder of a compiled graph.
 
-One folder a graph: the graph at each stage as readable Python, the table of GEMMs, every program
-and generated kernel source.
+Each graph has one folder: the graph at each stage as readable Python, the table of GEMMs, every
+program and generated kernel source.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _numbers = itertools.count()
 
 
 class DebugFolder:
-    """The debug output of one graph called ``name``, in a fresh folder below ``parent``; without
-    one, there is none.
+    """The debug output of the graph ``name``, in a new folder below ``parent``; nothing is written
+    if ``parent`` is None.
 
     Attributes:
-        path: of the folder; empty without one.
+        path: of the folder; empty if nothing is written.
 
     Raises:
-        OptionError: no folder can be made.
+        OptionError: the folder cannot be created.
     """
 
     def __init__(self, name: str, parent: str | None):
@@ -49,7 +49,7 @@ class DebugFolder:
         self.write(f"{stage}.py", text)
 
     def write(self, name: str, text: Any) -> None:
-        """Write a file; what cannot be written is one warning, for the model must compile."""
+        """Write a file; a failure is one warning, because the model must compile anyway."""
         if self.folder is None:
             return
         path = self.folder / name
@@ -70,7 +70,7 @@ class DebugFolder:
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    """The first folder that is not there; other ranks of a job number theirs alike."""
+    """The first folder name that is free; the other ranks of a job count the same way."""
     try:
         while True:
             folder = parent / f"{name}_{next(_numbers):03d}"
@@ -80,6 +80,6 @@ def _fresh(parent: Path, name: str) -> Path:
                 return folder
     except OSError as error:
         raise OptionError(
-            f"option 'debug_dir': no folder can be made in {str(parent)!r} ({error.strerror}); "
-            "give one that can be written, here or as CODA_DEBUG_DIR"
+            f"option 'debug_dir': cannot create a folder in {str(parent)!r} ({error.strerror}); "
+            "name a writable one, here or in CODA_DEBUG_DIR"
         ) from error

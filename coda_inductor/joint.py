@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our passes as Inductor runs them: with a ``uuid``, so that torch's caches know what a result
-depends on. The one on the aten graph runs twice without harm: Inductor hands it nested regions more
-than once."""
+depends on. The pass on the aten graph may run twice on the same graph, because Inductor hands it
+nested regions more than once."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _LARGE = 2**21
 
 
 class Chained(CustomGraphPass):
-    """One of our passes, behind those that the user has set in its place.
+    """One of our passes, after the passes that the user put into the same setting of Inductor.
 
     Attributes:
-        options: what it is run with.
+        options: what it runs with.
         was: the user's: a pass, a list or tuple of them, or None. They run first.
     """
 
@@ -50,8 +50,8 @@ class Chained(CustomGraphPass):
         self.run(graph)
 
     def __deepcopy__(self, _memo: Any) -> Chained:
-        """Itself: ``torch.compile`` copies Inductor's configuration deeply, also where QuACK, which
-        is imported in the middle of a pass, decorates a function with it."""
+        """Itself: ``torch.compile`` copies Inductor's configuration deeply, also in the middle of a
+        pass, when QuACK is imported and decorates a function with it."""
         return self
 
     @abc.abstractmethod
@@ -59,8 +59,8 @@ class Chained(CustomGraphPass):
         """Our own part."""
 
     def uuid(self) -> Any:
-        """Everything that the result depends on; None (never cached) where a pass of the user's
-        does not say what it depends on, and while debugging."""
+        """Everything that the result depends on; None (never cached) if a pass of the user does not
+        say what it depends on, and while debugging."""
         inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
         if None in inner or self.options.debug:
             return None
@@ -72,8 +72,7 @@ class Chained(CustomGraphPass):
 
 
 class JointPass(Chained):
-    """The passes of ``pipeline.ON_ATEN`` on one graph, behind what the user had set as
-    ``joint_custom_pre_pass``.
+    """The passes of ``pipeline.ON_ATEN`` on one graph, after the user's ``joint_custom_pre_pass``.
 
     Attributes:
         ran: False where torch took the graph from its cache.
@@ -89,11 +88,11 @@ class JointPass(Chained):
 
 
 def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..., Any]:
-    """Start the compilation of Dynamo's graph ``gm``: what is to be said or started before, and the
-    passes on it. Returns what to wrap around the compiled graph.
+    """Start the compilation of Dynamo's graph ``gm``: messages, the compile workers, and the passes
+    on it. Returns the wrapper for the compiled graph.
 
     Raises:
-        OptionError: nothing has a name in ``options["disable"]``.
+        OptionError: a name in ``options["disable"]`` does not exist.
         PatternError: with ``strict``, when a pattern file does not load.
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
@@ -105,7 +104,7 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
 
 
 def _likely_fused(inputs: Sequence[Any], options: Options) -> bool:
-    """Is there a large weight on a GPU that has kernels? Said before anything is traced."""
+    """Is there a large weight on a GPU that has kernels? Asked before anything is traced."""
     if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
         return False
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process at a time measures, or compiles a kernel: the others wait, and find its result.
+"""One process at a time measures, or compiles a kernel: the others wait, then read its result.
 
-A lock is one of the operating system: it is free as soon as the process that held it ends,
-however that happens. There is no collective: a rank that never comes keeps nobody waiting.
+The locks are the operating system's: one is free as soon as the process that held it ends, however
+that happens. There is no collective, so no rank waits for a rank that never comes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from coda_inductor.log import logger
 
 @contextlib.contextmanager
 def held(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock of the file ``path``; False if another process has held it for so many seconds,
-    or there can be no lock."""
+    """Hold the lock of the file ``path``. Yields False if another process still holds it after
+    ``seconds``, or if there can be no lock."""
     with contextlib.ExitStack() as stack:
         got = False
         for place in _places(path):
@@ -38,8 +38,8 @@ def held(path: Path, seconds: float) -> Iterator[bool]:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Where the lock file may lie, best first: the second is of this host, and serves where a file
-    system has no locks (some Lustre and NFS mounts) or the first one is another user's."""
+    """Where the lock file may lie, best first. The second place is local to this host, for file
+    systems without locks (some Lustre and NFS mounts) or where the first is another user's."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path.with_suffix(".lock")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One logger, one warning a cause and a host, and the counters that users and tests read."""
+"""One logger, one warning per cause and host, and the counters that users and tests read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_induct
 
 
 def _name_and_rank(record: logging.LogRecord) -> bool:
-    """A filter: warnings name the package and the rank; what several ranks of a host would say is
-    said by the first of them, as far as their process group has a store that tells."""
+    """A filter: warnings name the package and the rank. If several ranks of a host have the same
+    warning, only the first one logs it, where their process group has a store to coordinate."""
     if record.levelno < logging.WARNING:
         return True
     text = record.getMessage().removeprefix("coda_inductor: ")
@@ -28,7 +28,7 @@ def _name_and_rank(record: logging.LogRecord) -> bool:
         rank = f" [rank {dist.get_rank()}]"
         host = os.environ.get("GROUP_RANK", "0")
         key = f"coda_inductor/{host}/{hashlib.sha256(text.encode()).hexdigest()}"
-        with contextlib.suppress(Exception):  # a store that is gone: each rank speaks
+        with contextlib.suppress(Exception):  # the store is gone: each rank logs it
             if default_store().add(key, 1) > 1:
                 return False
     record.msg, record.args = f"coda_inductor{rank}: {text}", ()
@@ -47,13 +47,13 @@ def count(pattern: str, times: int = 1) -> None:
 
 
 def warn_once(site: str, cause: str, to: str = "Inductor", first: str = "") -> None:
-    """Log one warning for each (site, cause): what fell back, what ``to``, and why. ``first``
-    says which of many it was, and repeats no warning."""
+    """Log one warning for each (site, cause): what fell back, what ``to``, and why. ``first`` names
+    the first of many sites; another value of it does not repeat the warning."""
     if (site, cause) not in _warned:
         _warned.add((site, cause))
         logger.warning("%s falls back to %s: %s", f"{site} {first}".strip(), to, cause)
 
 
 def forget_warnings() -> None:
-    """Make :func:`warn_once` speak again (for tests and after ``torch._dynamo.reset()``)."""
+    """Let :func:`warn_once` warn again (for tests and after ``torch._dynamo.reset()``)."""
     _warned.clear()

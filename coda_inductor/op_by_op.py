@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Inductor cannot compile runs op by op, with one warning: a training run goes on.
 
-Our rewrites make kernels of Inductor's that it does not make otherwise, and its compilers have
-their bugs: Triton 3.6 rejects some reductions with three stores (docs/gotchas.md). By then a
-forward and a backward pass are split, so stock Inductor cannot take over. Every op of a graph, ours
+After our rewrites Inductor generates kernels that it does not generate otherwise, and compilers
+have bugs: Triton 3.6 rejects some reductions with three stores (docs/gotchas.md). By then forward
+and backward passes are split, so stock Inductor cannot take over. But every op of a graph, ours
 included, also runs by itself.
 """
 
@@ -38,18 +38,18 @@ def compiler(
     settle: Callable[[Graph], bool] = lambda _: False,
 ) -> Callable[..., Any]:
     """``compile_fx``'s ``inner_compile``, which compiles a forward, backward or inference graph of
-    the Dynamo graph ``name``; ``failed`` says of it whether it is worse than it could be, and
-    ``settle`` waits for what it needs besides, and is True if it has changed the graph for want of
-    it: then it is compiled again.
+    the Dynamo graph ``name``. ``failed`` is True if the result is worse than it could be.
+    ``settle`` waits for the kernels; it returns True if one is missing and it changed the graph for
+    that: then the graph is compiled again.
 
-    What it returns raises FallbackError, when ``strict``, instead of falling back.
+    With ``strict``, the result raises FallbackError instead of falling back.
     """
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
         untouched = Graph()  # Inductor's passes change the graph in place
         untouched.output(untouched.graph_copy(gm.graph, {}))
         try:
-            # What failed once, in torch's cache, would have failed for ever.
+            # In torch's cache, one failure would become permanent.
             with _no_caches() if failed() else nullcontext():
                 compiled = compile_fx_inner(gm, inputs, **how)
             if settle(untouched):
@@ -72,6 +72,6 @@ def compiler(
 
 
 def _last_line(error: InductorError) -> str:
-    """What went wrong at the bottom: the message of a worker process ends with its exception."""
+    """The cause: the message of a worker process ends with its exception."""
     inner = error.inner_exception
     return f"{type(inner).__name__}: {inner}".strip().splitlines()[-1].strip()

@@ -16,10 +16,10 @@ from coda_inductor.compat import inductor_config, list_mode_options, list_option
 from coda_inductor.errors import OptionError, PatternError, meant
 
 GATES = ("auto", "always", "never")
-#: Recipes of FP8 training, as torchao calls them; "" is none.
+#: Recipes of FP8 training, by torchao's names; "" means no FP8.
 FP8_RECIPES = ("", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 _CHOICES = {"gate": GATES, "tune": GATES, "fp8": FP8_RECIPES}
-#: Modes of torch.compile in which Inductor measures: so do we.
+#: Modes of torch.compile in which Inductor measures, and so do we.
 _MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -28,7 +28,7 @@ class Options:
     """What a user may set.
 
     Attributes:
-        debug: write a folder a compiled graph (also ``CODA_DEBUG=1``).
+        debug: write a folder for each compiled graph (also ``CODA_DEBUG=1``).
         debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
         strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
         patterns: extra pattern files, or folders of them, tried before the built-in ones (also
@@ -36,12 +36,12 @@ class Options:
         disable: names of patterns, passes or counters that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
-        tune: ``"auto"`` measures a site while it is compiled where nothing that was measured before
-            reaches (another GPU, other sizes), for 8 seconds a process and not in its first graph;
-            ``"always"`` every site that was not itself measured, and more candidates; ``"never"``
-            none. What was measured is kept, what was left is measured by ``python -m coda_inductor
-            tune``. In the modes ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"`` the default
-            is ``"always"``. ``CODA_TUNE`` sets another default.
+        tune: ``"auto"`` measures a site during compilation if no earlier measurement covers it
+            (another GPU, other sizes), for at most 8 seconds per process, and not in the first
+            graph. ``"always"`` measures every site without a measurement of its own, with more
+            candidates; ``"never"`` none. Measurements are kept; ``python -m coda_inductor tune``
+            measures the sites that are left. The default is ``"always"`` in the modes
+            ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"``, else what ``CODA_TUNE`` says.
         tune_seconds: how long that may take for one graph, the first one too; without it, 60 where
             ``tune`` is ``"always"``.
         reference: run every fused site through the reference executor even where kernels exist,
@@ -55,10 +55,10 @@ class Options:
         fp8_skip: the layers that stay in bfloat16 all the same: patterns, with ``*`` and ``?``, of
             module paths, or of their last parts ("lm_head", "0.mlp.up_proj"; what peft wraps keeps
             its name).
-        fp8_small: take layers too that are said to be too small to gain.
-        aot: fuse in programs of AOTInductor's too (with ``coda_inductor.enable``). Each then needs
-            a Python process that has imported ``coda_inductor.backend``.
-        inductor: options of Inductor's own, passed on.
+        fp8_small: also take layers that the backend considers too small to gain.
+        aot: also fuse in AOTInductor's programs (with ``coda_inductor.enable``). They then need a
+            Python process that has imported ``coda_inductor.backend``.
+        inductor: Inductor's own options, passed on.
     """
 
     debug: bool = False
@@ -91,7 +91,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Check and complete what the user passed to ``torch.compile``.
 
     Raises:
-        OptionError: unknown key or mode, or a value of the wrong type; names the known ones.
+        OptionError: unknown key or mode, or a value of the wrong type; lists what is allowed.
         PatternError: a pattern path does not exist.
     """
     own: dict[str, Any] = {
@@ -126,8 +126,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         if key in own and "fp8" not in own:
             recipes = ", ".join(repr(recipe) for recipe in FP8_RECIPES if recipe)
             raise OptionError(
-                f"option {key!r}, here {own[key]!r}, says which layers the option 'fp8' takes, and "
-                f"that is not given: add 'fp8' with one of {recipes}, or leave {key!r} out"
+                f"option {key!r} (here {own[key]!r}) needs the option 'fp8', which is not set: "
+                f"add 'fp8' with one of {recipes}, or leave {key!r} out"
             )
     for path in own["patterns"]:
         if not Path(path).exists():
@@ -138,7 +138,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 
 def _env_patterns() -> tuple[str, ...]:
-    """Files that are code come from no environment variable under ``python -I`` or ``-E``."""
+    """None under ``python -I`` or ``-E``: then the environment must not name files with code."""
     if sys.flags.ignore_environment:
         return ()
     return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
@@ -159,18 +159,18 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
 
 
 def _check_inductor(key: str, value: Any) -> Any:
-    """An option of Inductor's own has that setting's type, as torch.compile asks of its backend."""
+    """Inductor's own options must have the setting's type, as torch.compile itself requires."""
     if (get_type := getattr(inductor_config, "get_type", None)) is None:
         return value
     wanted = get_type(key.replace("-", "_"))
     if typing.get_origin(wanted) is None and not isinstance(value, wanted):
-        text = f"option {key!r}, which is Inductor's, takes {wanted.__name__}, got {value!r}"
+        text = f"Inductor's option {key!r} takes {wanted.__name__}, got {value!r}"
         raise OptionError(text)
     return value
 
 
 def _check(key: str, value: Any, name: str = "") -> Any:
-    """``value`` of the option ``key`` as it is kept. ``name``: what a user calls it otherwise."""
+    """``value`` of the option ``key``, checked and converted. ``name``: another name for users."""
     if key in ("patterns", "disable", "fp8_skip"):
         if isinstance(value, (str, os.PathLike)):
             value = (value,)

@@ -2,20 +2,20 @@
 """The same passes under ``backend="inductor"``, for programs that accept no other backend.
 
 :func:`enable` puts them into Inductor's own configuration: ``pre_grad_custom_pass`` gets Dynamo's
-graph and ``joint_custom_pre_pass`` the aten graph, behind whatever the user has there. In torch
+graph and ``joint_custom_pre_pass`` the aten graph, after any pass that the user has there. In torch
 2.13 and newer that configuration belongs to the thread; both passes run in the thread that
-compiles, before a forward and a backward pass are split, so that it does not matter where the
+compiles, before forward and backward passes are split, so that it does not matter where the
 backward pass is compiled.
 
-What only the backend can do, for it is around Inductor and not inside:
+The backend runs around Inductor and not inside it. Therefore it differs in this:
 
-- logits that are returned beside a loss get a gradient of their own, zeros where none comes
-  (``dynamo/late_gradients.py`` wraps the compiled graph);
-- a graph that Inductor cannot compile is an error, and does not run op by op (``op_by_op.py``);
-- kernels are compiled while the joint graph is rewritten, and not beside Inductor's own work;
-- where torch's caches have the graph, that is not said;
-- a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in the ``options`` of torch.compile takes
-  the place of ours.
+- here logits that are returned with a loss get a gradient of zeros if the user computes none (the
+  backend avoids that: ``dynamo/late_gradients.py`` wraps the compiled graph);
+- here a graph that Inductor cannot compile is an error and does not run op by op (``op_by_op.py``);
+- here kernels compile while the joint graph is rewritten, not in parallel with Inductor's work;
+- here a graph that comes from torch's caches is not logged;
+- here a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in the ``options`` of torch.compile
+  replaces ours.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DYNAMO, JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"
 
 
 class _Compiling(threading.local):
-    """The compilation that this thread was in last: its record, and torch's context of it."""
+    """The latest compilation of this thread: its record, and torch's context of it."""
 
     record: Record | None = None
     context: weakref.ref[Any] | None = None
@@ -62,7 +62,7 @@ class _Compiling(threading.local):
         return self.record
 
     def now(self, options: Options) -> Record | None:
-        """The record of the one that it is in, if that was begun with these options."""
+        """The record of the current one, if that began with these options."""
         known = None if self.context is None else self.context()
         if self.record is None or TracingContext.try_get() is not known:
             return None
@@ -73,8 +73,8 @@ _compiling = _Compiling()
 
 
 class _Enabled(Chained):
-    """One of the two passes. ``by_mode``: the mode of torch.compile says whether sites are
-    measured, for nobody else has."""
+    """One of the two passes. ``by_mode``: the mode of torch.compile decides whether sites are
+    measured, because neither the option ``tune`` nor ``CODA_TUNE`` does."""
 
     def __init__(self, options: Options, was: Any, by_mode: bool):
         super().__init__(options, was)
@@ -98,7 +98,7 @@ class _DynamoPass(_Enabled):
     def run(self, graph: Graph) -> None:
         gm = graph.owning_module
         if not isinstance(gm, GraphModule) or _nested():
-            return  # checkpointed regions are reached from the graph around them
+            return  # checkpointed regions are handled with the graph around them
         record = _compiling.begin(self.options)
         inputs = [value(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")]
         begin(gm, inputs, record)
@@ -112,20 +112,19 @@ class _JointPass(_Enabled):
         on_aten(graph, _compiling.now(options) or _compiling.begin(options))
 
     def uuid(self) -> Any:
-        """As every pass's; None where something could not be done that the next process may be able
-        to do. Inductor asks again before it keeps a result."""
+        """As every pass's; None (do not cache) after a failure that the next process may not have.
+        Inductor asks again before it keeps a result."""
         record = _compiling.now(self.options)
         return None if record is not None and record.failed else super().uuid()
 
 
 def enable(**options: Any) -> None:
-    """Let ``torch.compile(model)``, that is ``backend="inductor"``, run our passes in this thread.
-
-    Call it in the thread that compiles. Enabling twice keeps the newer options.
+    """Let ``torch.compile(model)``, with its default ``backend="inductor"``, run our passes in this
+    thread. Call it in the thread that compiles. Enabling twice keeps the newer options.
 
     Args:
         options: our own of ``torch.compile(..., backend="coda", options={...})``, e.g.
-            ``gate="always"``; Inductor's are given to torch.compile.
+            ``gate="always"``; pass Inductor's to torch.compile.
 
     Raises:
         OptionError: an unknown option, a wrong value, or an option of Inductor's.
@@ -136,21 +135,21 @@ def enable(**options: Any) -> None:
 
 
 def disable() -> None:
-    """Put back what :func:`enable` found. A pass that was set since stays."""
+    """Restore what was set before :func:`enable`. A pass that was set since then stays."""
     for name, theirs in beneath({}).items():
         setattr(inductor_config, name, theirs)
 
 
 @contextmanager
 def enabled(**options: Any) -> Iterator[None]:
-    """:func:`enable` for a while: afterwards both settings are what they were before, also after an
-    exception. What was compiled inside keeps its options, whatever is compiled of it later."""
+    """:func:`enable` inside a ``with`` block: afterwards both settings are restored, also after an
+    exception. What was compiled inside keeps its options, also when it is compiled again later."""
     with inductor_config.patch(_passes(options)):
         yield
 
 
 def beneath(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's passes of both kinds, without ours: from ``options`` for torch.compile, else from
+    """The user's passes of both kinds, without ours: from torch.compile's ``options``, else from
     Inductor's configuration."""
     names = [name for name in (DYNAMO, JOINT) if hasattr(inductor_config, name)]
     return {name: _without(options.get(name, getattr(inductor_config, name))) for name in names}
@@ -160,7 +159,7 @@ def _without(passes: Any) -> Any:
     if isinstance(passes, _Enabled):
         return passes.was
     if isinstance(passes, (list, tuple)) and any(isinstance(p, _Enabled) for p in passes):
-        # Somebody has put ours into a list of their own.
+        # The user has put ours into a list.
         flat: list[Any] = []
         for each in passes:
             flat += each.before if isinstance(each, _Enabled) else (each,)
@@ -169,11 +168,11 @@ def _without(passes: Any) -> Any:
 
 
 def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Both settings as they should be; nothing where this torch lacks what we need."""
+    """Both settings with our passes; empty if this torch lacks what we need."""
     settings = parse(None, options)
     if settings.inductor:
         raise OptionError(
-            f"option {next(iter(settings.inductor))!r} is Inductor's: give it to torch.compile, or "
+            f"option {next(iter(settings.inductor))!r} is Inductor's: pass it to torch.compile, or "
             "set it in torch._inductor.config"
         )
     check_names(Record(dataclasses.replace(settings, debug=False)))
@@ -191,8 +190,8 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested() -> bool:
-    """Is the graph a part of another one, which Inductor will hand us next? It goes through both in
-    a function that calls itself, and says so nowhere else."""
+    """Is the graph a part of another one, which Inductor will hand us next? Only the call stack
+    shows it: Inductor visits nested graphs with a recursive function."""
     code = getattr(recursive_pre_grad_passes, "__code__", None)
     frame = inspect.currentframe()
     depth = 0

@@ -2,10 +2,9 @@
 """All passes, in order: the only list of them. ``backend``, ``explain``, ``check`` and the tests
 run this one.
 
-A pass is a function ``(graph, record) -> None`` that changes the graph in place and tells the
-record what it did. One that fails costs its own work, with one warning: the others run as if it
-were not in the list. Every pass, every pattern and every counter has a name, and any of
-these may stand in ``options["disable"]``.
+A pass is a function ``(graph, record) -> None`` that changes the graph in place and notes in the
+record what it did. If a pass fails, only its own work is lost, with one warning: the others run as
+if it were not in the list. ``options["disable"]`` may name any pass, pattern or counter.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ def _fuses_gradients(graph: Graph, record: Record) -> bool:
 
 
 def _recomputes(graph: Graph, record: Record) -> bool:
-    """Only kernels compute activations for nothing; a CPU's passes stand for theirs."""
+    """Only kernels recompute activations at no cost. On a CPU the pass runs too, as if for them."""
     return _fuses_gradients(graph, record) and record.plan.no_kernels is None
 
 
 def _decide(graph: Graph, record: Record) -> None:
-    """What may be fused in this graph; start the compile workers, which takes a while."""
+    """Decide what may be fused in this graph; start the compile workers, which takes a while."""
     options = record.options
 
     def tuner(store: Store, device: torch.device) -> Tuner:
@@ -88,7 +87,7 @@ def _decide(graph: Graph, record: Record) -> None:
         return Tuner(store, device, seconds, MANY if every else SOME)
 
     if getattr(virtualized, "aot_compilation", False) and not options.aot:
-        text = "programs of AOTInductor's run without Python, which launches our kernels"
+        text = "AOTInductor's programs run without Python, and our kernels are launched by Python"
         why = refuse("aot-inductor", text)
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
         record.plan = Plan(options, unwanted=why)
@@ -107,8 +106,8 @@ class Pass:
         name: for logs, the debug folder and ``options["disable"]``.
         run: changes the graph in place.
         when: does it run on this graph?
-        counts: the counters it fires under, beside the names of patterns.
-        needed: the graph is wrong or slower without it, so that it cannot be disabled.
+        counts: the counters it fires under, besides the names of patterns.
+        needed: the graph is wrong or slower without it, so it cannot be disabled.
         stage: the debug folder gets the graph under this name before the pass.
     """
 
@@ -164,7 +163,7 @@ def check_names(record: Record) -> None:
     """Load the patterns, and compare ``options["disable"]`` with what there is.
 
     Raises:
-        OptionError: nothing has that name, or a needed pass does.
+        OptionError: the name does not exist, or is that of a needed pass.
         PatternError: with ``strict``, when a pattern file does not load.
     """
     loaded = [p.name for p in patterns.load(record.options.patterns, strict=record.options.strict)]
@@ -173,18 +172,18 @@ def check_names(record: Record) -> None:
     names |= {name for each in passes for name in each.counts}
     for name in record.options.disable:
         if any(each.needed and each.name == name for each in passes):
-            raise OptionError(f"option 'disable': the pass {name!r} cannot be done without")
+            raise OptionError(f"option 'disable': the pass {name!r} cannot be disabled")
     names |= {each.name for each in passes if not each.needed}
     if unknown := sorted(set(record.options.disable) - names):
         said = ", ".join(f"{name!r}{meant(name, names)}" for name in unknown)
         raise OptionError(
-            f"option 'disable': nothing is called {said}; known are {', '.join(sorted(names))}"
+            f"option 'disable': there is no {said}; known names are {', '.join(sorted(names))}"
         )
 
 
-@without_saved_tensors_hooks()  # a user's would be given our fake tensors
+@without_saved_tensors_hooks()  # a user's hooks would receive our fake tensors
 def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]], Any]:
-    """Run the passes on Dynamo's graph ``gm``. Returns what to wrap around the compiled graph.
+    """Run the passes on Dynamo's graph ``gm``. Returns the wrapper for the compiled graph.
 
     Raises:
         OptionError: see :func:`check_names`.
@@ -211,7 +210,7 @@ def on_aten(graph: Graph, record: Record) -> None:
     """Run the passes on a joint or inference graph, in place.
 
     Raises:
-        FallbackError: with ``strict``, when a pass fails or a site falls back for a failure.
+        FallbackError: with ``strict``, when a pass fails or a site falls back because of a failure.
     """
     before = len(record.report.sites)
     _run(ON_ATEN, graph, record)
@@ -236,9 +235,9 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     """Run ``passes``, without those that fail. Each cause of a failure is one warning, or with
     ``strict`` an error.
 
-    Why run again: a copy of the graph before each pass would take a third of our time, and failures
-    are rare. So there is one copy, from before the first pass, and after a failure the other passes
-    start over from it. If a needed pass fails, only needed passes run: the others rely on it.
+    There is one copy of the graph, from before the first pass, and after a failure the other passes
+    start over from it. A copy before each pass would take a third of our time, and failures are
+    rare. If a needed pass fails, only needed passes run: the others rely on it.
     """
     kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
     heard, left = len(record.report.refusals), list(passes)
@@ -269,7 +268,8 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """What passes make lives on: looking for garbage in it takes a fifth of their time."""
+    """Without garbage collection: what passes create stays alive, and searching it takes a fifth of
+    their time."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: decisions about the GEMMs of one graph, under one set of options.
 
-A GEMM is asked about twice: *may* its epilogue hold anything (``legal``: dtype, shape, device,
-kernel libraries), before anything is planned; and *how* does the planned site run (``judge``).
+Two questions are asked about a GEMM: *may* its epilogue hold anything (``legal``: dtype, shape,
+device, kernel libraries), before anything is planned; and *how* does the planned site run
+(``judge``).
 """
 
 from __future__ import annotations
@@ -39,33 +40,33 @@ from coda_inductor.select.store import Store, store_of
 from coda_inductor.tune.tuner import Tuner
 
 _STORE = TileStore("out0", "acc", "bfloat16")
-#: A kernel that is expected to take so many times as long as the unfused way is not measured.
+#: A kernel is not measured if it is expected to take this many times the unfused time.
 _FAR = 1.25
-#: Shapes the partials of a call that is then expanded; any legal config will do.
+#: Gives the partials of a call their shape where the call is expanded; any legal config will do.
 REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
 
 def as_16_bits(b: torch.Tensor) -> int:
-    """K of the GEMM of 16 bits that takes as long as one with ``b``, (..., K, N), about."""
+    """K of the 16-bit GEMM that takes about as long as one with ``b``, (..., K, N)."""
     k = hint(b.shape[-2])
     return k // 2 if b.element_size() == 1 else k
 
 
 def crowded() -> bool:
-    """Is this process one of several whose collectives run beside its kernels?"""
+    """Is this process one of several, with collectives that run at the same time as kernels?"""
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 @dataclass
 class Tuning:
-    """What one graph wants to be measured.
+    """What should be measured for one graph.
 
     Attributes:
-        measurer: measures.
-        every: also where a kernel is expected to lose by far.
+        measurer: does it.
+        every: also sites where a kernel is expected to lose by far.
         asked: sites that were judged without a measurement since the last :meth:`again`.
-        optimistic: whatever has no expected time wins, until it is measured.
+        optimistic: a site without an expected time counts as a win until it is measured.
     """
 
     measurer: Tuner
@@ -74,15 +75,15 @@ class Tuning:
     optimistic: bool = False
 
     def wants(self, choice: Choice) -> bool:
-        """Would a measurement of it change anything? Not where there is no kernel, and hardly where
-        it is expected to lose by far."""
+        """Could a measurement change this choice? Not without a kernel, and hardly if the kernel is
+        expected to lose by far."""
         if choice.measured or not choice.config:
             return False
         hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
         return self.every or not hopeless
 
     def again(self) -> bool:
-        """Measure what was asked; True if the graph's sites must be planned again."""
+        """Measure the sites ``asked``; True if the graph's sites must be planned again."""
         asked, self.asked = self.asked, []
         if asked and self.measurer.measure(asked):
             return True
@@ -98,11 +99,11 @@ class Plan:
         options: the user's.
         too_small: why the graph's GEMMs are too small to fuse.
         no_kernels: why no GEMM of any size becomes a kernel on this GPU.
-        unwanted: why the graph is to be left as it is, on whatever device.
+        unwanted: why the graph must stay as it is, on any device.
         on_gpu: are there GEMMs on a GPU?
         dry: only say what would happen, with expected times and the kernels' numerics.
-        store: what was measured on the graph's GPU model; None where there is none.
-        tuning: what is to be measured; None where nothing may be.
+        store: what was measured on the graph's GPU model; None without a GPU.
+        tuning: what should be measured; None where nothing may be.
         as_if: decide as if everything were on this CUDA device; "meta" is one that is not here.
     """
 
@@ -134,9 +135,9 @@ class Plan:
         gpu: Gpu | None = None,
         tuner: Callable[[Store, torch.device], Tuner] | None = None,
     ) -> Plan:
-        """The plan for a graph of products, each given by a tensor of M rows and B (..., K, N):
+        """The plan for a graph of products, each a pair of a tensor of M rows and B (..., K, N):
         together they decide whether the host is the limit. ``gpu`` as in ``Record``. ``tuner``
-        makes what measures, if anything may be; a dry run measures only with ``as_if``."""
+        creates the tuner, if anything may be measured; a dry run measures only with ``as_if``."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
@@ -162,7 +163,7 @@ class Plan:
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU that is decided for."""
+        """The GPU that the decisions are for."""
         return H100 if self.store is None else self.store.gpu
 
     @property
@@ -178,7 +179,8 @@ class Plan:
 
     def rounds(self, a: torch.Tensor) -> bool:
         """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
-        that. A CPU's plain ops do: not to takes twice as long in 16 bits."""
+        that. A CPU's plain ops do, because a 16-bit product without rounding takes twice as long.
+        """
         return a.device.type != "cuda" and not (self.options.reference or self.dry)
 
     def legal(self, gemm: Node) -> Refusal | None:
@@ -188,13 +190,13 @@ class Plan:
         return self.takes(fake(a), fake(b), routes)
 
     def absorbs(self, gemm: Node, x: Node, scope: Scope) -> bool:
-        """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
+        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's?"""
         region = grow((gemm,), scope)
         return x in region.values and same(fake(x).shape[-1], region.shape[1])
 
     def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
-        """The same of a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) of one with operands of
-        the kinds ``routes``."""
+        """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if it has
+        operands of the kinds ``routes``."""
         names = dtype_name(x.dtype), dtype_name(w.dtype)
         if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"
@@ -210,9 +212,9 @@ class Plan:
         if not self._kernels(x):
             return None
         device = self.as_if or x.device
-        if (why := availability.kernel_stack(device)) is not None:  # runtime.notice says it once
+        if (why := availability.kernel_stack(device)) is not None:  # runtime.notice warns once
             return why.failing() if self.options.strict else why
-        # First: where nothing is fused, nobody has laid out operands for kernels (FP8's casts do).
+        # First: only where something is fused are operands laid out for kernels (by FP8's casts).
         if (why := self.too_small or self.no_kernels) is not None:
             return why
         operands = tuple(Operand(kind, kind, "int32") for kind in routes)
@@ -230,12 +232,12 @@ class Plan:
 
     @property
     def slice_bytes(self) -> int:
-        """Of the gradient of logits, what is in memory at a time where it is sliced."""
+        """How much of the gradient of logits is in memory at a time, where it is sliced."""
         return linear_cross_entropy.SLICE_BYTES
 
     def fits(self, site: Site, a: torch.Tensor) -> bool:
-        """Does some kernel have the shared memory that ``site`` needs, whose left operand is ``a``?
-        Where none is to run there is no such limit."""
+        """Is there a kernel with enough shared memory for ``site``, whose left operand is ``a``?
+        Without kernels there is no such limit."""
         if not (self.dry or self._kernels(a)):
             return True
         device, terms = self.as_if or site.device, len(site.ks)
@@ -254,19 +256,19 @@ class Plan:
         return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
-        """Why reading the halves of a packed projection of ``a`` (M, K) apart costs more than it
-        saves, or None. In training its weight's gradient, (2F, K), is then put together by a copy;
-        what is saved is reading the product (M, 2F) at least once."""
+        """Why splitting a packed projection of ``a`` (M, K) into two costs more than it saves, or
+        None. In training a copy then joins its weight's gradient, (2F, K); what is saved is reading
+        the product (M, 2F) at least once."""
         if self.options.gate != "auto" or not self._kernels(a) or not training:
             return None
         m, k = a.shape
         if hint(m) >= 2 * k:
             return None
-        text = f"putting its weight's gradient together costs more than it saves below {2 * k} rows"
+        text = f"joining its weight's gradient costs more than it saves below {2 * k} rows"
         return refuse("split-copies-gradient", text)
 
     def judge(self, site: Site, a: torch.Tensor) -> Choice:
-        """How a planned site runs whose left operand is ``a``."""
+        """How a planned site with the left operand ``a`` runs."""
         if self.options.reference:
             why = refuse("reference-asked", "options['reference'] is set")
         elif not self._kernels(a):
@@ -286,7 +288,7 @@ class Plan:
         return choice
 
     def estimate_plain(self, gemm: Node) -> Choice | None:
-        """Expected time of a GEMM alone, in cuBLAS; None for what no kernel is for."""
+        """Expected time of a GEMM alone, in cuBLAS; None where no kernel could run."""
         a, b = (fake(x) for x in gemm_inputs(gemm))
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
         bare = EpilogueProgram(("acc",), dtype_name(a.dtype))

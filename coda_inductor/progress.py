@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line on a terminal about work that takes more than some seconds; nothing in a log."""
+"""A progress bar on a terminal for work that takes more than some seconds; nothing in a log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _one = threading.Lock()  # a terminal has room for one
 
 @contextlib.contextmanager
 def shown(what: str, work: Sequence[Future]) -> Iterator[None]:
-    """Show how much of ``work`` is done while it is waited for; of several ranks the first does."""
+    """Show how much of ``work`` is done; of several ranks only the first shows it."""
     told = work and os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
     if not (told and _one.acquire(blocking=False)):
         yield

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every pass is given beside its graph, and where it says what it did.
+"""The second argument of every pass: what a pass may read, and where it notes what it did.
 
 One record belongs to the compilation of one Dynamo graph. A pass reads ``options`` and ``plan``
-from it, and tells it what it refused and how often which rewrite fired; the pipeline puts it back
-with the graph where a pass fails.
+from it, and notes what it refused and how often which rewrite fired. If a pass fails, the pipeline
+restores the record together with the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_inductor.refusal import Refusal
 from coda_inductor.report import GraphReport, SiteReport
 from coda_inductor.select.device import Gpu
 
-#: From a compiled function to one that is called in its place.
+#: Maps a compiled function to the one that is called instead.
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -36,17 +36,17 @@ class Record:
         options: the user's.
         name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
-        later: kernels are begun, and somebody will wait for them (``fusing.lower.settle``).
-        wraps: somebody wraps what passes want around the compiled graph.
+        later: only start compiling kernels; ``fusing.lower.settle`` waits for them afterwards.
+        wraps: the caller applies ``around`` to the compiled graph.
         as_if: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
-        gpu: decide for this model of GPU; None for the one that ``as_if`` or the tensors are on.
+        gpu: decide for this GPU model; None for that of ``as_if`` or of the tensors.
         report: what people read later: GEMMs and refusals.
         plan: what may and should be fused; the first pass on an aten graph sets it.
         folder: where debug output goes.
-        fired: how often each rewrite fired, by the name that counters have for it.
-        around: what to wrap around the compiled graph, first one innermost.
-        failed: something that the next process may be able to do could not be done (a compiler that
-            was killed, a full disk): the result must not be kept in torch's cache.
+        fired: how often each rewrite fired, by the name of its counter.
+        around: wrappers for the compiled graph, first one innermost.
+        failed: something failed that may succeed in the next process (a compiler was killed, a disk
+            was full): the result must not be kept in torch's cache.
     """
 
     options: Options
@@ -90,7 +90,7 @@ class Record:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Forget what was said inside where it ends in an exception."""
+        """Forget what was noted inside the block if it raises."""
         sites, refusals = list(self.report.sites), list(self.report.refusals)
         fired, around = self.fired.copy(), list(self.around)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why something was not rewritten or not fused: an object from where it is found to the page.
+"""Why something was not rewritten or not fused: one object, from the condition to the report.
 
 A refusal has a *code*, by which ``remedies`` says what a user can do, and a *text* for people.
 Nothing parses the text: a sentence may be reworded at any time.
@@ -22,7 +22,8 @@ class Refusal:
         what: the pass, pattern or kind of site that it is about; filled in on the way up.
         where: the module path or the node's name.
         failure: something failed, or is missing (a dtype without kernels, no compiler, an exception
-            of ours): worth one warning, and an error with ``options["strict"]``. A choice is none.
+            of ours): worth one warning, and an error with ``options["strict"]``. False for a mere
+            choice.
     """
 
     code: str
@@ -32,12 +33,12 @@ class Refusal:
     failure: bool = False
 
     def __str__(self) -> str:
-        """``rms_norm at model.norm: no GEMM reads it``; the text alone where no place is known."""
+        """``rms_norm at model.norm: no GEMM reads it``; only the text if ``what`` is empty."""
         return f"{self.what} at {self.where}: {self.text}" if self.what else self.text
 
     @property
     def reason(self) -> str:
-        """The text, under the name that it has in reports."""
+        """The text, by the name that reports use."""
         return self.text
 
     @property
@@ -46,24 +47,24 @@ class Refusal:
         return REMEDIES[self.code]
 
     def at(self, what: str, where: str) -> Refusal:
-        """The same, of this thing at this place."""
+        """The same refusal, for this ``what`` and ``where``."""
         return replace(self, what=what, where=where)
 
     def within(self, text: str) -> Refusal:
-        """The same cause, told of something larger: ``text`` with ``{}`` for this text."""
+        """The same cause for something larger: ``text`` with this text in place of ``{}``."""
         return replace(self, text=text.replace("{}", self.text))
 
     def failing(self) -> Refusal:
-        """The same, a failure: somebody asked for what cannot be had."""
+        """The same as a failure: the user asked for something that is not possible."""
         return replace(self, failure=True)
 
     def excused(self) -> Refusal:
-        """The same, no failure: nothing is lost."""
+        """The same, but not a failure: nothing is lost."""
         return replace(self, failure=False)
 
 
-class Refused(Exception):  # noqa: N818 (a reason on its way up, no failure)
-    """What was asked for cannot be; ``refusal`` says why."""
+class Refused(Exception):  # noqa: N818 (carries a reason to the caller; not a failure)
+    """The request cannot be met; ``refusal`` says why."""
 
     def __init__(self, refusal: Refusal):
         super().__init__(refusal.text)
@@ -74,12 +75,12 @@ def refuse(code: str, text: str, *, failure: bool = False) -> Refusal:
     """A new refusal.
 
     Raises:
-        KeyError: ``code`` has no remedy. Every reason owes its user one.
+        KeyError: ``code`` has no remedy; every code must have one.
     """
     REMEDIES[code]
     return Refusal(code, text, failure=failure)
 
 
 def failed(error: BaseException, doing: str = "in our own passes") -> Refusal:
-    """The refusal that stands for an exception of ours."""
+    """The refusal for an exception in our own code."""
     return refuse("defect", f"{type(error).__name__} {doing}: {error}", failure=True)

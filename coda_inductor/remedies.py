@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can do about each reason, by its code (``refusal.Refusal.code``).
 
-Every code that the package gives stands here, once; a test compares. Where there is nothing that a
+Every code that the package uses is listed here, once; a test compares. If there is nothing that a
 user could or should change, the entry says why.
 """
 
@@ -26,18 +26,17 @@ _ALWAYS = "options={'gate': 'always'} fuses anyway"
 _DO = {
     # we failed, or the machine lacks something
     "defect": "This is a defect of coda_inductor: please report it with the message. The site runs "
-    "as Inductor would have had it.",
-    "condition": "A side condition of the pattern file does not hold; its docstring says which it "
-    "has.",
-    "pattern-failed": "The pattern file raised: mend it at the line that the message names.",
-    "disabled": "Take the name out of options['disable'].",
+    "as with Inductor alone.",
+    "condition": "A side condition of the pattern file does not hold; its docstring lists them.",
+    "pattern-failed": "The pattern file raised: fix it at the line that the message names.",
+    "disabled": "Remove the name from options['disable'].",
     "no-kernels-on-device": f"{_HOPPER}: this device runs the programs as plain torch ops.",
-    "reference-asked": "Leave options['reference'] out, to have kernels.",
+    "reference-asked": "Remove options['reference'] to get kernels.",
     "no-cuda": f"{_HOPPER}.",
     "old-gpu": "Kernels need Hopper or newer.",
-    "gpu-not-measured": "python -m coda_inductor tune measures it, options={'gate': "
-    "'always'} fuses all the same.",
-    "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
+    "gpu-not-measured": "python -m coda_inductor tune measures it; options={'gate': "
+    "'always'} fuses without measurements.",
+    "aot-inductor": "coda_inductor.enable(aot=True) fuses anyway: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
     "kernel-dtype": f"{_BFLOAT16}.",
@@ -48,16 +47,16 @@ _DO = {
     "a step (batch x sequence) where weights' gradients are in FP8.",
     "fp8-layout": "Quantize the operand in the layout in which it is multiplied (contiguous along "
     "the dimension that is summed over): x.t().contiguous() before the cast.",
-    "fp8-mixed": "Use a recipe with one FP8 dtype, as torchao's rowwise ones, or a Hopper GPU.",
-    "unaligned": "Let each weight start at a multiple of 16 bytes of its buffer.",
+    "fp8-mixed": "Use a recipe with one FP8 dtype, like torchao's rowwise ones, or a Hopper GPU.",
+    "unaligned": "Let each weight start at a multiple of 16 bytes in its buffer.",
     "symbolic-shape": "Compile with dynamic=False, or mark only one dimension as dynamic.",
     "symbolic-features": "Keep weights static: mark only batch and sequence as dynamic "
     "(torch._dynamo.mark_dynamic), not the feature dimension.",
     # would it win
     "gate-never": "Leave options['gate'] at 'auto'.",
     "too-small": "Use a larger batch or longer sequences, or mode='reduce-overhead' (CUDA graphs "
-    f"lift the host's limit); {_ALWAYS}.",
-    "split-copies-gradient": "Use more rows a step (batch x sequence), or two weights in place of "
+    f"remove the host's limit); {_ALWAYS}.",
+    "split-copies-gradient": "Use more rows per step (batch x sequence), or two weights instead of "
     "the packed one.",
     # pairs
     "paired-store-wide": "Cast gate and up to the model's 16-bit dtype before they are read "
@@ -71,70 +70,70 @@ _DO = {
     "stays far below 65504.",
     "norm-input-elsewhere": "Look at what lies between that GEMM and the norm: an op outside of "
     "the vocabulary, a reshape of the rows, or a second norm (sandwich norms) stops the epilogue.",
-    "norm-read-elsewhere": "The normalized tensor has another reader than projections (an output, "
-    "a router, a residual around it): let that one read the input of the norm, if the model allows "
-    "it. Where logits are returned beside a loss, the last norm's result is kept for their "
+    "norm-read-elsewhere": "The normalized tensor is also read by something that is no projection "
+    "(an output, a router, a residual around it): let that read the norm's input, if the model "
+    "allows it. If logits are returned with a loss, the last norm's result is kept for their "
     "gradient: nothing to do.",
-    "norm-reshaped": "Split into heads after the projection, not between norm and projection. "
-    "Behind the projection (OLMo 2's norms of all heads), nothing to do: no GEMM reads the norm.",
+    "norm-reshaped": "Split into heads after the projection, not between norm and projection. If "
+    "the norm is after the projection (OLMo 2), nothing to do: no GEMM reads the norm.",
     "norm-gemm-dtypes": "Give the projections that read one norm one dtype; under autocast, "
     "exclude none of them.",
-    "norm-gradient": "Something else than projections takes part in this norm's gradient (a hook, "
-    "a second loss): it works without.",
+    "norm-gradient": "Something besides projections contributes to this norm's gradient (a hook, a "
+    "second loss): without that, it can be fused.",
     "layer-norm-wide": "Run the model in bfloat16, its residual stream too: in float32 the norm is "
     "more exact where it is.",
     "layer-norm-rounds": 'options={"reference": True} computes what kernels do; a GPU with kernels '
     "needs no option.",
     "norm-weight-shape": "Give the norm a weight of shape (hidden,).",
-    "norm-result-shape": "The weight broadcasts the result to another shape: give it one value a "
+    "norm-result-shape": "The weight broadcasts the result to another shape: give it one value per "
     "column.",
     "norm-input-dtype": f"{_BFLOAT16}.",
     # growing an epilogue
-    "checkpoint-border": "Put the border of the checkpoint elsewhere, e.g. around two layers at a "
-    "time: what lies on both sides of it cannot share a kernel.",
+    "checkpoint-border": "Move the border of the checkpoint, e.g. checkpoint two layers at a "
+    "time: ops on different sides of it cannot share a kernel.",
     "not-in-vocabulary": "Write it with elementwise ops that the vocabulary has "
     "(coda_inductor/fuse/elementwise.py lists them), or leave it: Inductor runs it.",
-    "operand-broadcast": "Expand the operand to the full batch (.expand_as) or give it one value a "
-    "row: a per-batch operand is neither tile, row nor column.",
+    "operand-broadcast": "Expand the operand to the full batch (.expand_as) or give it one value "
+    "per row: a per-batch operand is neither tile, row nor column.",
     "operand-dtype": "Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor.",
     "operand-device": "Move the operand to the GEMM's device.",
     "operand-kind": "Use a plain Python number or a tensor.",
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
-    "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
+    "bias-form": "Use a bias with one value per column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
     "fp8-cast": "Quantize with torchao's dynamic scaling, without reduce_amax or bounds "
     "for the maximum: other casts to FP8 stay with Inductor. Under tensor parallelism, scales of "
     "rows need no other rank where rows are not split.",
-    "fp8-skipped": "Give options['fp8_skip'], the layers that stay in bfloat16, without it.",
+    "fp8-skipped": "Remove it from options['fp8_skip'], the layers that stay in bfloat16.",
     "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
-    "fp8-computed": "Multiply with a parameter as it is: merge what changes it (peft's "
+    "fp8-computed": "Multiply with an unchanged parameter: merge what changes it (peft's "
     "merge_and_unload, torch.nn.utils.parametrize.remove_parametrizations).",
-    "fp8-rows": "Use a recipe with scales of rows, or say before the layer that there are some: "
+    "fp8-rows": "Use a recipe with scales of rows, or state before the layer that there are rows: "
     "torch._check(x.shape[0] > 0).",
-    "fp8-small": "options['fp8_small'] = True takes small layers too.",
-    "fp8-form": "Give torch._scaled_mm one scale a row and a column, or one a tensor, in float32, "
-    "and none for its result.",
+    "fp8-small": "options['fp8_small'] = True includes small layers.",
+    "fp8-form": "Give torch._scaled_mm one scale per row and one per column, or one per tensor, in "
+    "float32, and none for its result.",
     # the loss
-    "logits-read": "Something between the loss and the LM head (a penalty on them, say) reads the "
-    "gradient of all logits: it is then made in one piece.",
+    "logits-read": "Something between the loss and the LM head (for example a penalty) reads the "
+    "gradient of all logits, so it is computed in one piece.",
     "logits-dtypes": "Give the LM head one dtype.",
     "loss-targets": "Give class indices (M,), and logits (M, V) with the classes last.",
     # raising idioms
     "not-constant": "Pass it as a plain Python number, not as a tensor.",
-    "mutation": "Write it out of place (x = x * y, not x *= y), and keep no_grad and autocast "
-    "borders outside of the norm or gate.",
+    "mutation": "Write it out of place (x = x * y, not x *= y), and let no_grad and autocast begin "
+    "and end outside of the norm or gate.",
     "intermediate-used": "Do not reuse values from inside the norm or gate (its statistics, the "
     "float32 copy): compute them again where they are needed.",
-    "result-layout": "Normalize before you transpose: torch's own norms lay out anew what is "
-    "transposed, and a reader may count on that.",
+    "result-layout": "Normalize before you transpose: torch's own norms make a transposed input "
+    "contiguous, and a reader may rely on that.",
     "result-dtype": "Remove the cast in the middle of the idiom, or cast after it.",
     "distributed-tensor": "For a gate, leave use_local_output=True (torch's default) in the styles "
-    "of its projections. A norm of a sharded sequence (SequenceParallel) stands between "
+    "of its projections. A norm of a sharded sequence (SequenceParallel) lies between "
     "collectives, where nothing could be fused with it: nothing to do.",
     # experts
     "experts-sum": "Sum the rows of a token with a view and sum(1), index_add, scatter_add or bmm, "
     "and weight them after the last product.",
-    "experts-loop": "Let experts be grouped products, which compile: in transformers 5, "
+    "experts-loop": "Use grouped products for experts, because they compile: in transformers 5, "
     'model.set_experts_implementation("grouped_mm").',
     # attention
     "mask-size": "Compile with dynamic=False, pad sequences to a few fixed lengths, or pass "
@@ -146,11 +145,11 @@ _DO = {
     "mask-shape": "Give queries, keys and values 4 dimensions and one batch size, the number of "
     "query heads a multiple of that of key and value heads.",
     "mask-mutated": "Build the mask out of place (torch.where, logical_and).",
-    "heads-mutated": "Repeat the heads right before the call, from keys and values that nothing "
-    "writes to.",
+    "heads-mutated": "Repeat the heads right before the call, from keys and values that are not "
+    "changed in place.",
 }
 
-#: The project's own limits, or how the model is: nothing that a user should change, and why.
+#: Limits of the project or properties of the model: nothing that a user should change, and why.
 _NOTHING = {
     "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
     "change it",
@@ -160,36 +159,36 @@ _NOTHING = {
     "under measured/ in the cache folder",
     "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows "
     "(options={'gate': 'always'} does it)",
-    "layer-norm-training": "LayerNorms wait in inference only: in training the sums that their "
-    "gradients need take longer than the kernels that would go. RMSNorms wait in both",
-    "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
-    "it. Behind a residual that another norm made (Gemma 2), a kernel of Inductor's makes it. "
+    "layer-norm-training": "LayerNorms are deferred in inference only: in training the sums for "
+    "their gradients take longer than the kernels that are saved. RMSNorms are deferred in both",
+    "norm-input-no-gemm": "for the first norm of a model, which follows an embedding or an input. "
+    "After a residual of another norm's result (Gemma 2), Inductor's own kernel computes it. "
     "Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, a "
     "gather, a collective, a graph break)",
-    "collective": "a collective needs all that each rank has before anything that follows; what "
-    "lies on either side is fused by itself. Under FSDP, which shards no product, norms and GEMMs "
-    "meet",
+    "collective": "a collective needs each rank's complete data before anything that follows; each "
+    "side of it is fused by itself. Under FSDP, which shards no product, norms and GEMMs are not "
+    "separated",
     "async-tensor-parallel": "Inductor overlaps it with its collective, which gains more. Without "
     "torch._inductor.config._micro_pipeline_tp it may be fused",
-    "layer-norm-no-mean": "without a mean at hand the operand would round worse than eager's. The "
-    "first LayerNorm of a model, and one that follows an activation, stay with Inductor",
+    "layer-norm-no-mean": "without a precomputed mean the operand would round worse than eager's. "
+    "The first LayerNorm of a model, and one that follows an activation, stay with Inductor",
     "norm-experts": "kernels of experts read rows that are normalized already",
     "operand-depends": "the operand is computed from this GEMM's own result over a full row or "
-    "column, which is only known when all tiles are done",
-    "heads-tile": "an epilogue reads tiles and tables at their own place only, and so rotates once",
-    "rotary-width": "only rotations of whole halves, or of all neighbouring pairs, are raised",
+    "column, which is complete only when all tiles are done",
+    "heads-tile": "an epilogue reads tiles and tables only at its own position: it can rotate once",
+    "rotary-width": "only rotations of whole halves, or of all neighboring pairs, are recognized",
     "mask-data": "if the mask holds data (padding, packed documents). Without padding, pass no "
     "mask: a causal model needs none",
     "mask-device": "FlexAttention, which skips what a mask hides, has kernels for both directions "
     "on CUDA only",
     "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
 }
-#: The same, where the reason itself says why.
+#: The same, for reasons whose text already says why.
 _PLAIN = (
     "no-neighbours", "empty", "statistics-only", "fp8-terms", "no-store",
     "constant-tile", "head-columns", "head-distance", "shared-memory", "norm-no-gemm",
     "norm-squared", "not-read", "norm-statistics-read", "graph-output", "other-side",
-    "reduction-axis", "reduction-dtype", "transposed", "reshaped", "copy", "not-elementwise",
+    "reduction-axis", "reduction-dtype", "transposed", "reshaped", "not-elementwise",
     "store-needless", "epilogue-full", "paired-tile-operand", "store-dtype", "logits-small",
     "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",
     "heads-kernel", "heads-apart", "turns-gradient", "forward-mode", "not-recorded", "mask-form",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened to each GEMM: plain records that debug output, the demo and users read."""
+"""What happened to each GEMM: plain records for debug output, the demo and users."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tabulate import tabulate
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
 
-#: The first number in a module's path that is not its end: the layer.
+#: The first number in a module's path, except at its end: the layer.
 LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 #: How a site runs, for people.
 RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
-#: What a site's times rest on, for people.
+#: What a site's times are based on, for people.
 GROUNDS = {
     "here": "measured here",
     "shipped": "measured",
@@ -25,7 +25,7 @@ GROUNDS = {
     "unknown": "a guess: no GPU of its generation was measured, an H200's constants",
 }
 #: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
-_IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "copy"})
+_IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read"})
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Choice:
 
     Attributes:
         how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
-        config: of the kernel, e.g. ``128x192:2x1:pp``; also where one is possible but would lose.
-        refusal: why it is no kernel.
-        fused_us: expected microseconds of the kernel; None where nothing is known.
-        unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
-        ground: what these times rest on: "here" (measured by this user), "shipped" (measured),
+        config: of the kernel, e.g. ``128x192:2x1:pp``; also where a kernel is possible but slower.
+        refusal: why it does not run as a kernel.
+        fused_us: expected microseconds of the kernel; None without an estimate.
+        unfused_us: the same for cuBLAS and Inductor's elementwise kernels.
+        ground: what these times are based on: "here" (measured by this user), "shipped" (measured),
             "roofline", or "unknown" (a GPU of a generation without constants).
-        added_us: by how much the kernel takes longer than its products alone in cuBLAS.
+        added_us: how much longer the kernel takes than its products alone in cuBLAS.
     """
 
     how: str
@@ -63,18 +63,18 @@ class SiteReport:
 
     Attributes:
         site: the path of the GEMM's module, e.g. ``model.layers.0.mlp.down_proj``; its node name in
-            the graph where no module is known. Pairs name both.
+            the graph if the graph names no module. Pairs name both.
         shape: (M, N, K); M is an int or a symbolic expression. N is one GEMM's N, also for pairs; K
-            is that of all terms together where several GEMMs are summed in one.
+            is the total of all terms where several GEMMs are summed in one.
         patterns: names of the patterns whose work it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
-        bytes_before: bytes read and written by the GEMM and by one elementwise kernel after it
-            that does what was absorbed, each tensor counted once a kernel (no cache, no retries).
+        bytes_before: bytes read and written by the GEMM and by one elementwise kernel after it for
+            what was absorbed; each kernel counts a tensor once (no cache, no retries).
         bytes_after: the same for the fused kernel, also where the program runs as plain ops
             (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
-        stops: where the epilogue ended and why, ``what`` being the op; fused sites only.
-        estimate: expected times of its kernel; by ``coda_inductor.explain`` of any GEMM.
+        stops: where the epilogue ended and why; ``what`` is the op. Fused sites only.
+        estimate: expected times of its kernel; ``coda_inductor.explain`` sets it for any GEMM.
         how: ``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``.
         refusal: why it is not fused, or why not as a kernel; None otherwise.
         program: the epilogue program; None when not fused.
@@ -101,7 +101,7 @@ class SiteReport:
 
     @property
     def idle(self) -> bool:
-        """Is it a weight's gradient that has nothing to absorb, as almost all are?"""
+        """Is it a weight gradient with nothing to absorb, like almost all of them?"""
         code = "" if self.fused or self.refusal is None else self.refusal.code
         return self.role == "weight gradient" and code in _IDLE
 
@@ -117,14 +117,14 @@ class SiteReport:
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of memory traffic that a kernel does without (0 when not fused); where ``how`` is
-        ``"reference"`` no kernel runs, and they are not saved."""
+        """Bytes of memory traffic that a kernel saves (0 when not fused); if ``how`` is
+        ``"reference"``, no kernel runs and they are not saved."""
         return self.bytes_before - self.bytes_after
 
 
 @dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was."""
+    """One compiled graph: its GEMMs, and what else was recognized but not rewritten."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
@@ -147,8 +147,7 @@ class GraphReport:
 
     @property
     def summary(self) -> str:
-        """``15 of 29 GEMMs fused``; where no kernel runs, what is legal and why it runs as plain
-        ops."""
+        """``15 of 29 GEMMs fused``; without kernels, what is legal and why it runs as plain ops."""
         if not self.sites:
             return "no GEMM in this graph"
         plain = [site for site in self.sites if site.how == "reference"]
@@ -168,7 +167,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Row:
-    """Sites that differ in nothing but the layer. ``name`` has ``*`` in place of its number."""
+    """Sites that differ only in the layer. ``name`` has ``*`` in place of its number."""
 
     name: str
     sites: tuple[SiteReport, ...]
@@ -187,7 +186,7 @@ class Row:
 
 
 def fold(sites: Sequence[SiteReport]) -> list[Row]:
-    """Rows in the order of their first site, without weight gradients that have no work."""
+    """Rows in the order of their first site, without idle weight gradients."""
     groups: dict[Hashable, list[SiteReport]] = {}
     for site in (site for site in sites if not site.idle):
         same = (
@@ -203,9 +202,9 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
 
 
 def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
-    """GEMMs as a text table of 100 columns, layers that are alike in one row; times are those on
-    ``gpu``. Weight gradients with nothing to absorb are one line below. Where no kernel runs, the
-    bytes are those that one would move."""
+    """GEMMs as a text table of 100 columns, equal layers in one row; times are those on ``gpu``.
+    Weight gradients with nothing to absorb are one line below. Without kernels, the bytes are those
+    that one would move."""
     heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
              f"us on {gpu}" if gpu else "us"]  # fmt: skip
     rows = [
@@ -235,7 +234,7 @@ def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
 
 def general_path(path: str) -> str:
     """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
-    A path that is nothing but a number stays."""
+    A path that is only a number stays."""
     return LAYER.sub("*", path, count=1)
 
 
@@ -255,7 +254,7 @@ def shape_text(site: SiteReport) -> str:
 
 
 def traffic_words(site: SiteReport) -> tuple[str, str]:
-    """Bytes that one site moves, and "more" where fusing it adds some: ("3 MB -> 2 MB", "")."""
+    """Bytes that one site moves, and a remark if fusing adds some: ("3 MB -> 2 MB", "")."""
     after = readable_bytes(site.bytes_after)
     if not site.fused:
         return after, ""
@@ -264,7 +263,7 @@ def traffic_words(site: SiteReport) -> tuple[str, str]:
 
 
 def time_words(site: SiteReport) -> tuple[str, str]:
-    """Expected microseconds, and what they rest on: ("16.2 -> 12.1", "measured")."""
+    """Expected microseconds, and what they are based on: ("16.2 -> 12.1", "measured")."""
     found = site.estimate
     if found is None:
         return "unknown", ""
@@ -291,8 +290,8 @@ def reports() -> list[GraphReport]:
 
 
 def record(report: GraphReport) -> bool:
-    """Keep ``report`` for :func:`reports`, once: Inductor hands the bodies of FlexAttention's calls
-    to the passes too, one by one before the graph that they are in. True if it is new."""
+    """Keep ``report`` for :func:`reports`, once; True if it is new. A graph may come twice, because
+    Inductor also hands the bodies of FlexAttention's calls to the passes, before their graph."""
     if any(known is report for known in _REPORTS):
         return False
     _REPORTS.append(report)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo graph through AOTAutograd and the partitioner as Inductor takes it, without Inductor's
-code generation: what ``explain``, ``check`` and the tests run our passes in."""
+"""A Dynamo graph through AOTAutograd and the partitioner as in Inductor, but without its code
+generation: ``explain``, ``check`` and the tests run our passes this way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traced:
         call: runs it, op by op.
         whole: the inference graph or the joint one, after ``passes``.
         graphs: the inference graph, or the forward and the backward one.
-        saved: what the forward pass leaves for the backward.
+        saved: what the forward pass saves for the backward pass.
         training: whether there is a backward pass.
     """
 
@@ -40,7 +40,7 @@ class Traced:
 def trace(
     gm: GraphModule, inputs: Sequence[Any], passes: Callable[[Graph], None] | None = None
 ) -> Traced:
-    """Trace and split ``gm``, with ``passes`` where Inductor has ``joint_custom_pre_pass``."""
+    """Trace and split ``gm``, with ``passes`` at the place of ``joint_custom_pre_pass``."""
     traced = Traced()
 
     def apply(part: GraphModule) -> None:

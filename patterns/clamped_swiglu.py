@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss's gate, whose two inputs are clamped, raised to an op of its own.
+"""gpt-oss's gate, whose two inputs are clamped, raised to one op.
 
 Before (transformers' ``GptOssExperts._apply_gate``)::
 
@@ -14,10 +14,10 @@ After::
 Why it is valid: it is the definition. Source: OpenAI's gpt-oss,
 ``swiglu`` in ``gpt_oss/torch/model.py``.
 
-What it enables: gate and up projections of one input meet in one tile (rule R6), and the backward
-pass keeps what the GEMMs made alone.
+What it enables: gate and up projections of one input share a tile (rule R6), and only the GEMMs'
+results are kept for the backward pass.
 
-Refuses: gate and up of different shapes or not floating; an alpha or a limit that is no constant.
+Refuses: gate and up of different shapes or not floating; an alpha or limit that is not constant.
 """
 
 import torch

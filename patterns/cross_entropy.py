@@ -11,12 +11,12 @@ After::
 
     loss, lse, number = coda_inductor.cross_entropy(logits, labels, -100, 0.0, "mean", dtype)
 
-Why it is valid: the cast and the view only say in which precision and shape; the op computes every
-row in float32 (float64 for float64).
+Why it is valid: the cast and the view only change precision and shape; the op computes every row in
+float32 (float64 for float64).
 
-What it enables: no float32 copy of the logits exists. The log-sum-exp of each row leaves the LM
-head's epilogue as partials (rule R7), and in the backward pass the gradient of the logits is made
-and used a slice of the vocabulary at a time (``coda_inductor.rewrite.loss.slices``).
+What it enables: there is no float32 copy of the logits. The log-sum-exp of each row leaves the LM
+head's epilogue as partials (rule R7), and in the backward pass the gradient of the logits is
+computed and used one slice of the vocabulary at a time (``coda_inductor.rewrite.loss.slices``).
 
 Refuses: class weights; targets that are probabilities; classes in another dimension than the last;
 options that are not constants.
@@ -93,15 +93,15 @@ def _constants(match: Match):
 
 
 def _examples():
-    """Three classes, and rows of each and one that is ignored; in every reduction, with smoothing
-    and without (0.75 / 3, which torch computes, is no rounded number)."""
+    """Three classes, rows of each and an ignored one; with every reduction, with smoothing and
+    without (0.75 / 3, which torch computes, is exact)."""
     target = torch.tensor([2, -100, 0, 1])
     for reduction, smoothing in (("none", 0.0), ("none", 0.75), ("sum", 0.75), ("mean", 0.0)):
         how = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
         plain = {"logits": (4, 3), "target": target, **how}
         batched, viewed = {**plain, "logits": (2, 2, 3)}, {"rows": 4, "columns": 3}
         yield from (plain, batched | viewed, batched | {"first": 0, "last": 1})
-        if not smoothing:  # which log-likelihoods know nothing of
+        if not smoothing:  # which log-likelihoods do not have
             plain, batched = ({**each} for each in (plain, batched))
             del plain["label_smoothing"], batched["label_smoothing"]
             yield from (plain, batched | viewed)

@@ -14,17 +14,17 @@ After::
 
     y, mean, rstd = coda_inductor.layer_norm(x, weight, bias, eps, dtype_of(y))
 
-Why it is valid: both sides are (x - mean) / sqrt(var + eps) * weight + bias; the casts only say in
-which precision. The op computes in float32 (float64 for float64), never less than the idiom did.
+Why it is valid: both sides are (x - mean) / sqrt(var + eps) * weight + bias; casts only change the
+precision. The op computes in float32 (float64 for float64), never in less than the idiom.
 
 What it enables (coda_inductor.rewrite.norm): rule R5,
 LN(x) W = D_rstd ((x.weight) W - mean (weight^T W)) + bias^T W: both statistics leave the GEMM
 before it as partials and are applied after the GEMMs that read the norm.
 
 Refuses: statistics not over the whole last dimension; an unbiased variance; eps that is not a
-number; a weight or bias that is not one value a column; a result whose shape is not x's; an input
+number; a weight or bias that is not one value per column; a result whose shape is not x's; an input
 that is not floating. Files are tried in the order of their names: this one before ``rms_norm``,
-which is the same idiom of x - mean.
+which would match the same idiom with x - mean as its input.
 """
 
 import torch

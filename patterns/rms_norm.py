@@ -13,14 +13,14 @@ After::
 
     y, rstd = coda_inductor.rms_norm(x, weight, eps, dtype_of(y))
 
-Why it is valid: both sides are x * rsqrt(mean(x^2) + eps) * weight; the casts only say in which
-precision. The op computes in float32 (float64 for float64), never less than the idiom did.
+Why it is valid: both sides are x * rsqrt(mean(x^2) + eps) * weight; casts only change the
+precision. The op computes in float32 (float64 for float64), never in less than the idiom.
 
 What it enables (coda_inductor.rewrite.norm): rule R1, (D_r X) W = D_r (X W): the row scale rstd
 moves past the GEMM that follows; rule R2: its statistics leave the GEMM before it as partials.
 
 Refuses: statistics not over the whole last dimension; eps that is not a number (a tensor, or read
-from one); a weight that is not one value a column; a result whose shape is not x's; an input
+from one); a weight that is not one value per column; a result whose shape is not x's; an input
 that is not floating.
 """
 
@@ -45,7 +45,7 @@ def functional(x, weight, eps):
 
 def _arguments(match: Match):
     x, weight = match.bound["x"], row(match, "weight")
-    if match.bound["eps"] is None:  # the epsilon of the compute dtype: float32's for half types
+    if match.bound["eps"] is None:  # the epsilon of the compute dtype: float32's for 16-bit types
         eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
     else:
         eps = number(match, "eps")

@@ -6,10 +6,10 @@ Before::
     first, second = x[..., : d // 2], x[..., d // 2 :]           # Hugging Face's rotate_half
     y = x * cos + torch.cat((-second, first), -1) * sin          # Llama, Mistral, Qwen, Gemma
 
-    first, second = x[..., ::2], x[..., 1::2]                    # neighbouring pairs
+    first, second = x[..., ::2], x[..., 1::2]                    # neighboring pairs
     y = x * cos + torch.stack((-second, first), -1).flatten(-2) * sin      # Cohere, GPT-J, GLM
 
-    first, second = x.chunk(2, -1)                               # one angle a pair: GPT-OSS, vLLM
+    first, second = x.chunk(2, -1)                               # one angle per pair: GPT-OSS, vLLM
     y = torch.cat((first * c - second * s, second * c + first * s), -1)
 
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)          # torchtune, gpt-fast
@@ -21,14 +21,14 @@ After::
 
     y = coda_inductor.rotate(x, cos, sin, distance, paired, inverse, joined, dtype_of(y))
 
-Why it is valid: the same sum, place by place. A rotation is linear in x; its gradient is the
-transposed map, whatever the tables hold.
+Why it is valid: the same sum, element by element. A rotation is linear in x; its gradient is the
+transposed map, for any tables.
 
-What it enables (coda_inductor.rewrite.heads): a rotation never crosses the border of a head, so
-that the epilogue of the projection that makes x rotates it.
+What it enables (coda_inductor.rewrite.heads): a rotation stays within a head, so the epilogue of
+the projection that computes x can rotate it.
 
-Refuses: tables that want a gradient; tables of another width than what is rotated; pairs that are
-not all of it; an input that is not floating.
+Refuses: tables that need a gradient; tables of another width than what is rotated; pairs that do
+not cover all of it; an input that is not floating.
 """
 
 import torch
@@ -68,7 +68,7 @@ def partial_turned_pairs(x, cos, sin, width):
 
 
 def _tables(match: Match):
-    """Cosines, sines, whether they hold one angle a pair."""
+    """Cosines, sines, and whether they have one angle per pair."""
     paired = "c" in match.bound
     return match.bound["c" if paired else "cos"], match.bound["s" if paired else "sin"], paired
 
@@ -77,7 +77,7 @@ def _arguments(match: Match):
     bound = match.bound
     cos, sin, paired = _tables(match)
     distance = int(number(match, "half")) if "half" in bound else 1
-    joined = paired or "width" in bound  # laid out by a cat or a stack, else like x
+    joined = paired or "width" in bound  # layout of a cat or a stack, else like x
     dtype = value(match.root).dtype
     return (bound["x"], cos, sin, distance, paired, False, joined, dtype)
 
@@ -95,12 +95,12 @@ def _shapes(match: Match):
         said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
         return refuse("rotary-shape", said)
     if any(t.requires_grad for t in tables):
-        return refuse("turns-gradient", "a gradient of the tables is wanted")
+        return refuse("turns-gradient", "the tables need a gradient")
     width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
     half = int(number(match, "half")) if "half" in match.bound else width // 2
     have = [t.shape[-1] for t in tables]
     if any(count != (half if paired else width) for count in have) or 2 * half != width:
-        said = f"tables of {have[0]} and {have[1]} columns for {width} that are rotated"
+        said = f"tables of {have[0]} and {have[1]} columns for {width} rotated ones"
         return refuse("rotary-width", said)
     return None
 

@@ -16,7 +16,7 @@ the conjugate.
 What it enables: Inductor generates no code for complex numbers and runs them op by op, each through
 memory; the real form is one elementwise kernel, with the casts around it.
 
-Refuses: other pairings of columns than neighbours; turns that want a gradient.
+Refuses: other pairs of columns than neighbors; turns that need a gradient.
 """
 
 import torch
@@ -43,7 +43,7 @@ def _shapes(match: Match):
         said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
         return refuse("rotary-shape", said)
     if turns.requires_grad:
-        return refuse("turns-gradient", "a gradient of the turns is wanted")
+        return refuse("turns-gradient", "the turns need a gradient")
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``silu(gate) * up`` in either order, raised to an op of its own.
+"""``silu(gate) * up`` in either order, raised to one op.
 
 Before::
 
@@ -12,11 +12,11 @@ After::
 Why it is valid: it is the definition. Source: Shazeer, "GLU Variants Improve Transformer" (arXiv
 2002.05202), section 2.
 
-What it enables: gate and up projections of one input meet in one tile (rule R6), so that neither
-is written to memory.
+What it enables: gate and up projections of one input share a tile (rule R6), so that neither is
+written to memory.
 
 Refuses: gate and up of different shapes (a broadcast) or not floating; inputs of two dtypes with a
-cast between them, for it decides in which the user computes the gate.
+cast between them, because it decides in which dtype the user computes the gate.
 """
 
 import torch
@@ -35,7 +35,7 @@ def sigmoid_mul(gate, up):
 
 
 def gradient(dy, gate, up):
-    """As Inductor knows it: torch's own derivative of silu is a longer formula."""
+    """As in Inductor: torch's own derivative of silu is a longer formula."""
     return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
 
 

@@ -134,9 +134,9 @@ def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
     assert not own.is_symlink()
     (said,) = caplog.messages
     if what == "anybody renames":
-        assert "folder of your own as CODA_CACHE_DIR" in said
+        assert "Set CODA_CACHE_DIR to a folder of your own" in said
     else:
-        assert f"{no_home} is not this user's alone: {own} is used instead" in said
+        assert f"other users can write to {no_home}: this process uses {own} instead" in said
 
 
 def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
@@ -153,7 +153,7 @@ def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
     own = place / "home" / ".cache" / "coda_inductor"
     assert find(caplog) == (own, None)
     (said,) = caplog.messages
-    assert f"CODA_CACHE_DIR={chosen} is not used: everybody may write to {chosen} (chmod" in said
+    assert f"CODA_CACHE_DIR={chosen} is not used: every user can write to {chosen} (chmod" in said
     chosen.chmod(0o755)
     place.chmod(0o777)
     try:
@@ -172,7 +172,7 @@ def test_what_a_stranger_made_in_the_temporary_directory(place, caplog, monkeypa
         belongs(path)
         monkeypatch.setenv("CODA_CACHE_DIR", str(path))
         assert find(caplog)[0] not in (path, place / "home")
-        assert f"everybody may make {path}, and user {STRANGER} did" in caplog.text
+        assert f"every user can create {path}, and user {STRANGER} did" in caplog.text
 
 
 def test_the_default_must_be_ours(place, caplog, belongs, monkeypatch):

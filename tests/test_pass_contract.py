@@ -115,7 +115,7 @@ CASES = {
         broken={
             "layer-norm-no-mean": of.layer_alone,
             "layer-norm-rounds": of.cast(of.layer, torch.bfloat16),
-            "layer-norm-wide": of.cast(of.layer, torch.float32),
+            "layer-norm-wide": of.cast(of.layers_of_one, torch.float32),
         },
     ),
     "swiglu": Case(
@@ -238,7 +238,7 @@ ELSEWHERE = {
 }
 #: Codes that tests provoke without their names: by texts, or by what follows of them.
 PROVOKED = """
-    bias-form checkpoint-border copy gate-dtype gemm-dtypes graph-output heads-mutated
+    bias-form checkpoint-border gate-dtype gemm-dtypes graph-output heads-mutated
     layer-norm-slower loss-targets mask-bias mask-data mask-device mask-dropout mask-dtype
     mask-form mask-head mask-heads mask-large mask-lengths mask-mutated mask-random mask-region
     mask-shape mask-size mask-small mask-unknown no-neighbours norm-weight-shape not-elementwise

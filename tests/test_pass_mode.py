@@ -214,7 +214,7 @@ def test_a_wrong_option_changes_nothing():
         for options, said in (
             ({"speed": 11}, "unknown option 'speed'"),
             ({"disable": ["zzz", "swigul"]}, r"'swigul' \(did you mean 'swiglu'\?\), 'zzz'; known"),
-            ({"max_autotune": True}, "'max_autotune' is Inductor's: give it to torch.compile"),
+            ({"max_autotune": True}, "'max_autotune' is Inductor's: pass it to torch.compile"),
         ):
             with pytest.raises(OptionError, match=said):
                 coda_inductor.enable(**options)

@@ -100,7 +100,7 @@ def test_disabled_passes_do_not_run(names, monkeypatch):
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_is_needed_cannot_be_disabled(name):
-    with pytest.raises(Exception, match=f"the pass '{name}' cannot be done without") as caught:
+    with pytest.raises(Exception, match=f"the pass '{name}' cannot be disabled") as caught:
         train(disable=[name])
     assert isinstance(getattr(caught.value, "inner_exception", caught.value), OptionError)
 

@@ -80,7 +80,7 @@ def test_tangents(function, needs):
     harness = Harness()
     assert_same(harness.train(function, x), function(x))
     assert "rms_norm at" in reasons(harness)
-    assert "differentiates forward" in reasons(harness)
+    assert "forward-mode differentiation" in reasons(harness)
 
 
 def test_levels_beside_a_module_cost_it_nothing():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of ``python -m coda_inductor``, one file each, and what they are made of.
+"""The commands of ``python -m coda_inductor``, one file each, and their helpers.
 
 check    prove and try a pattern file
 explain  what the backend does with a model

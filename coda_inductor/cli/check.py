@@ -2,8 +2,8 @@
 """Prove a pattern file and try it: match, algebra, kernel.
 
 Exit code 0 if everything passes, 1 if anything fails, 2 if there is no such file. No GPU is needed.
-A folder stands for the pattern files in it. Each result is one line, however long, so that grep and
-diff work.
+A folder means all pattern files in it. Each result is one line of any length, so that grep and diff
+work.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a pattern file, or a folder of them"
     )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON only")
-    parser.add_argument("--quiet", action="store_true", help="no programs, no kernel sources")
+    parser.add_argument("--json", action="store_true", help="print only the results, as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print no programs or kernel sources")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Check every file; 0 if all pass.
 
     Raises:
-        OptionError: there is no such file, or a folder holds no pattern file.
+        OptionError: there is no such file, or a folder has no pattern file.
     """
     results: list[Result] = []
     for path in [file for given in chosen.files for file in _expand(given)]:
@@ -73,7 +73,7 @@ def _lines(path: Path, results: list[Result], *, quiet: bool) -> Iterator[str]:
 
 
 def _total(results: list[Result]) -> str:
-    """``all passed`` where nothing was skipped, and the pattern was tried, not only proven."""
+    """``all passed`` if no check was skipped: the pattern was tried, not only proven."""
     counts = Counter(r.outcome for r in results)
     if not counts["fail"] and not any(r.check.startswith("match") for r in results):
         return f"{counts['pass']} passed, {counts['skip']} skipped: proven, but never tried"

@@ -2,7 +2,7 @@
 """Say what the backend does with a model: a table, and with --out a page.
 
 The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the
-function returns (model, args) or (model, args, kwargs). Nothing of it is run, and --hf models hold
+function returns (model, args) or (model, args, kwargs). The model is not run, and --hf models take
 no memory, so that any size can be explained on any machine.
 """
 
@@ -25,16 +25,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     models.arguments(parser)
     parser.add_argument("--tokens", type=models.positive,
                         help="tokens a sequence, by default 2048 (--hf)")  # fmt: skip
-    parser.add_argument("--gpu", help="a GPU that was measured, e.g. h200; by default the one here")
-    parser.add_argument("--out", metavar="PAGE.html", help="write the page there")
+    parser.add_argument("--gpu", help="a measured GPU, e.g. h200; by default this machine's")
+    parser.add_argument("--out", metavar="PAGE.html", help="write the page to this file")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Explain, print, save; 0.
 
     Raises:
-        OptionError: what the arguments name is not there, or the page cannot stand where they say.
-        CodaError: the model cannot be traced, or the page not be written.
+        OptionError: the model does not exist, or the page cannot be written to that place.
+        CodaError: the model cannot be traced, or writing the page fails.
     """
     from coda_inductor.explanation import explain
 
@@ -48,7 +48,7 @@ def run(chosen: argparse.Namespace) -> int:
     except ExplainError as error:
         if chosen.hf is None or models.speaks(model):
             raise
-        hint = "--hf is for language models, give others as FILE.py:FUNCTION"
+        hint = "--hf is for language models; name others as FILE.py:FUNCTION"
         raise ExplainError(f"{error}; {hint}") from error
     sys.stdout.write(f"{found}\n")
     if chosen.out:
@@ -61,7 +61,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _unwritable(page: Path) -> str:
-    """Why there can be no such file; empty if nothing speaks against it, before all the work."""
+    """Why the file cannot be written; empty if it probably can. Checked before all the work."""
     if page.is_dir():
         return "it is a folder"
     return "" if page.parent.is_dir() else "its folder does not exist"

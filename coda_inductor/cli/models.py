@@ -41,21 +41,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def model_of(
     chosen: argparse.Namespace, tokens: int
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
-    """The model that the arguments name, with what it is called with: (model, args, kwargs).
-    ``tokens``: of a sequence, of Hugging Face's models.
+    """The model that the arguments name, and its arguments: (model, args, kwargs). ``tokens``: the
+    length of a sequence, for Hugging Face models.
 
     Raises:
-        OptionError: there is none; says what to write.
+        OptionError: there is no such model; tells what to write.
         ExplainError: transformers is missing.
     """
     if (chosen.target is None) == (chosen.hf is None):
-        raise OptionError("give either FILE.py:FUNCTION or --hf FAMILY")
+        raise OptionError("name either FILE.py:FUNCTION or --hf FAMILY")
     if chosen.hf is not None:
         return _hugging_face(chosen, tokens)
     for name in ("set", "batch", "dtype", "tokens"):
         if getattr(chosen, name):
             raise OptionError(
-                f"--{name} is for --hf models: {chosen.target} makes its model and its inputs"
+                f"--{name} is for --hf models: {chosen.target} creates its own model and inputs"
             )
     made = _function(chosen.target)()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
@@ -69,7 +69,7 @@ def _function(target: str) -> Callable[[], Any]:
     where, colon, name = target.rpartition(":")
     if not colon or not where:
         raise OptionError(
-            f"{target!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION"
+            f"{target!r} does not name a function: write FILE.py:FUNCTION or MODULE:FUNCTION"
         )
     if where.endswith(".py"):
         path = Path(where)
@@ -85,7 +85,7 @@ def _function(target: str) -> Callable[[], Any]:
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise OptionError(f"{where}: {error}; give a FILE.py or an importable module") from None
+            raise OptionError(f"{where}: {error}; name a FILE.py or an importable module") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise OptionError(f"{where} has no function {name!r}")
@@ -95,8 +95,8 @@ def _function(target: str) -> Callable[[], Any]:
 def _hugging_face(
     chosen: argparse.Namespace, tokens: int
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
-    """A model without weights: shapes are all that is needed. Its memory is reserved and never
-    touched; where that much cannot even be reserved, it stays on the meta device."""
+    """A model without weights: only shapes are needed. Its memory is reserved and never used; if
+    that much cannot even be reserved, the model stays on the meta device."""
     try:
         import transformers
     except ImportError:
@@ -104,7 +104,7 @@ def _hugging_face(
     values = dict(_setting(text, "--set") for text in chosen.set)
     try:
         config = transformers.AutoConfig.for_model(chosen.hf, **values)
-    except Exception as error:  # a value of a wrong type has a class of huggingface_hub's
+    except Exception as error:  # a wrong type raises an error of huggingface_hub
         said = " ".join(str(error).split())
         raise OptionError(f"--hf {chosen.hf}: {said[:300]}") from None
     known = config.__class__().to_dict()
@@ -134,7 +134,7 @@ def _hugging_face(
 def positive(text: str) -> int:
     """A positive number, as an argument's type."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
@@ -144,10 +144,10 @@ def speaks(model: Callable[..., Any]) -> bool:
 
 
 def options_of(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The options of the backend that the arguments give.
+    """The options of the backend in the arguments.
 
     Raises:
-        OptionError: one is unknown, or has a bad value.
+        OptionError: an option is unknown, or has a bad value.
     """
     options = dict(_setting(text, "--option") for text in chosen.option)
     try:

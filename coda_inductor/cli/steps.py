@@ -51,7 +51,7 @@ def check_file(path: Path) -> Iterator[Result]:
             continue
         yield from (Result(p, "proof", "pass", c) for p, c in claims if p == pattern.name)
         if not example_of(pattern):
-            why = "the pattern gives no example: a shape for each tensor, a value for each number"
+            why = "the pattern has no example: a shape for each tensor, a value for each number"
             yield Result(pattern.name, "example", "skip", why)
             continue
         yield from _try(pattern, str(path))
@@ -77,12 +77,12 @@ def _try(pattern: Pattern, path: str) -> Iterator[Result]:
 
 
 def _said(error: Exception) -> str:
-    """Its kind and the first line of what it says: torch's go on for a page."""
+    """Its class and the first line of its message: torch's messages have a page."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
-    """It is found, absorbed by GEMMs, and the rewritten graph is the same function."""
+    """It is recognized, absorbed by GEMMs, and the rewritten graph is the same function."""
     ours, eager = try_out(pattern, path, idiom, dtype=torch.float64)
     name = idiom.__name__
     said = "found in its example" if ours.raised == 1 else f"found {ours.raised} times, not once"
@@ -100,7 +100,7 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
 
 def _fired(pattern: Pattern, ours: Trial) -> tuple[str, str]:
     """(outcome, what GEMMs absorbed). An op's rewrite may have conditions that its example, one
-    GEMM on either side, does not meet: that is said, and no failure."""
+    GEMM on either side, does not meet: that is reported, but is not a failure."""
     counted = {key: times for key, times in ours.counts.items() if key.startswith(pattern.name)}
     said = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
     missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
@@ -120,8 +120,8 @@ def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
 
 
 def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
-    """The epilogue programs in bfloat16, the source of their kernels, and that GEMMs move no more
-    and absorb no less than without the pattern, whose work then is ops like any other."""
+    """The epilogue programs in bfloat16, the source of their kernels, and a check that GEMMs move
+    no more bytes and absorb no fewer ops than without the pattern, when its ops are plain ones."""
     ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)} at {site.site}, in bfloat16", render(site.program))
@@ -132,7 +132,7 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     outcome = "pass" if listings else _fired(pattern, ours)[0]
     yield Result(pattern.name, "kernel source", outcome, said, listings)
     if pattern.meaning is None or not listings:
-        why = "an op's rewrite saves work outside of GEMMs, which this does not count"
+        why = "an op's rewrite saves work outside of GEMMs, which this check does not count"
         yield Result(pattern.name, "plan", "skip", why if listings else said)
         return
     bare, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))

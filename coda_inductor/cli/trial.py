@@ -2,8 +2,8 @@
 """A pattern tried on its own example: the backend's passes, run eagerly, so that nothing but the
 rewriting can change a number.
 
-The example is the smallest graph around a pattern: its tensors are made by GEMMs of one input, and
-a GEMM reads the result::
+The example is the smallest graph around a pattern: its tensors are results of GEMMs of one input,
+and a GEMM reads the result::
 
     result = idiom(x @ w0, x @ w1) @ down
 """
@@ -36,7 +36,7 @@ class Example(nn.Module):
     Args:
         idiom: one spelling of the pattern.
         example: a shape for each tensor and a value for each number, by parameter. Tensors shaped
-            like the first one are made by a GEMM; others are parameters of N columns.
+            like the first one are results of GEMMs; others are parameters of N columns.
     """
 
     def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any]):
@@ -73,7 +73,7 @@ def example_of(pattern: Pattern) -> dict[str, Any]:
 
 
 def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
-    """Why the example does not run with ``idiom``, or None: some idioms are only to be matched."""
+    """Why the example does not run with ``idiom``, or None: some idioms are only for matching."""
     try:
         Example(idiom, example_of(pattern))(torch.randn(ROWS, K))
     except Exception as error:

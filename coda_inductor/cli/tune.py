@@ -2,10 +2,10 @@
 """Measure on this GPU what a model needs, before it is compiled; --report shows what was measured.
 
 The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the
-function returns (model, args) or (model, args, kwargs). It is traced as explain traces it: nothing
-of it is run, --hf models hold no memory, and one layer is enough (--set num_hidden_layers=1). What
-is found is kept in the cache folder and holds for every model with such layers. Without a model,
-what graphs that were compiled here left unmeasured is measured.
+function returns (model, args) or (model, args, kwargs). It is traced as in explain: the model is
+not run, --hf models take no memory, and one layer is enough (--set num_hidden_layers=1). The
+measurements are kept in the cache folder and used for every model with such layers. Without a
+model, the sites are measured that graphs compiled here had no time for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coda_inductor.select.figures import Figures
 from coda_inductor.select.store import Store, store_of
 from coda_inductor.tune.tuner import Tuner
 
-HELP = "measure on this GPU what a model needs; show what won by how much"
+HELP = "measure on this GPU what a model needs; show the measurements"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Measure, and print the tables; 0.
 
     Raises:
-        OptionError: what the arguments name is not there, or they name nothing.
+        OptionError: the model does not exist, or there is nothing to do.
         ExplainError: there is no GPU, or the model cannot be traced.
     """
     if chosen.target or chosen.hf:
@@ -62,9 +62,9 @@ def stores() -> dict[str, dict[str, Figures]]:
 
 
 def report(kept: dict[str, dict[str, Figures]]) -> str:
-    """The measurements as tables, a line a site: what won, and by how much."""
+    """The measurements as tables, one line per site: what won, and by how much."""
     if not kept:
-        return f"nothing was measured yet (it would be in {cache_dir() / store.FOLDER})\n"
+        return f"no measurements yet (they would be in {cache_dir() / store.FOLDER})\n"
     parts = []
     heads = ("site", "M x N x K", "best kernel", "us", "unfused us", "gain", "+-")
     for name, sites in kept.items():
@@ -74,10 +74,10 @@ def report(kept: dict[str, dict[str, Figures]]) -> str:
 
 
 def _tune_left(seconds: float) -> None:
-    """Measure what graphs were compiled without a measurement of."""
+    """Measure the sites that were compiled without a measurement."""
     known = store_of(gpu_of(device := _device()))
     if not (sites := known.left()):
-        raise OptionError("nothing was left to measure: give a model, or --report")
+        raise OptionError("no sites are left to measure: name a model, or use --report")
     before, tuner = set(known.own()), Tuner(known, device, seconds, MANY)
     tuner.measure(sites)
     tuner.close()
@@ -86,7 +86,7 @@ def _tune_left(seconds: float) -> None:
 
 def _device() -> torch.device:
     if not torch.cuda.is_available():
-        raise ExplainError("tune measures on a GPU, and torch sees none")
+        raise ExplainError("tune measures on a GPU, but torch sees none")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -129,5 +129,5 @@ def _row(key: str, found: Figures) -> tuple[object, ...]:
 
 
 def _size(key: str, found: Figures) -> str:
-    """``8192x2048x2048``: the rows that were measured, and what the key says of N and K."""
+    """``8192x2048x2048``: the measured number of rows, and N and K from the key."""
     return f"{found.m}x{key.partition(' ')[2].partition(' ')[0].partition('x')[2]}"

@@ -26,10 +26,10 @@ _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmo
 
 @dataclass(frozen=True)
 class Sink:
-    """One reduction as the kernel does it.
+    """One reduction in a kernel.
 
     ``factors`` names the two values whose product is folded by one fused multiply-add, or None.
-    ``masked`` says that lanes beyond the matrix must be replaced by the neutral element.
+    ``masked``: lanes beyond the matrix must be replaced by the neutral element.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Sink:
 
 @dataclass(frozen=True)
 class Ports:
-    """``c``: the tile operand that rides as the GEMM's C operand. ``d``: the store that is D (None
-    for paired programs, whose stores are half as wide as the GEMM). ``aux``: the other stores."""
+    """``c``: the tile operand that is the GEMM's C operand. ``d``: the store that is D (None for
+    paired programs, whose stores are half as wide as the GEMM). ``aux``: the other stores."""
 
     c: str | None
     d: Store | None

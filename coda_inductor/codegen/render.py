@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpilogueProgram -> readable Python source of a QuACK epilogue function. Pure text.
 
-The result is what runs on the GPU, one line a step, so that a user can open it and see what was
+The result is what runs on the GPU, one line per step, so that a user can open it and see what was
 fused. Contract of the function (QuACK's ``EpiMod``): ``epilogue(acc, c, <operands>)`` is traced
-once an accumulator element and returns ``{"D": ..., <other stores>, <reductions>}``.
+once per accumulator element and returns ``{"D": ..., <other stores>, <reductions>}``.
 
 Example, for the program in :mod:`coda_inductor.program.ir`::
 
@@ -29,7 +29,7 @@ from coda_inductor.codegen.ports import Ports, Sink, ports
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Step
 
-#: Bump when the same program must be rendered (and compiled) anew.
+#: Bump when the same program must be rendered (and compiled) again.
 RENDERER_VERSION = 2
 
 #: Names that generated source uses for itself, beyond those that ``program.verify`` reserves.
@@ -44,8 +44,8 @@ OPERATORS = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "neg": 
 def render(program: EpilogueProgram, variant: str = "") -> str:
     """Source of a module with the function ``epilogue``.
 
-    ``variant`` "swapped" (paired programs only): the second weight lies at the lower address, so
-    the first lane of each pair is ``acc1``.
+    ``variant`` "swapped" (paired programs only): the second weight has the lower address, so the
+    first lane of each pair is ``acc1``.
 
     Raises:
         KernelError: if a name of the program clashes with one that the source uses itself.
@@ -83,7 +83,7 @@ def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[s
     lines += [f"    # {_across(s)}" for s in mapping.across]
     if program.paired:
         lines.append(f"    {'acc1, acc0' if variant == 'swapped' else 'acc0, acc1'} = unpack(acc)")
-        # A row vector lies under both accumulators, every value twice: either lane has it.
+        # A row vector has every value twice, for both accumulators: either lane has it.
         rows = [o.name for o in program.operands if o.kind == "row"]
         lines += [f"    {name} = unpack({name})[0]" for name in rows]
     if mapping.c:
@@ -92,7 +92,7 @@ def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[s
 
 
 def _across(step: Step) -> str:
-    """What an operand is that the program computes across columns."""
+    """A description of an operand that the program computes across columns."""
     x, width, distance = step.args
     return f"{step.name}: {x}, columns {distance:g} apart of the head's first {width:g} exchanged"
 
@@ -140,7 +140,7 @@ def _sink(program: EpilogueProgram, sink: Sink) -> str:
 
 
 def _used(program: EpilogueProgram, mapping: Ports) -> set[str]:
-    """Steps whose value is needed once folded reductions take their factors instead."""
+    """Steps whose value is needed, given that folded reductions take their factors instead."""
     used = {s.value for s in program.stores}
     for sink in mapping.sinks:
         used.update(sink.factors or (sink.value,))

@@ -15,14 +15,14 @@ After::
     g, u = experts_up(x, rows, inverse, offs, [W13.mT], 2)
     out = experts_down(silu(g) * u, w, rows, perm, inverse, offs, W2.mT, k)
 
-Why it is valid: an order of equal ids is the sort's own choice, and all that reads ``perm`` reads
+Why it is valid: the order of equal ids is the sort's own choice, and all readers of ``perm`` read
 the new one; rows of a product are those of its left factor; a weight of a row may be applied
-before or after a product, and before or after the rows are put back.
+before or after a product, and before or after the rows are put back in order.
 
-Each of the three stands alone: what is between them may be anything. A product whose rows are no
-such gather (they were weighted before, or came from other ranks), or whose sum is none, is
-``experts_up`` of rows that lie in order. Leaves alone: products with a bias of their own; what is
-changed in place between, with a reason.
+Each of the three steps is independent: there may be any ops between them. A product whose rows are
+not such a gather (they were weighted before, or came from other ranks), or that is not summed like
+this, becomes ``experts_up`` of rows that are already sorted. Leaves alone: products with a bias
+argument; tensors that are changed in place between the steps, with a reason.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, group_rows
 
-#: Of torch, and of transformers where it does not ask torch for them.
+#: Those of torch, and those of transformers where it does not use torch's.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
-#: What may come before a weight that is made of parameters.
+#: Ops that may compute a weight from parameters.
 _MADE = ("transpose", "getattr", "to", "bfloat16", "half", "float", "permute", "contiguous",
          "type_as")  # fmt: skip
 
@@ -60,7 +60,7 @@ def raise_experts(graph: Graph, record: Record) -> None:
         products = [node for node in body.graph.nodes if target_name(node) in _PRODUCTS]
         if not products:
             for node in filter(_loops, body.graph.nodes):
-                text = "a Python loop over experts breaks the graph: each runs by itself"
+                text = "a Python loop over experts breaks the graph: each expert runs alone"
                 record.refuse("experts", place(node), refuse("experts-loop", text))
             continue
         hazards = Hazards(body.graph)
@@ -81,8 +81,8 @@ def raise_experts(graph: Graph, record: Record) -> None:
 
 
 def _loops(node: Node) -> bool:
-    """Is ``node`` a mask of pairs, which the graph leaves to a loop over the experts that have some
-    (the ``eager`` ones of transformers)? It ends in the midst of ::
+    """Is ``node`` a mask of pairs that a Python loop over experts reads (transformers' ``eager``
+    experts)? The graph then ends in the middle of ::
 
         mask = one_hot(ids, E).permute(2, 1, 0)
         for expert in torch.greater(mask.sum((-1, -2)), 0).nonzero(): ...
@@ -109,7 +109,7 @@ class _Routed:
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node] | None:
-    """A, B and the ends of groups of a product without bias; None for another."""
+    """A, B and the ends of groups of a product without bias; None for other nodes."""
     call = read(node)
     if call is None or any(call.get(name) is not None for name in ("bias", "out_dtype")):
         return None
@@ -127,8 +127,8 @@ def _ends(product: Node) -> Node | None:
 
 
 def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
-    """Of a product whose rows are gathered: itself, what they are gathered from, in the dtype of
-    the product, the ends of groups, and the pairs."""
+    """For a product with gathered rows: the product, the tensor that the rows come from, in the
+    product's dtype, the ends of groups, and the pairs."""
     if (operands := _operands(product)) is None:
         return None
     a, b, offs = operands
@@ -150,7 +150,7 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
 
 
 def _gathered(call: Call) -> tuple[Node, Node] | None:
-    """What rows are taken of, and which: x[i], index_select(x, 0, i), gather(x, 0, i of rows)."""
+    """The source and the index of gathered rows: x[i], index_select(x, 0, i), gather(x, 0, i)."""
     index = call.get("index")
     if call.op == "getitem" and isinstance(index, Node):
         return call["input"], index
@@ -167,9 +167,9 @@ def _raise_up(
     *,
     whole: bool,
 ) -> None:
-    """Put ``experts_up`` in the place of a product, and of the next one of the same rows whose
-    weight is like its own. ``whole``: what it becomes is summed by token, so that nobody reads rows
-    of no expert."""
+    """Replace a product, and the next one of the same rows with a similar weight, by
+    ``experts_up``. ``whole``: its result is later summed by token, so rows of no expert are not
+    read."""
     product, gather, x, pairs = found
     a, b, offs = _operands(product)  # type: ignore[misc]
     if _changed({pairs.perm, offs}, hazards) or hazards.between((gather, product)):
@@ -198,7 +198,7 @@ def _raise_up(
 
 
 def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
-    """Let the results of ``made`` take the places of nodes."""
+    """Replace each node of ``places`` by the result of ``made`` with its number."""
     parts = [put(operator.getitem, made, i) for i in places.values()]
     for node, part in zip(places, parts, strict=True):
         node.replace_all_uses_with(part)
@@ -206,16 +206,16 @@ def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
 
 
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
-    """Let who reads ``node`` with zeros in rows of no expert, which nobody sees, read it."""
+    """Drop masks that zero the rows of no expert in ``node``: these rows are not read."""
     for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
         user.replace_all_uses_with(node)
         erase(user)
 
 
 def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, whole: bool) -> None:
-    """A bias of each expert that is added to ``product`` is added to what is taken of its columns,
-    as rows of its groups: where a gate reads both, they are of one tile. ``whole`` as
-    :func:`_raise_up` takes it."""
+    """Add the bias of each expert to the selected columns of ``product``, as rows of its groups,
+    and not to ``product``: then a gate that reads both can be in one tile. ``whole`` as in
+    :func:`_raise_up`."""
     call = read(next(iter(product.users))) if len(product.users) == 1 else None
     if call is None or call.op != "add" or call.get("alpha") not in (None, 1):
         return
@@ -240,8 +240,8 @@ def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, who
 
 
 def _hidden(node: Node, ends: Node) -> bool:
-    """Is all that is made of ``node`` multiplied by the same grouping, which skips rows of no
-    expert?"""
+    """Do all results computed from ``node`` go into products with the same groups, which skip rows
+    of no expert?"""
 
     def readers(each: Node) -> list[Node]:
         multiplied = target_name(each) in _PRODUCTS and _ends(each) is ends
@@ -252,16 +252,16 @@ def _hidden(node: Node, ends: Node) -> bool:
 
 
 def _changed(nodes: set[Node], hazards: Hazards) -> bool:
-    """Is one of the tensors ``nodes`` changed in place anywhere? Other results of what made it may
-    be: a sort's values."""
+    """Is one of the tensors ``nodes`` changed in place anywhere? Other results of the same op (a
+    sort's values) may be."""
     own = {place for node in nodes for place in memory(node) or ()}
     changed = {n for w in hazards.writes for n in written(w) if isinstance(value(n), Tensor)}
     return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
 def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> None:
-    """Put ``experts_up`` in the place of a product of rows that lie in order. ``offsets``: of the
-    ends of groups, which have a zero in front there."""
+    """Replace a product of sorted rows by ``experts_up``. ``offsets``: ends of groups -> the same
+    with a zero in front."""
     operands = _operands(node)
     if operands is None or value(operands[2]).dtype != torch.int32:
         return
@@ -279,8 +279,8 @@ def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> Non
 
 
 def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
-    """The sum over the pairs of each token of their ``bias`` (E, d), weighted: (T, d), and nothing
-    of pairs of no expert."""
+    """The weighted sum of ``bias`` (E, d) over the pairs of each token, without those of no expert:
+    (T, d)."""
     ids = put("view", pairs.ids, -1, pairs.top_k)
     none = put(operator.ge, ids, pairs.experts)
     weights = put("to", put("logical_not", none), value(bias).dtype)
@@ -291,7 +291,8 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
 
 
 def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> bool:
-    """Is ``node`` another product of the same rows, whose weight can be had before ``product``?"""
+    """Is ``node`` another product of the same rows, with a weight that can be computed before
+    ``product``?"""
     if node is product or node < product or target_name(node) not in _PRODUCTS:
         return False
     operands, own = _operands(node), _operands(product)
@@ -304,7 +305,7 @@ def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> b
 
 
 def _hoist(node: Node, before: Node) -> None:
-    """Move ``node``, and what it is made of, in front of ``before``."""
+    """Move ``node``, and what it is computed from, in front of ``before``."""
     if node < before:
         return
     for each in node.all_input_nodes:
@@ -313,7 +314,7 @@ def _hoist(node: Node, before: Node) -> None:
 
 
 def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Record) -> None:
-    """Put ``experts_down`` in the place of a product of sorted rows and of their sum by token."""
+    """Replace a product of sorted rows and their sum by token by ``experts_down``."""
     operands = _operands(node)
     own = next((r for r in routed if operands and operands[2] in r.pairs.offs), None)
     if own is None or operands is None:
@@ -321,7 +322,7 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
     a, b, _ = operands
     sum_ = summed(node, own.pairs)
     if sum_ is None:
-        text = "the sum of its rows by token is none that is known"
+        text = "the sum of its rows by token has an unsupported form"
         record.refuse("experts", place(node), refuse("experts-sum", text))
         return
     kept = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]

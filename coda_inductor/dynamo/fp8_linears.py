@@ -9,16 +9,16 @@ After::
 
     y = coda_inductor.fp8_linear(x, W, b, RECIPE, bfloat16)
 
-AOTAutograd traces it, and its gradients, to what torchao's own modules become (``rewrite.fp8``
-raises both): the numbers are torchao's, and everything that follows is the same.
+AOTAutograd traces it, and its gradients, to the same ops as torchao's own modules (``rewrite.fp8``
+raises both): the numbers are torchao's, and all later passes are the same.
 
-Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
+It changes results: FP8 has 3 or 2 bits of mantissa. The user asked for that with the option.
 
-Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain (``too_small``;
-``options["fp8_small"]`` takes them), features that are no multiples of 16, weights that are
-computed, tensors that are no plain ones (DTensor), products in another dtype than bfloat16, and
-inputs without rows (an expert that no token chose). The gradient of a weight, which sums over rows,
-stays in bfloat16 where M is no multiple of 16.
+Refuses layers that ``options["fp8_skip"]`` names, layers that are too small to gain (``too_small``;
+``options["fp8_small"]`` includes them), features that are not multiples of 16, weights that are
+computed, tensors that are not plain (DTensor), products in another dtype than bfloat16, and inputs
+without rows (an expert that no token chose). The gradient of a weight, which sums over rows, stays
+in bfloat16 if M is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.fp8_linear import MULTIPLE, RECIPES, fp8_linear, multiplies, too_small
 
-#: What peft calls a layer that it wraps, behind the layer's own name.
+#: The suffix that peft adds to the name of a layer that it wraps.
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)$")
 
 
 def quantize_linears(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its regions, in place, where ``options["fp8"]`` asks for
-    it. Each layer counts, or has its reason."""
+    """Apply the rewrite to ``graph`` and its regions, in place, with ``options["fp8"]``. Each layer
+    counts, or has a reason."""
     options, dual = record.options, forward_mode(graph)
     if not options.fp8 or not record.enabled("fp8_linear"):
         return
@@ -56,7 +56,7 @@ def quantize_linears(graph: Graph, record: Record) -> None:
             continue
         why = _refusal(node, layer, options)
         if dual is not None:
-            why = refuse("forward-mode", f"{dual} differentiates forward, and FP8 goes backward")
+            why = refuse("forward-mode", f"{dual} uses forward-mode differentiation")
         if why is not None:
             record.refuse("fp8_linear", place(node), why)
             continue
@@ -70,8 +70,8 @@ def quantize_linears(graph: Graph, record: Record) -> None:
 
 
 def skips(pattern: str, path: str) -> bool:
-    """Does ``pattern``, one of ``options["fp8_skip"]``, name the layer at ``path``? It may leave
-    out first parts of the path, and what peft puts behind it."""
+    """Does ``pattern``, one of ``options["fp8_skip"]``, name the layer at ``path``? It may omit
+    leading parts of the path, and the suffix of peft."""
     names = {path, _WRAPPED.sub("", path)}
     parts = [name.split(".") for name in names]
     ends = {".".join(part[i:]) for part in parts for i in range(len(part))}
@@ -80,7 +80,7 @@ def skips(pattern: str, path: str) -> bool:
 
 def _layer(node: Node) -> tuple[Node, Node, Node | None] | None:
     """The input, weight and bias of a linear layer: a product with a parameter, or an nn.Linear's.
-    What the caller hands over, be it another graph's result, is no weight."""
+    Other inputs of the graph are not weights: they may be another graph's results."""
     call = read(node) if target_name(node) == "linear" else None
     if call is None or value(call["weight"]).dim() != 2:
         return None
@@ -103,7 +103,7 @@ def _refusal(node: Node, layer: tuple[Any, ...], options: Options) -> Refusal | 
         return refuse("fp8-computed", "its weight is computed")
     known = [value(n) for n in (node, *layer[:2])]
     if not all(hasattr(tensor, "fake_mode") for tensor in known):
-        return refuse("not-recorded", "not all of its tensors are plain ones")
+        return refuse("not-recorded", "not all of its tensors are plain tensors")
     if known[0].dtype != torch.bfloat16:
         return refuse("fp8-dtype", f"it multiplies {known[0].dtype}, not bfloat16")
     n, k = known[2].shape
@@ -117,7 +117,7 @@ def _refusal(node: Node, layer: tuple[Any, ...], options: Options) -> Refusal | 
         return refuse("empty", "it multiplies no rows")
     if all(recipe.forward) or at_least_one(rows):
         return None
-    return refuse("fp8-rows", f"M={rows} may be 0, and a tensor without elements has no maximum")
+    return refuse("fp8-rows", f"M={rows} may be 0, and an empty tensor has no maximum")
 
 
 def _odd(sizes: dict[str, Any]) -> Refusal | None:
@@ -126,5 +126,5 @@ def _odd(sizes: dict[str, Any]) -> Refusal | None:
         if not isinstance(size, int):
             return refuse("symbolic-features", f"{name} is symbolic")
         if not multiplies(size):
-            return refuse("not-multiple-of-16", f"{name}={size} is no multiple of {MULTIPLE}")
+            return refuse("not-multiple-of-16", f"{name}={size} is not a multiple of {MULTIPLE}")
     return None

@@ -9,12 +9,12 @@ After::
 
     rms_norm = torch.ops.coda_inductor.rms_norm.default(x, weight, 1e-06, torch.bfloat16)
 
-Runs before AOTAutograd, where an idiom still looks as its author wrote it. What only an
-idiom read goes with it, but no in-place op: Dynamo's graph is not functional.
-Bails out of a match when its nodes straddle a mutation or a mode change, when something changes its
-inputs before its gradient reads them, when an intermediate is used elsewhere, when the graph
-differentiates forward (semantic ops have a reverse mode only), or when a side condition of the
-pattern fails; the reason is logged and kept.
+Runs before AOTAutograd, where an idiom still looks as its author wrote it. Nodes that only the
+idiom read are erased, except in-place ops: Dynamo's graph is not functional.
+Refuses a match when a mutation or a mode change is between its nodes, when its inputs change before
+its gradient reads them, when an intermediate is used elsewhere, when the graph uses forward-mode
+differentiation (semantic ops have a reverse mode only), or when a side condition of the pattern
+fails; the reason is logged and kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def raise_idioms(graph: Graph, record: Record) -> None:
     """Replace every idiom of every enabled pattern in ``graph`` and its checkpointed regions, in
-    place. Tensors keep shapes, dtypes and devices; parameters are untouched."""
+    place. Tensors keep shapes, dtypes and devices; parameters do not change."""
     known = patterns.load(record.options.patterns, strict=record.options.strict)
     dual = forward_mode(graph)
     for body in bodies(graph):
@@ -67,8 +67,8 @@ def _calls(graph: Graph) -> list[Node]:
 
 
 def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: str | None) -> bool:
-    """Replace every idiom of ``pattern`` in one graph, that has ``ops``; ``dual`` names a call that
-    goes forward. Returns whether there was any."""
+    """Replace every idiom of ``pattern`` in one graph with the ops ``ops``; ``dual`` names a call
+    with forward-mode differentiation. Returns whether there was any."""
     idioms = [idiom for idiom in pattern.traced if idiom.ops <= ops]
     if not idioms:
         return False
@@ -77,13 +77,13 @@ def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: 
     for root in reversed(_calls(graph)):
         if erased(root):
             continue
-        try:  # what fails here does so alone: nothing has been changed yet
+        try:  # a failure here affects only this match: the graph is unchanged
             match = first_match(idioms, root)
             why = None if match is None else _refusal(pattern, match, hazards, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
             why = refuse("pattern-failed", f"the pattern itself failed: {cause}")
-            if not record.dry:  # it costs this match alone, with ``strict`` too
+            if not record.dry:  # only this match is lost, with ``strict`` too
                 warn_once(f"pattern {pattern.name}", why.text)
             logger.debug("traceback", exc_info=True)
         if why is not None:
@@ -97,14 +97,14 @@ def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: 
 def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None) -> Refusal | None:
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
-        text = f"{dual} differentiates forward, and semantic ops only go backward"
+        text = f"{dual} uses forward-mode differentiation, which semantic ops do not have"
         return refuse("forward-mode", text)
     hazard = _hazard(match, hazards) or _changed(match, hazards.writes)
     return hazard or pattern.refusal(match) or _mismatch(pattern, match)
 
 
 def _where(error: Exception) -> str:
-    """``file.py:12``: where in a pattern file an error is from, else where it was raised."""
+    """``file.py:12``: the place of an error in a pattern file, else where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
     frame = theirs[0] if theirs else frames[-1]
@@ -114,27 +114,27 @@ def _where(error: Exception) -> str:
 def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
     covered = set(match.nodes) | set(match.casts)
     if hazards.between(covered.union(*match.twins)):
-        text = "an in-place op or a grad/autocast mode change lies between its nodes"
+        text = "an in-place op or a grad/autocast mode change is between its nodes"
         return refuse("mutation", text)
     leaves = _leaves(match)
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
-        return refuse("float64-mixed", f"{wide.name} makes it float64, which its input is not")
+        return refuse("float64-mixed", f"{wide.name} casts to float64, its input has less")
     bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
     inputs = {t.dtype for t in bound if t.is_floating_point()}
     if torch.float64 in inputs and len(inputs) > 1:
-        text = "it mixes float64 with another type, which decides what is computed in which"
+        text = "it mixes float64 with another type, so steps differ in the type they compute in"
         return refuse("float64-mixed", text)
     for node in (*match.nodes, *match.casts):
         if node is match.root or node in leaves:
-            continue  # a widened or flattened input may have other readers; it simply stays
+            continue  # a cast or flattened input may have other readers; it simply stays
         if any(user not in covered for user in node.users):
             return refuse("intermediate-used", f"its intermediate {node.name} is used elsewhere")
     return None
 
 
 def _leaves(match: Match) -> set[Node]:
-    """The casts and views that ``match`` begins with: of what it binds, and of each other."""
+    """The casts and views at the start of ``match``: of its parameters, and of each other."""
     found = {n for n in match.bound.values() if isinstance(n, Node)}
     views = [n for n in match.nodes if (canon := normalize(n)) and canon.op in ("view", "flatten")]
     for node in sorted((*match.casts, *views)):  # in the graph's order
@@ -144,8 +144,8 @@ def _leaves(match: Match) -> set[Node]:
 
 
 def _changed(match: Match, writes: list[Node]) -> Refusal | None:
-    """Ops keep their inputs for the gradient, where the idiom may keep what it made of them: a
-    log-softmax keeps its result, and its logits may be changed behind it."""
+    """Is an input changed that the op keeps for its gradient? The idiom may keep something else: a
+    log-softmax keeps its result, so its logits may be changed after it."""
     if not getattr(value(match.root), "requires_grad", False):
         return None
     inputs = [n for n in match.bound.values() if isinstance(n, Node)]
@@ -156,7 +156,7 @@ def _changed(match: Match, writes: list[Node]) -> Refusal | None:
 
 
 def _widens(node: Node) -> bool:
-    """Does ``node`` make float64 of what is none? The op would compute in float32."""
+    """Does ``node`` cast to float64? The op would compute in float32."""
     double = (torch.float64, torch.complex128)
     result, *inputs = (_dtype(value(n)) for n in (node, *node.all_input_nodes))
     return result in double and not any(dtype in double for dtype in inputs)
@@ -175,12 +175,12 @@ def _fake(arg: object) -> object:
 
 
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
-    """Run the op on the recorded fake values: its result must be what the idiom's was."""
+    """Run the op on the recorded fake values: its result must be like the idiom's."""
     want = value(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:
         if isinstance(want, torch.Tensor):
-            text = f"it is computed on a {type(want).__name__}, which torch's own ops take apart"
+            text = f"it is computed on a {type(want).__name__}, which only torch's own ops support"
             return refuse("distributed-tensor", text)
         return refuse("not-recorded", "no fake value is recorded")
     with mode:
@@ -189,7 +189,7 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
         if getattr(want, what) != getattr(have, what):
             text = f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
             return refuse("result-dtype" if what == "dtype" else "not-recorded", text)
-    # A view or an as_strided of the result counts on them.
+    # A view or an as_strided of the result relies on its strides.
     if laid_out_alike(want, have):
         return None
     text = f"stride would change from {want.stride()} to {have.stride()}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-place ops on a tensor that nothing else shares become plain ones.
+"""In-place ops on a tensor whose memory is not shared become plain ones.
 
 Before::
 
@@ -13,15 +13,14 @@ After::
     y = linear(h, W);  add = y + x
     bias = zeros(T, T).masked_fill(hidden, -inf)
 
-Why it is valid: the tensor was made in this graph, is no view and has none, so that who reads it
-later can read the result instead. Both compute the same, in one dtype.
+Why it is valid: the tensor was created in this graph, is not a view and has none, so later readers
+can read the result instead. Both ops compute the same, in one dtype.
 
-What it enables: patterns and masks never look through a change in place; without one they need not
-ask.
+What it enables: patterns and masks do not match across in-place changes.
 
-Leaves alone, silently, for nothing is lost that was there: what else shares the memory of, or may;
-ops that would promote; what another mode (``no_grad``, autocast) separates from its tensor; in 16
-bits the ops that autocast would widen.
+Leaves alone, silently, because the graph does not get worse: tensors whose memory may be shared;
+ops that would promote; ops in another mode (``no_grad``, autocast) than their tensor; in 16 bits,
+ops that autocast would run in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _OPERATORS = {
     operator.imul: operator.mul, operator.itruediv: operator.truediv,
 }  # fmt: skip
 _FLAGGED = (F.silu, F.relu)
-#: Methods that compute in the dtype of what they are given, under autocast too; and the others.
+#: Methods that compute in the dtype of their inputs, also under autocast; and the others.
 _ALIKE = (
     "add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "relu_", "masked_fill_", "triu_",
     "tril_",
@@ -61,7 +60,7 @@ def change_copies(graph: Graph, _record: Record) -> None:
 
 def _change(graph: Graph) -> None:
     mode, seen = 0, dict[Node, int]()
-    sharing: dict[int, set[Node]] = {}  # storage -> what stands before, without ``replaced``
+    sharing: dict[int, set[Node]] = {}  # storage -> earlier nodes, without ``replaced``
     replaced: set[Node] = set()
     for node in list(graph.nodes):
         mode += changes_mode(node)
@@ -78,14 +77,14 @@ def _change(graph: Graph) -> None:
                 target.replace_all_uses_with(new, delete_user_cb=lambda n, at=node: at < n)
                 graph.erase_node(node)
                 replaced.add(target)
-                node = new  # noqa: PLW2901 (it stands in its place)
+                node = new  # noqa: PLW2901 (the replacement)
         seen[node] = mode
         for place in memory(node) or ():
             sharing.setdefault(place, set()).add(node)
 
 
 def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The call that computes what ``node`` computes in place; None if it is none of these."""
+    """The out-of-place call that computes what ``node`` computes; None if there is none."""
     if node.op == "call_method" and node.target in (*_ALIKE, *_WIDENED):
         return str(node.target)[:-1], node.args, dict(node.kwargs)
     if node.op != "call_function":
@@ -98,7 +97,7 @@ def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
 
 
 def _owned(target: Node) -> bool:
-    """Did a function of torch make ``target``, for this graph alone?"""
+    """Did a function of torch create ``target``, only for this graph?"""
     if target.op == "call_method":
         return True
     plain = target.op == "call_function" and target.target is not operator.getitem
@@ -106,7 +105,7 @@ def _owned(target: Node) -> bool:
 
 
 def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Is the result of ``call`` like that of ``node``, which is its own first argument?"""
+    """Is the result of ``call`` like that of ``node``, which is its first argument?"""
     want = value(node)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:

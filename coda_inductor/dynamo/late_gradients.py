@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient of returned logits that never comes is never made up.
+"""If the user computes no gradient of returned logits, no gradient of zeros is created for them.
 
-A causal LM returns its logits beside the loss. Compiled, its backward pass then takes a gradient
-for both, and where the user only goes back from the loss, autograd fills one with zeros: as large
-as the logits, written, added and read for nothing.
+A causal LM returns its logits together with the loss. Its compiled backward pass then takes a
+gradient for both. If the user calls backward only on the loss, autograd passes zeros for the other
+one: a tensor as large as the logits, which is written, added and read for nothing.
 
 Before::
 
@@ -15,13 +15,13 @@ After::
     # around the compiled graph: logits = _Late.apply(logits, h, W, b, 0.0)
 
 Why it is valid: a gradient g of the returned logits adds g @ W to the gradient of h, g.T @ h to
-that of W and g.sum(0) to that of b, which is what ``_Late`` does, if it is ever called; h goes
-through the compiled graph. Soft-capped logits, c * tanh(linear(h, W, b) / c), take g times 1 -
-(logits / c)^2.
+that of W and g.sum(0) to that of b. ``_Late`` does this if its backward is called; the gradient of
+h goes on through the compiled graph. For soft-capped logits, c * tanh(linear(h, W, b) / c), g is
+first multiplied by 1 - (logits / c)^2.
 
-Refuses, silently, for nothing is lost: outputs that are no linear layer of graph inputs,
-soft-capped or not, that nothing else in the graph reads, that are changed in place, that take less
-than ``LEAST_BYTES``, or of which a view is returned as well: that one has to keep its gradient.
+Refuses, silently, because the graph does not get worse: outputs that are not a linear layer of
+graph inputs, soft-capped or not; that nothing else in the graph reads; that are changed in place;
+that take less than ``LEAST_BYTES``; or of which a view is returned too, which needs its gradient.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Idiom, changes, first_match, target_name, value
 from coda_inductor.record import Record
 
-#: Two slices of them, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
+#: Two slices of logits, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
 LEAST_BYTES = 2**29
 
 Compiled = Callable[..., Any]
 
 
 class _Late(torch.autograd.Function):
-    """Returns ``logits``, which have no gradient yet, with one. They are ``h @ w.T + b``, capped by
-    ``cap`` unless that is 0."""
+    """Makes detached ``logits`` differentiable. They are ``h @ w.T + b``, soft-capped by ``cap``
+    unless that is 0."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, h: Tensor, w: Tensor, b: Tensor | None, cap: float) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h, w, b, logits if cap else None)
         ctx.cap = cap
-        return logits.detach()  # shares memory and version, so that changing it is noticed
+        return logits.detach()  # shares memory and version, so that changes are detected
 
     @staticmethod
     def backward(ctx, g: Tensor | None):
@@ -101,8 +101,8 @@ def _heads() -> tuple[Idiom, ...]:
 
 
 def separate(graph: Graph, record: Record) -> None:
-    """Detach such outputs of ``graph``, in place. The record gets what to wrap around the compiled
-    graph, so that it takes and returns what it did before."""
+    """Detach such outputs of ``graph``, in place. The record gets the wrapper for the compiled
+    graph, so that its inputs and results do not change for the caller."""
     output = graph.output_node()
     results = list(output.args[0])
     inputs = list(graph.find_nodes(op="placeholder"))
@@ -130,13 +130,13 @@ def separate(graph: Graph, record: Record) -> None:
 
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:
-    """``node``, ``ends``, and what stands between them."""
+    """``node``, ``ends``, and the nodes between them."""
     return ends.union(closure([node], lambda n: () if n in ends else n.all_input_nodes))
 
 
 def _shared(logits: Node, results: list[Any]) -> bool:
-    """Does another result lie in the same memory? AOTAutograd makes a returned view anew, of what
-    it is a view of, and Inductor takes that and its detached self for one output."""
+    """Does another result share the memory? AOTAutograd recreates a returned view from its base,
+    and Inductor takes the base and the detached result for one output."""
     known = [value(r) for r in results if isinstance(r, Node)]
     places = [storage(t) for t in known if isinstance(t, Tensor)]
     return places.count(storage(value(logits))) > 1
@@ -150,7 +150,7 @@ def _is_large(node: Node) -> bool:
 
 
 def _head(logits: Node) -> _Head | None:
-    """What ``logits`` are made of, if by an LM head."""
+    """The LM head that computes ``logits``, if one does."""
     match = first_match(_heads(), logits)
     layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
@@ -177,9 +177,9 @@ def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -
 
 
 def _watch(results: list[Any], place: int) -> None:
-    """Going back may read the logits again, which the user holds too: notice if they were changed.
-    As with torch.compile, that is no error where the loss does not need them."""
-    kept = [results[place]]  # until then, which is as long as the backward pass keeps them anyway
+    """Raise if the user changed the logits before a backward pass that reads them. As with
+    torch.compile, that is not an error if the loss does not need them."""
+    kept = [results[place]]  # the backward pass keeps them as long anyway
     before = version(kept[0])
 
     def check(_gradients: tuple[Any, ...]) -> None:

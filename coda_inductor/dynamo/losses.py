@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of an LM head's logits, however they are written, become cross entropies of all rows as
-the head makes them.
+"""Losses of an LM head's logits, in many spellings, become cross entropies of all rows in the
+head's order.
 
 Before (logits z (B, T, V))::
 
@@ -14,19 +14,19 @@ After::
     loss = F.cross_entropy(z.flatten(0, -2), labels.flatten())
     p = F.cross_entropy(z.flatten(0, -2), index.flatten(), reduction="none").neg().view_as(index)
 
-Why it is valid: a row that is ignored adds nothing to a sum or to how many rows a mean is over, and
-has no gradient. Without reduction, its zero is cut off again. Which dimension holds the classes
-says nothing of the loss of a row. A cross entropy of one class is minus its log-softmax; of an
-``index`` none is ignored: one below zero stays the error that it is.
+Why it is valid: an ignored row adds nothing to a sum or to the row count of a mean, and has no
+gradient. Without reduction, its zero is cut off again. The position of the classes' dimension does
+not change the loss of a row. A cross entropy of one class is minus its log-softmax; for an
+``index`` no row is ignored: one below zero remains an error.
 
-What it enables: rule R7. The log-sum-exps are of the rows that the head makes, neither logits nor
-their log-softmax are copied, and the gradient is made a slice of the vocabulary at a time.
+What it enables: rule R7. The log-sum-exps are of rows of the head's result, neither logits nor
+their log-softmax are copied, and the gradient is computed one slice of the vocabulary at a time.
 
-Leaves alone, silently, for nothing is lost that was there: class weights, probabilities, an
-``ignore_index`` that is no literal; other slices; what is changed in place between; logits whose
-rows without the last something else reads; sequences of unknown length without their last; rows of
-float16 that are left out, whose logits may be infinite; log-softmaxes that something else reads (an
-entropy), or over another dimension; several tokens a row; fewer rows of an index than of logits.
+Leaves alone, silently, because the graph does not get worse: class weights, probabilities, an
+``ignore_index`` that is not a literal; other slices; tensors that are changed in place in between;
+logits whose slice without the last row has other readers; a last row of sequences of unknown
+length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers (an
+entropy), or over another dimension; several tokens per row; fewer rows of an index than of logits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize,
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
-#: Of no class, in 32 bits too.
+#: A target of no class, in 32 bits too.
 _NOTHING = -(2**31)
 _READ = ("cross_entropy", "gather", "take_along_dim")
-#: Methods that copy: into another layout or a wider dtype.
+#: Methods that copy to another layout or to float32.
 _COPIES = ("contiguous", "to", "float", "double", "type", "type_as")
 
 
@@ -68,8 +68,7 @@ def respell_losses(graph: Graph, record: Record) -> None:
 
 
 def _gathered(gather: Call, hazards: Hazards) -> Node | None:
-    """Put a cross entropy, which is returned, in the place of a gather of a log-softmax, if it is
-    one."""
+    """Replace a gather of a log-softmax, if it is one, by a cross entropy, which is returned."""
     node, softmax, index = gather.node, gather["input"], gather["index"]
     if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
         return None
@@ -82,7 +81,7 @@ def _gathered(gather: Call, hazards: Hazards) -> Node | None:
 
 
 def _under_softmax(gather: Call) -> Node | None:
-    """The logits whose log-softmax is gathered, one element a row; None if it is no such."""
+    """The logits whose log-softmax is gathered, one element per row; None for other gathers."""
     softmax = gather["input"]
     canon = normalize(softmax)
     if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
@@ -107,8 +106,8 @@ def _of_all_rows(
 
 
 def _of_some_rows(given: Call, hazards: Hazards) -> None:
-    """Put the loss of all rows in the place of one without the last row of each sequence, or of one
-    of classes in the second dimension."""
+    """Replace a loss without the last row of each sequence, or with classes in the second
+    dimension, by the loss of all rows."""
     if not _of_classes(given):
         return
     logits, chain = _classes_second(given["input"]), ()
@@ -119,7 +118,7 @@ def _of_some_rows(given: Call, hazards: Hazards) -> None:
 
 
 def _of_classes(given: Call) -> bool:
-    """Are the targets classes, and the options numbers, without weights?"""
+    """Are the targets classes and the options numbers, without weights?"""
     logits, target = value(given["input"]), value(given["target"])
     if not all(hasattr(t, "fake_mode") for t in (logits, target)):
         return False
@@ -128,7 +127,7 @@ def _of_classes(given: Call) -> bool:
 
 
 def _classes_second(node: Node) -> Node | None:
-    """What ``node`` (B, V, T, ...) turns, (B, T, ..., V), if it is that."""
+    """The tensor (B, T, ..., V) that ``node`` transposes to (B, V, T, ...), if it does."""
     source = next(iter(node.all_input_nodes), None)
     logits = value(source)
     turns = isinstance(logits, torch.Tensor) and logits.dim() > 2
@@ -136,8 +135,8 @@ def _classes_second(node: Node) -> Node | None:
 
 
 def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
-    """The logits (B, T, V) of which the loss reads all rows but the last of each sequence, and the
-    nodes between them, first the slice; None if it is no such loss."""
+    """The logits (B, T, V) of which the loss reads all rows except the last of each sequence, and
+    the nodes between them, first the slice; None for another loss."""
     node: Node = given["input"]
     chain: tuple[Node, ...] = ()
     rows, target = value(node), value(given["target"])
@@ -149,7 +148,7 @@ def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and is_view(node, logits[:, :-1]):
             known = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
             apart = known and rows.shape[1] == logits.shape[2]
-            # Infinite logits of rows that nobody reads would be NaNs in the gradient.
+            # Infinite logits in unread rows would give NaNs in the gradient.
             overflows = value(base(source, is_cast)).dtype == torch.float16
             return (source, chain) if apart and not overflows else (None, ())
         canon = normalize(node)
@@ -161,7 +160,7 @@ def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
 
 
 def _copied(source: Node, copy: Node) -> bool:
-    """Has ``copy`` the values of ``source``, in a dtype that holds them, on one device?"""
+    """Does ``copy`` have the values of ``source``, without loss, on the same device?"""
     before, after = value(source), value(copy)
     tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if not tensors or before.device != after.device or not before.is_floating_point():
@@ -170,15 +169,15 @@ def _copied(source: Node, copy: Node) -> bool:
 
 
 def _replace(given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
-    """Put the loss of all rows of ``logits`` in the place of ``given``; ``chain``: the slice that
-    leaves the last row of each sequence out, if one does, and what follows it."""
+    """Replace ``given`` by the loss of all rows of ``logits``; ``chain``: the slice that leaves out
+    the last row of each sequence, if there is one, and what follows it."""
     node, put, classes = given.node, Put(given.node), given["target"]
     if chain:
         rows = value(chain[0]).shape[:2]
         padding = (0, 1), "constant", given["ignore_index"]
         classes = put(F.pad, put("view", classes, *rows), *padding)
     how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
-    # Autocast widens the logits, which nothing here is recorded under.
+    # Autocast casts the logits to float32, but nodes here are recorded without autocast.
     found = _of_all_rows(put, logits, put("flatten", classes), value(node).dtype, how)
     if given["reduction"] == "none":
         found = put("view_as", found, classes)

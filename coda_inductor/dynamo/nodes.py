@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes on Dynamo's graph share: new calls, with recorded values, and running calls."""
+"""Helpers for passes on Dynamo's graph: new calls, with recorded values, and running calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Put:
         return made
 
     def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
-        """What ``function``, plain torch code, makes of ``source``, as it returns it."""
+        """The nodes that ``function``, plain torch code, returns for ``source``."""
         known: dict[Node, Node] = {}
         for step in torch.fx.symbolic_trace(function).graph.nodes:
             args, kwargs = torch.fx.node.map_arg((step.args, step.kwargs), known.__getitem__)
@@ -41,7 +41,7 @@ class Put:
 
 
 def erase(node: Node) -> None:
-    """Erase ``node``, if nothing reads it, and then what only it read, but for what changes
+    """Erase ``node``, if nothing reads it, and then what only it read, except for nodes that change
     memory."""
     todo = [node]
     while todo:
@@ -53,7 +53,7 @@ def erase(node: Node) -> None:
 
 
 def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call of a function, or of the method of that name, returns for values."""
+    """The result of a function, or of the method of that name, for values."""
     if isinstance(target, str):
         own, *args = args
         target = getattr(own, target)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A packed projection whose halves meet again (Phi-3's ``gate_up_proj``) becomes two projections by
-the halves of its weight, which the fuser then pairs in one tile (rule R6).
+"""A packed projection whose two halves are combined (Phi-3's ``gate_up_proj``) becomes two
+projections by the halves of its weight, which the fuser then pairs in one tile (rule R6).
 
 Before (W (2F, K))::
 
@@ -16,14 +16,14 @@ After::
 
 Why it is valid: a product's columns are those of its right factor, one by one; a gated linear unit
 is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a weight are views of
-it: nothing is copied. Autograd puts the weight's gradient together by a copy, which
-``Plan.split_loses`` charges.
+it: nothing is copied. Autograd joins the weight's gradient by a copy, whose cost
+``Plan.split_loses`` includes.
 
-Leaves alone: products of unknown or odd width; one half alone; what is changed in place, or leaves
-the graph (autograd lets nobody change in place what a ``chunk`` returns); halves that a change or a
-mode lies between. Stays one product: what anything else reads, or more than two parts of; halves
-that do not meet in elementwise work; weights that are not K-major, or no plain tensors; all with
-``options["fp8"]``, for halves have other scales than the whole.
+Leaves alone: products of unknown or odd width; a single half; halves that are changed in place or
+are graph outputs (autograd forbids in-place changes of what ``chunk`` returns); halves with an
+in-place or a mode change between them. Stays one product: one with other readers, or more than two
+parts; halves that no elementwise op combines; weights that are not K-major, or not plain tensors;
+all with ``options["fp8"]``, because halves have other scales than the whole.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
-#: Products whose parts may be taken: a linear layer, and those of experts (``experts``).
+#: Products that may be split: linear layers, and those of experts (``experts``).
 _PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
-#: What may lie between a product and its halves.
+#: Ops that may be between a product and its halves.
 _BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
 
 
 def split_packed(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Counts nothing: that a
-    pair shares a tile does."""
+    """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Only a pair that later
+    shares a tile counts."""
     plan = None
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if target_name(n) == "linear"]
@@ -65,11 +65,11 @@ def split_packed(graph: Graph, record: Record) -> None:
 
 
 def _plan(graph: Graph, record: Record) -> Plan:
-    """What the aten graph's plan will be, as far as the linear layers of this one tell."""
+    """The plan of the later aten graph, as far as the linear layers of this graph determine it."""
     linears = [n for body in bodies(graph) for n in body.graph.nodes if target_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(value(node).requires_grad for node in linears)
-    times = 3 if training else 1  # for the gradients of its factors a layer multiplies again
+    times = 3 if training else 1  # two more products for the gradients of a layer's factors
     how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if, "gpu": record.gpu}
     return Plan.of_products(record.options, pairs * times, training=training, **how)
 
@@ -84,7 +84,7 @@ def _product(node: Node) -> bool:
 
 
 def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
-    """(M, K) and (K, N) of a linear layer, in the dtype that it computes in; None where they are no
+    """(M, K) and (K, N) of a linear layer, in the dtype that it computes in; None if they are not
     plain tensors."""
     known = [value(n) for n in _layer(node)[:2]]
     if not all(hasattr(t, "fake_mode") for t in (value(node), *known)) or known[1].dim() != 2:
@@ -100,8 +100,8 @@ def _layer(node: Node) -> tuple[Any, ...]:
 
 
 def _halves(product: Node) -> dict[Node, int]:
-    """Nodes that take the lower (0) or the upper (1) half of the columns of ``product``, if both
-    are taken."""
+    """Nodes that select the lower (0) or the upper (1) half of the columns of ``product``; empty
+    unless both are selected."""
     half = value(product).shape[-1] // 2
     ends = {(0, half, 1): 0, (half, None, 1): 1}
     found = {n: ends[own] for n, own in _columns(product).items() if own in ends}
@@ -109,31 +109,31 @@ def _halves(product: Node) -> dict[Node, int]:
 
 
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
-    """Nodes that take some columns of ``product``, each with their start, stop and step."""
+    """Nodes that select columns of ``product``, each with start, stop and step."""
     gets = [n for n in _near(product) if target_name(n) == "getitem"]
     canons = [(n, canon) for n in gets if (canon := normalize(n)) and canon.op == "columns"]
     return {node: canon.args[1:] for node, canon in canons if canon.args[0] is product}
 
 
 def cut_in_halves(product: Node) -> dict[Node, int]:
-    """Nodes that take a half of the columns of ``product``, each with which, if all that reads it
-    does; else none."""
+    """Nodes that select a half of the columns of ``product``, each with its number, if all readers
+    do; else empty."""
     return _of_all(product, _halves(product) if _product(product) else {})
 
 
 def cut_in_columns(product: Node) -> dict[Node, slice]:
-    """The same of any columns."""
+    """The same for any columns."""
     return {node: slice(*own) for node, own in _of_all(product, _columns(product)).items()}
 
 
 def _of_all(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
-    """``parts``, if nothing reads anything else of ``product`` but its size; else none."""
+    """``parts``, if nothing else of ``product`` is read except its size; else empty."""
     others = [n for n in _near(product) if n not in parts and target_name(n) != "size"]
     return parts if all(n.users and target_name(n) in _BETWEEN for n in others) else {}
 
 
 def _near(product: Node) -> list[Node]:
-    """What reads ``product``, or what a view and a division make of it."""
+    """The readers of ``product``, or of views and splits of it."""
     views, users = readers(product, lambda n: target_name(n) in _BETWEEN)
     return [*views[1:], *users]
 
@@ -162,7 +162,7 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
 
 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
-    """May ``product`` be two, and does that pay?"""
+    """May ``product`` be split, and does that pay?"""
     pair = _operands(product)
     if pair is None or value(product).dtype not in FLOATS or record.options.fp8:
         return False
@@ -188,7 +188,7 @@ def _behind(node: Node) -> list[Node]:
 
 
 def _elementwise(node: Node) -> bool:
-    """Is the aten op of its name, in the common dialect, computed element by element?"""
+    """Is the aten op with its normalized name elementwise?"""
     canon = normalize(node)
     name = target_name(node) if canon is None else canon.op
     packet = getattr(torch.ops.aten, name, None)
@@ -197,7 +197,7 @@ def _elementwise(node: Node) -> bool:
 
 
 def _split(product: Node) -> list[Node]:
-    """The products by the halves of its weight, in front of ``product``."""
+    """The products with the halves of its weight, inserted before ``product``."""
     put, dtype = Put(product), value(product).dtype
     x, *factors = (  # cast once, where autocast would cast each half
         node if value(node).dtype == dtype else put("to", node, dtype)
@@ -214,7 +214,7 @@ def _chunk(put: Put, node: Node, dim: int) -> list[Node]:
 
 
 def _expand(product: Node, unit: Node) -> None:
-    """Not where the result would be laid out otherwise."""
+    """Write out a gated linear unit, unless the result would have another layout."""
     with value(product).fake_mode:
         lower, upper = value(product).chunk(2, -1)
         if not same((lower * torch.sigmoid(upper)).stride(), value(unit).stride()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of low rank that read one input (LoRA's ``A`` of q, k and v, of gate and up) become
+"""Low-rank linear layers that read one input (LoRA's ``A`` of q, k and v, of gate and up) become
 one.
 
 Before (A_i (r_i, K))::
@@ -12,12 +12,12 @@ After::
 
 Why it is valid: a product's columns are those of its right factor, one by one.
 
-Why it pays: each of them, and each gradient of theirs, takes as long as reading x. Their gradients
-of x are one product too.
+Why it pays: each of them, and each of their gradients, takes as long as reading x. Their gradients
+of x become one product too.
 
-Leaves alone: layers with a bias; weights that are made in the graph; more than ``MOST`` columns
-together; few rows; what is changed in place, leaves the graph, or has a change or a mode between;
-all with ``options["fp8"]``, which names layers by their weights.
+Leaves alone: layers with a bias; weights that are computed in the graph; more than ``MOST`` columns
+in total; few rows; results that are changed in place or are graph outputs; in-place or mode changes
+between the layers; all with ``options["fp8"]``, which identifies layers by their weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.matching import Hazards, bodies, target_name, value
 from coda_inductor.record import Record
 
-#: Rows of x that take longer to read than a kernel to start.
+#: The least number of rows of x: reading fewer is faster than starting a kernel.
 LEAST = 1024
 
 
@@ -60,7 +60,7 @@ def share_inputs(graph: Graph, record: Record) -> None:
 
 
 def _small(node: Node) -> bool:
-    """Is ``node`` a layer of low rank whose weight is there from the start?"""
+    """Is ``node`` a low-rank layer whose weight is a graph input?"""
     x, weight, bias = arguments(node).values()
     known = value(weight)
     if bias is not None or weight.op not in ("placeholder", "get_attr"):
@@ -81,7 +81,7 @@ def _fit(nodes: list[Node]) -> bool:
 
 
 def _merge(nodes: list[Node]) -> None:
-    """Put one layer in front of the first of ``nodes``."""
+    """Insert one layer before the first of ``nodes`` and let it replace all of them."""
     put = Put(nodes[0])
     weights = [arguments(node)["weight"] for node in nodes]
     product = put(F.linear, arguments(nodes[0])["input"], put(torch.cat, weights))

@@ -12,13 +12,13 @@ After::
     to = x.to(torch.float32); pow_1 = torch.pow(to, 2); mean = torch.mean(pow_1, [-1], True); ...
 
 Why it is valid: functions and methods of torch's C++ side are generated from the same schemas, and
-call the op of their name with their arguments; the few others are named here one by one. What is
-asserted of a tensor's dtype, device and layout is dropped where it holds of the recorded value.
+call the op of their name with their arguments; the few others are listed here one by one. An
+assertion on a tensor's dtype, device and layout is dropped if it holds for the recorded value.
 
-What it enables: patterns, attention masks and all else that looks at this graph know one spelling.
+What it enables: patterns, attention masks and all other passes on this graph need one spelling.
 
-Leaves alone, silently, for nothing is lost that was there: ops that change their arguments, ops
-that torch has no function for, and core ops that ``run_decompositions`` leaves.
+Leaves alone, silently, because the graph does not get worse: ops that change their arguments, ops
+without a function in torch, and core ops that ``run_decompositions`` leaves.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from coda_inductor.record import Record
 #: How a node calls: a function or the name of a method, arguments, keyword arguments.
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-#: Functions of ``torch.nn.functional`` that take so many first arguments of the op of their name as
-#: it does.
+#: Functions of ``torch.nn.functional``, with the number of leading arguments that they share with
+#: the op of their name.
 _FUNCTIONS = {
     "silu": 1, "gelu": 1, "linear": 3, "mish": 1, "softplus": 3, "elu": 2, "leaky_relu": 2,
     "hardtanh": 3, "hardswish": 1, "hardsigmoid": 1, "relu6": 1, "relu": 1, "glu": 2,
@@ -84,7 +84,7 @@ def _respell(node: Node) -> None:
 
 
 def _same(node: Node, name: str) -> Call | None:
-    """What torch calls ``name``, if it takes the same arguments."""
+    """The call of torch's function or method ``name``, if it takes the same arguments."""
     if name in _OPERATORS:
         return _OPERATORS[name], node.args, node.kwargs
     if name in _FUNCTIONS:
@@ -98,8 +98,8 @@ def _same(node: Node, name: str) -> Call | None:
 
 
 def _holds(node: Node) -> bool:
-    """Is ``_assert_tensor_metadata`` true while tracing, and so at every call, for what is asserted
-    are no sizes?"""
+    """Is ``_assert_tensor_metadata`` true while tracing? Then it is true at every call, because it
+    asserts no sizes."""
     said = _said(node)
     known = value(said.pop("a"))
     if not isinstance(known, torch.Tensor) or not set(said) <= {"dtype", "device", "layout"}:
@@ -110,12 +110,12 @@ def _holds(node: Node) -> bool:
 
 
 def _said(node: Node) -> dict[str, Any]:
-    """The arguments of ``node`` that say something."""
+    """The arguments of ``node`` that are set."""
     return {name: item for name, item in arguments(node).items() if item is not None}
 
 
 def _to(node: Node) -> Call | None:
-    """``x.to``, which knows no layouts: any but its own is left alone."""
+    """``x.to``, which has no layout argument: a node that changes the layout is left alone."""
     said = _said(node)
     x = said.pop("input")
     own = said.pop("layout", None) in (None, getattr(value(x), "layout", None))
@@ -123,7 +123,7 @@ def _to(node: Node) -> Call | None:
 
 
 def _taken(node: Node) -> Call | None:
-    """``slice`` and ``select``: whole dimensions, then what is taken of one."""
+    """``slice`` and ``select``: whole dimensions, then the selection in one."""
     x, dim, *item = arguments(node).values()
     known = value(x)
     if not isinstance(known, torch.Tensor) or not isinstance(dim, int):

@@ -2,8 +2,8 @@
 """How pairs of a token and its expert are sorted, counted and summed again (``experts``).
 
 T tokens have top_k pairs each, M in all, in the order of tokens; ``perm`` (M,) sorts them by
-expert. What follows the last product puts its rows back and sums those of a token, or adds them
-where their token is; they are weighted before or after.
+expert. After the last product, rows are put back in the order of tokens and summed by token, or
+added to the row of their token; they are weighted before or after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
 from coda_inductor.matching import is_cast, value
 
-#: What only names the same numbers, or holds them in another dtype.
+#: Ops that only rename the same numbers, or cast them.
 _NAMES = ("view", "reshape", "flatten", "contiguous", "to", "long", "int", "float", "type",
           "detach", "bfloat16", "half", "type_as", "unsqueeze", "squeeze")  # fmt: skip
 
@@ -34,7 +34,7 @@ def _name(node: Node) -> bool:
 
 
 def _passes(node: Node) -> bool:
-    """``_name`` of numbers that have a gradient: it comes through, and no fraction is cut off."""
+    """``_name`` for numbers with a gradient: it passes the gradient on, and truncates nothing."""
     if not _name(node) or target_name(node) == "detach":
         return False
     return all(value(n).is_floating_point() for n in (node, node.args[0]))
@@ -42,8 +42,8 @@ def _passes(node: Node) -> bool:
 
 @dataclass
 class Pairs:
-    """``ids`` (M,), the expert of each pair; ``perm``, the node that sorts them; how many experts
-    there are, and the ends of groups that were seen to be theirs."""
+    """``ids`` (M,), the expert of each pair; ``perm``, the node that sorts them; the number of
+    experts, and the ends of groups that were checked to be theirs."""
 
     ids: Node
     perm: Node
@@ -53,7 +53,7 @@ class Pairs:
 
     @staticmethod
     def of(index: Any) -> Pairs | None:
-        """The pairs whose tokens ``index`` are: ``perm // top_k``."""
+        """The pairs for which ``index`` is the token of each: ``perm // top_k``."""
         perm, top_k = tokens(index)
         ids = _sorted(perm)
         known = value(ids)
@@ -62,7 +62,7 @@ class Pairs:
         return Pairs(ids, perm, top_k)
 
     def counted(self, offs: Node, experts: int) -> bool:
-        """Are ``offs`` where the pairs of each expert end: a cumulative sum of their counts?"""
+        """Are ``offs`` the ends of each expert's pairs: a cumulative sum of their counts?"""
         ends = called(base(offs, _name), "cumsum")
         counts = called(base(ends["input"], _name), "histc") if ends is not None else None
         if ends is None or counts is None or ends["dim"] not in (0, -1):
@@ -74,7 +74,7 @@ class Pairs:
         return fits and own and value(offs).dtype == torch.int32
 
     def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
-        """Are its numbers those of the pairs' experts; ``in_order``: of the experts?"""
+        """Is ``node`` the expert of each pair; ``in_order``: sorted by expert?"""
         call, own = called(node, "getitem"), base(self.ids, _name)
         if node is own or call is None:
             return node is own and not in_order
@@ -84,7 +84,7 @@ class Pairs:
         return base(call["input"], _name) is own and self.is_perm(call["index"])
 
     def empties(self, node: Node) -> bool:
-        """Does ``node`` fill rows of no expert with zeros? They hold anything here."""
+        """Does ``node`` fill rows of no expert with zeros? Here these rows may hold anything."""
         call = called(node, "masked_fill", "masked_fill_")
         mask = called(base(call["mask"], _name), "ge") if call is not None else None
         if call is None or mask is None or (call["value"], mask["other"]) != (0, self.experts):
@@ -92,13 +92,13 @@ class Pairs:
         return self.are_ids(base(mask["input"], _name))
 
     def clamps(self, node: Node) -> bool:
-        """Does ``node`` change the numbers of pairs of no expert only?"""
+        """Does ``node`` only change the numbers of pairs without expert?"""
         call = called(node, "clamp", "clamp_")
         return call is not None and (call["min"], call["max"]) == (None, self.experts - 1)
 
     def bias(self, node: Any) -> tuple[Node, Node] | None:
-        """(A matrix, an index) if ``node`` holds the matrix's row of the expert of each pair, in
-        order; what rows of no expert hold does not count."""
+        """(A matrix, an index) if ``node`` holds, for each sorted pair, the matrix's row of its
+        expert; rows of no expert may hold anything."""
         call = called(node, "getitem")
         if call is None or value(call["input"]).dim() != 2:
             return None
@@ -106,7 +106,7 @@ class Pairs:
         return (call["input"], call["index"]) if self.are_ids(index, in_order=True) else None
 
     def inverts(self, node: Node) -> bool:
-        """Does ``node`` say where each pair stands in the order of experts?"""
+        """Is ``node`` the position of each pair in the order of experts?"""
         node = base(node, _name)
         if (call := called(node, "argsort")) is not None:
             return base(call["input"], _name) is self.perm
@@ -118,13 +118,13 @@ class Pairs:
         return self.is_perm(index) and target_name(count) == "arange" and len(count.args) == 1
 
     def is_perm(self, node: Any) -> bool:
-        """Is ``node`` the permutation, in whatever dtype?"""
+        """Is ``node`` the permutation, in any dtype?"""
         return isinstance(node, Node) and base(node, _name) is self.perm
 
 
 def tokens(index: Any) -> tuple[Any, int]:
-    """(perm, top_k) of what may be ``perm // top_k``, repeated along rows (:func:`by_row`); of
-    anything else itself, and 1."""
+    """(perm, top_k) if ``index`` is ``perm // top_k``, maybe repeated along rows (:func:`by_row`);
+    else itself and 1."""
     index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
     call = called(index, "floordiv", "floor_divide", "div")
     if call is None:
@@ -137,20 +137,20 @@ def tokens(index: Any) -> tuple[Any, int]:
 
 
 def by_row(index: Node, rows: Node) -> bool:
-    """Has ``index`` one number for each row of ``rows`` (M, d): is it (M,), or that repeated?"""
+    """Does ``index`` have one number per row of ``rows`` (M, d): is it (M,), or that repeated?"""
     known = value(index)
     return known.dim() == 1 or (same(known.shape, value(rows).shape) and known.stride(1) == 0)
 
 
 def _index(call: Call) -> Any:
-    """What picks rows of x[i] or x[i, None]."""
+    """The index of the rows in x[i] or x[i, None]."""
     index = call.get("index")
     first, *rest = index if isinstance(index, tuple) and index else (index,)
     return first if all(i is None or i == slice(None) for i in rest) else None
 
 
 def _sorted(perm: Any) -> Node | None:
-    """What ``perm`` sorts upwards: of argsort(ids), or the second result of sort(ids)."""
+    """The ids that ``perm`` sorts in ascending order: argsort(ids), or the second of sort(ids)."""
     call = called(perm, "argsort", "getitem")
     if call is not None and call.op == "getitem":
         call = called(call["input"], "sort") if call["index"] == 1 else None
@@ -161,8 +161,8 @@ def _sorted(perm: Any) -> Node | None:
 
 @dataclass
 class Sum:
-    """What sums rows by token: its ``result``, the ``weights`` of pairs (T, top_k) or (M,) in the
-    order of tokens, what the sum is added ``onto``, and a ``bias`` (E, d) of each expert."""
+    """A sum of rows by token: its ``result``, the ``weights`` of pairs (T, top_k) or (M,) in the
+    order of tokens, the tensor that the sum is added ``onto``, and a ``bias`` (E, d) per expert."""
 
     result: Node
     weights: Node | None
@@ -222,8 +222,8 @@ class _Follower:
         return self.weights is not None
 
     def _add(self, call: Call) -> bool:
-        """The bias of each row's expert, of rows that are sorted and not weighted yet. Behind a
-        mask it would be that of pairs of no expert too."""
+        """The bias of each row's expert, while rows are sorted and not weighted yet. After a mask,
+        pairs of no expert would get a bias too."""
         bias = self.pairs.bias(call["other"] if call["input"] is self.node else call["input"])
         early = not (self.back or self.emptied or self.bias or self.weights)
         if not early or call.get("alpha") not in (None, 1):
@@ -232,8 +232,8 @@ class _Follower:
         return self.bias is not None
 
     def _weights(self, node: Node) -> Node | None:
-        """The weights of pairs, in the order of tokens, that ``node`` (M, 1) or (T, top_k, 1)
-        holds in the order of now."""
+        """The weights of pairs in the order of tokens; ``node`` (M, 1) or (T, top_k, 1) has them in
+        the current order."""
         known = value(node)
         if known is None or not same(known.shape[-1], 1):
             return None
@@ -257,7 +257,7 @@ class _Follower:
         return self.back
 
     def _setitem(self, call: Call) -> bool:
-        """rows[perm] = y, of rows that were zeros."""
+        """rows[perm] = y, where rows were zeros."""
         rows, index, y = call.node.args
         users = [u for u in rows.users if u is not call.node]
         zeros = target_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
@@ -284,7 +284,7 @@ class _Follower:
         return one and self._added(call["input"], call["index"], call["source"], call["dim"])
 
     def _added(self, onto: Node, index: Node, rows: Node, dim: int) -> bool:
-        """Rows added where their token is."""
+        """Rows added to the row of their token."""
         if self.back or rows is not self.node or dim not in (0, -2) or not by_row(index, rows):
             return False
         if tokens(index) != (self.pairs.perm, self.pairs.top_k):

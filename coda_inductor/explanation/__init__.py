@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``coda_inductor.explain``: what the backend would do with a model, for people.
 
-``capture`` has the graphs with and without our passes, ``build`` makes the ``result`` of them, with
-a ``forecast`` of their time, and ``page`` draws that.
+``capture`` records the graphs with and without our passes, ``build`` computes the ``result`` from
+them, with a ``forecast`` of their time, and ``page`` renders it.
 
-Nothing here is imported until :func:`explain` is called: torch.compile does not need it.
+These modules are imported only when :func:`explain` is called: torch.compile does not need them.
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ def explain(
 ) -> Explanation:
     """What ``torch.compile(model, backend="coda")`` does with ``model(*args, **kwargs)``.
 
-    The call is traced, rewritten and fused as it would be, and nothing is run or compiled: the
-    model, its gradients, the random state and what else is compiled stay as they are. With
-    gradients enabled and something that requires one, forward and backward are explained together;
-    under ``torch.no_grad()`` the inference graph is. Tensors may be on any device, ``meta``
-    included. What is shown is what would run on ``gpu``, by what was measured on one: no GPU is
-    needed.
+    The call is traced, rewritten and fused as by torch.compile, but neither run nor compiled: the
+    model, its gradients, the random state and other compiled graphs do not change. With gradients
+    enabled and something that requires one, forward and backward are explained together; under
+    ``torch.no_grad()``, the inference graph. Tensors may be on any device, ``meta`` included. The
+    result shows what would run on ``gpu``, from measurements on that model: no GPU is needed.
 
-    A model with graph breaks is the exception: to get past them, a copy of it is run.
+    Only a model with graph breaks is run, as a copy, to get past the breaks.
 
     Args:
         model: a module, or a function of tensors.
-        args: what it is called with.
+        args: its arguments.
         options: as for ``torch.compile(..., options=...)``, e.g. ``{"gate": "always"}``. What
             "strict" would raise is among the near misses.
-        gpu: what people call a GPU that was measured: "h100", "h200". By default the one of this
-            process, an H100 where there is none.
-        kwargs: passed on to the model. A keyword of the model's own that is called ``options`` or
-            ``gpu`` needs a wrapper: ``explain(lambda x: model(x, options=o), x)``.
+        gpu: the short name of a measured GPU: "h100", "h200". By default the one of this process,
+            or an H100 without one.
+        kwargs: passed on to the model. If the model has its own keyword ``options`` or ``gpu``, use
+            a wrapper: ``explain(lambda x: model(x, options=o), x)``.
 
     Returns:
         An :class:`~coda_inductor.explanation.result.Explanation`: print it, ``.save("page.html")``.
 
     Raises:
-        OptionError: unknown option or bad value, a GPU that nothing was measured on.
+        OptionError: unknown option or bad value, or a GPU without measurements.
         PatternError: a pattern file is missing or does not load.
         ExplainError: the model cannot be traced; the cause is chained.
     """

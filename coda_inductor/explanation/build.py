@@ -21,7 +21,7 @@ from coda_inductor.tracing import Traced
 
 
 def build(name: str, found: Capture, gpu: Gpu) -> Explanation:
-    """Put together what was captured of the model called ``name``, as on ``gpu``."""
+    """The explanation of the captured model ``name``, as on ``gpu``."""
     graphs = found.graphs
     result = Explanation(name, _device(graphs), any(g.ours.training for g in graphs), gpu.article)
     for captured in graphs:
@@ -75,25 +75,25 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str
     if result.device != "cuda":
         notes.append(
             f"The tensors are on {result.device}, where no kernels run: this is what would run on "
-            f"{result.gpu}, by what was measured on one (--gpu names another)."
+            f"{result.gpu}, from measurements on one (--gpu names another)."
         )
     if result.ms and any(masked(g.stock.graphs) for g in graphs):
         notes.append(
             "Attention reads a mask: the forecast has all its blocks, kernels skip hidden ones."
             if result.hides
-            else "Under torch.compile, attention reads a mask that says no more than is_causal "
-            "(transformers makes it for use_cache=False), which is much of the time saved."
+            else "Under torch.compile, attention reads a mask that means only is_causal "
+            "(transformers creates it for use_cache=False), which is much of the time saved."
         )
     if not result.comparable:
         notes.append(
-            f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "
-            "of a loss on meta), so that it keeps nothing to compare with. Make the "
-            "model on a CPU, where explain runs nothing of it either."
+            f"Torch itself has no gradient for this call on {result.device} tensors (it has none "
+            "of a loss on meta), so there are no kept tensors to compare with. Create the "
+            "model on a CPU, where explain does not run it either."
         )
     if breaks:
         reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())
         notes.append(
-            f"The model breaks into {len(graphs)} graphs, which splits idioms as it splits any "
-            f"fusion. The first break: {reason}"
+            f"The model breaks into {len(graphs)} graphs, and idioms and fusions end at a break. "
+            f"The first break: {reason}"
         )
     return notes

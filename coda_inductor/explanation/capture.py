@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture a model's graphs as torch.compile would see them, with and without our passes.
 
-Dynamo runs, AOTAutograd traces, the partitioner splits; no code is generated and nothing of the
-model is run: the backend raises as soon as it has what it wants, so that Dynamo installs nothing
-and replays no side effect. A model with graph breaks has to be run to get past them: that happens
-on a copy, with the random state put back.
+Dynamo runs, AOTAutograd traces, the partitioner splits; no code is generated and the model is not
+run: the backend raises as soon as it has the graph, so that Dynamo installs no code and replays no
+side effect. A model with graph breaks must be run to get past them: that happens on a copy, and the
+random state is restored.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Captured:
 
 @dataclass
 class Capture:
-    """All graphs of a model, and why there is more than one (empty if there is not)."""
+    """All graphs of a model, and why there is more than one (empty for one)."""
 
     graphs: list[Captured]
     breaks: str = ""
 
 
-class _Enough(Exception):  # noqa: N818 (no error: the capture is complete)
+class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
     """Raised by the backend once a graph is captured."""
 
 
 class _Backend:
-    """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: what a record
-    knows of the GPU."""
+    """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: the arguments
+    of ``Record`` about the GPU."""
 
     def __init__(self, options: Options, *, stop: bool, **how: Any):
         self.options, self.stop, self.how = options, stop, how
@@ -84,8 +84,8 @@ def capture(
     as_if: torch.device | None = None,
     gpu: Gpu | None = None,
 ) -> Capture:
-    """Capture every graph of ``function(*args, **kwargs)``; module docstring. ``as_if`` and ``gpu``
-    as in ``Record``; measure there what ``options`` says.
+    """Capture every graph of ``function(*args, **kwargs)``, see the module docstring. ``as_if`` and
+    ``gpu`` as in ``Record``; sites are measured there if ``options`` asks for it.
 
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
@@ -105,15 +105,15 @@ def capture(
                 f"the model cannot be traced: {type(error).__name__}: {error}"
             ) from error
     if not backend.found:
-        raise ExplainError("torch.compile finds no graph in this call: it computes no tensors")
+        raise ExplainError("torch.compile captures no graph in this call: it computes no tensors")
     return Capture(backend.found)
 
 
 def _broken(
     function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend, why: str
 ) -> Capture:
-    """Capture past graph breaks: run a copy. Dynamo's cache hangs on code objects, so that our
-    entries stay in it: a later compile of the same code checks some guards more."""
+    """Capture past graph breaks by running a copy. Dynamo's cache belongs to code objects, so our
+    entries stay in it: a later compile of the same code checks some more guards."""
     try:
         function, args, kwargs = copy.deepcopy((function, args, kwargs))
         torch.compile(function, backend=backend)(*args, **kwargs)
@@ -122,7 +122,7 @@ def _broken(
     except Exception as error:
         raise ExplainError(f"the model fails: {type(error).__name__}: {error}") from error
     if not backend.found:
-        raise ExplainError(f"torch.compile finds no graph in this call. Its first break: {why}")
+        raise ExplainError(f"torch.compile captures no graph in this call. Its first break: {why}")
     found, backend.found = backend.found, []  # Dynamo's cache holds the backend
     return Capture(found, why)
 
@@ -141,8 +141,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _own_sizes() -> contextlib.AbstractContextManager[Any]:
-    """Give Dynamo a memory of sizes of its own. A private name of torch's (2.11 to 2.13): where it
-    is gone, a size seen here may become dynamic in the user's next compile of the same code."""
+    """Give Dynamo a separate memory of sizes, by a private name of torch (2.11 to 2.13). Without
+    it, a size seen here may become dynamic in the user's next compile of the same code."""
     if not hasattr(pgo, "_CODE_STATE"):
         return contextlib.nullcontext()
     return mock.patch.object(pgo, "_CODE_STATE", copy.deepcopy(pgo._CODE_STATE))

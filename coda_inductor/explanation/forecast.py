@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a call or step is expected to take on a GPU: a roofline of its graphs.
 
-Products take what the gate expects of them, and fused ones so much more as was measured, or else is
-expected, of their site. Attention multiplies at a part of cuBLAS's rate. The rest is elementwise
-kernels, one for all that waits for the same products: it reads and writes each of its tensors once.
+Products take the time that the gate expects; fused ones also the additional time that was measured
+or is expected for their site. Attention multiplies at a part of cuBLAS's rate. The rest is
+elementwise kernels, one for all ops that depend on the same products: it reads and writes each of
+its tensors once.
 
 The constants are an H200's (``benchmarks/results/h200_account*.json``), those of products and masks
-fitted to steps that were measured. The host, an optimizer and the blocks that a mask hides are not
-in it.
+fitted to measured steps. The host, an optimizer and the blocks that a mask hides are not included.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from coda_inductor.report import SiteReport
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.roofline import product_us
 
-#: By how much a forecast was off at most, of the measured steps of ``test_forecast.py``.
+#: The largest error of a forecast, among the measured steps of ``test_forecast.py``.
 ERROR = 0.16
-#: Products of step after step, in the heat, take so many times as long as each measured alone.
+#: Time of products in many consecutive steps, with a hot GPU, relative to each measured alone.
 _BUSY = 1.08
 #: The part of cuBLAS's rate that attention reaches, with heads of 64 columns and of more.
 _NARROW, _WIDE = 0.5, 0.62
-#: Its gradients multiply so many times as much; with a mask that it reads it takes so much longer.
+#: Work of its gradients relative to the forward, and its time with a mask relative to none.
 _BACKWARD, _MASKED = 2.5, 1.56
 #: Read as many bytes as they write, of a tensor of any size.
 _LOOKUPS = ("embedding", "gather", "index", "scatter")
@@ -47,9 +47,9 @@ _KERNELS = (*_ATTENTION, "gemm_epilogue", "bmm", "grouped", "convolution", _LOSS
 def forecast(
     stock: Sequence[Graph], ours: Sequence[Graph], sites: Sequence[SiteReport], gpu: Gpu
 ) -> tuple[float, float] | None:
-    """Expected microseconds of graphs without our passes, and with them, which made ``sites``; None
-    where the host is the limit, and of what was not compared with a measured step: other dtypes
-    than of 16 bits, experts. Of encoders too, which took up to twice as long as this says."""
+    """Expected microseconds of graphs without our passes, and with them, with the reports
+    ``sites``. None if the host is the limit, and for models that were not compared with a measured
+    step: other dtypes than 16-bit ones, experts; and encoders, which took up to 2x as long."""
     gemms = [node for graph in stock for node in graph.nodes if node.target in TRACED]
     attention = [n for g in (*stock, *ours) for n in g.nodes if _named(n, _ATTENTION)]
     if not gpu.rated or any(fake(gemm_inputs(n)[0]).dtype not in HALF for n in gemms):
@@ -72,7 +72,7 @@ def _product_us(gemm: Node, gpu: Gpu) -> float:
 
 
 def _others_us(graph: Graph, gpu: Gpu) -> float:
-    """Of all but products."""
+    """Expected microseconds of everything except products."""
     waits: dict[Node, int] = {}  # for how many kernels, one after the other
     moved: defaultdict[int, dict[tuple[Node, bool], int]] = defaultdict(dict)
     us = 0.0
@@ -108,7 +108,7 @@ def _named(node: Node, words: Sequence[str]) -> bool:
 
 
 def _alone_us(node: Node, gpu: Gpu) -> float:
-    """Expected microseconds of a node that is a kernel of its own, and no product of ``TRACED``."""
+    """Expected microseconds of a node that is a separate kernel, but no product of ``TRACED``."""
     if _named(node, _ATTENTION):
         return _attention_us(node, gpu)
     if _LOSS in str(node.target):  # logits are read, their gradient is written and read

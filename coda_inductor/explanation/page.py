@@ -55,7 +55,7 @@ def _own(name: str) -> Markup:
 
 
 def _sources(rows: list[Row]) -> list[dict[str, Any]]:
-    """Each distinct program: its text, its kernel's source (highlighted) and who runs it."""
+    """Each distinct program: its text, its kernel's source (highlighted) and its sites."""
     programs: dict[EpilogueProgram, list[Row]] = {}
     for row in rows:
         if row.site.program is not None:
@@ -75,7 +75,7 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _config(row: Row) -> str:
-    """The one that its kernel has or would have; empty where none was asked for."""
+    """The config that its kernel has or would have; empty if none was requested."""
     estimate = row.site.estimate
     return estimate.config if estimate else row.site.config
 

@@ -14,7 +14,7 @@ from coda_inductor.refusal import Refusal
 from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
 from coda_inductor.select.device import H100
 
-#: Codes of what may be fused, and is not expected to be faster.
+#: Codes of sites that may be fused, but are not expected to be faster.
 SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only", "layer-norm-slower"})
 
 
@@ -40,14 +40,14 @@ class Explanation:
         name: the model's class.
         device: the type of the tensors' device.
         training: is there a backward pass in it?
-        gpu: what times and decisions are of, "an H200".
+        gpu: the GPU of the times and decisions, "an H200".
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
         saved_after: the same with this backend.
-        ms: what a call or step is expected to take under torch.compile, and with this backend;
-            None where nothing is known. Without the optimizer, and the host's time.
-        notes: what a reader must know to read the rest rightly.
+        ms: the expected time of a call or step under torch.compile, and with this backend; None
+            without an estimate. The optimizer and the host's time are not included.
+        notes: what a reader needs to know to understand the rest.
     """
 
     name: str
@@ -73,20 +73,20 @@ class Explanation:
 
     @property
     def legal(self) -> int:
-        """How many GEMMs may be fused and are not, for that is not expected to be faster."""
+        """How many GEMMs may be fused, but are not expected to be faster."""
         left = (site for site in self.sites if site.refusal and site.refusal.code in SLOWER)
         return sum(gemm_count(site) for site in left if not site.fused)
 
     @property
     def forecast(self) -> str:
-        """``143 -> 137 ms (within 16 %)``: of the call or step; empty where nothing is known. Steps
-        were compared on an H200 alone, and none whose mask hides blocks: kernels skip them."""
+        """``143 -> 137 ms (within 16 %)``: of the call or step; empty without an estimate. The
+        error is from steps on an H200, none with a mask that hides blocks, which kernels skip."""
         if self.ms is None:
             return ""
         before, after = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in self.ms)
         if self.hides:
             return f"{before} -> less than {after} ms"
-        where = "" if self.gpu == "an H200" else ", as found on an H200"
+        where = "" if self.gpu == "an H200" else ", as measured on an H200"
         return f"{before} -> {after} ms (within {100 * ERROR:.0f} %{where})"
 
     @property
@@ -100,7 +100,7 @@ class Explanation:
     @property
     def bytes_before(self) -> int:
         """Memory traffic of all GEMMs in one call or training step, with what they absorb, under
-        plain torch.compile: an account (``SiteReport.bytes_before``)."""
+        plain torch.compile: calculated (``SiteReport.bytes_before``)."""
         return sum(site.bytes_before for site in self.sites)
 
     @property
@@ -118,9 +118,9 @@ class Explanation:
 
     @property
     def comparable(self) -> bool:
-        """Has the model gradients without our passes as with them, so that it keeps tensors? Torch
-        has none of a loss on meta tensors (aten::nll_loss has no autograd kernel there), our op
-        for it has."""
+        """Does the model have gradients without our passes too, so that it keeps tensors? Torch has
+        none of a loss on meta tensors (aten::nll_loss has no autograd kernel there), but our op
+        has."""
         return not (self.training and self.saved_after and not self.saved_before)
 
     @property
@@ -163,7 +163,7 @@ class Explanation:
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
-        """What was refused, by its code: what can be helped first, then the commonest."""
+        """Refusals by code: first those with a remedy, then the most frequent."""
         left = [site for site in self.sites if not site.fused and not site.idle]
         groups: dict[str, list[Refusal]] = {}
         for miss in (*self.near_misses, *_refusals(left)):
@@ -188,7 +188,7 @@ class Explanation:
         return page(self)
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own: its styles must not leak into a notebook."""
+        """The page in a separate frame, so that its styles do not affect a notebook."""
         frame = 'style="width:100%;height:760px;border:0" title="coda_inductor explanation"'
         return f'<iframe {frame} srcdoc="{escape(self.html(), quote=True)}"></iframe>'
 
@@ -200,7 +200,7 @@ class Explanation:
 
 
 def gemm_count(site: SiteReport) -> int:
-    """How many of the model's GEMMs a site is: pairs and sums name each."""
+    """The number of the model's GEMMs in a site: pairs and sums name each."""
     return site.site.count(" + ") + 1
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every GEMM takes the memory-bound work around it into its epilogue.
+"""Every GEMM absorbs the memory-bound work around it into its epilogue.
 
 operands     how an outside tensor covers the tile
-region       what an epilogue absorbs, and the program it makes
+region       what an epilogue absorbs, and its program
 grow         grow a GEMM's epilogue
-fit          a region that is too heavy gives up what takes most shared memory
+fit          a region without a kernel gives up what takes most shared memory
 sums         a sum of GEMMs is one GEMM
-pair         gate and up meet in one tile
+pair         gate and up in one tile
 traffic      bytes before and after
 emit         program -> graph
 """

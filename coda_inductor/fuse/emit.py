@@ -82,11 +82,11 @@ def emit(
 
 
 def check_views(region: Region) -> None:
-    """Can every shape that the outside reads be rebuilt from (M, N)? Called before ``emit`` changes
-    anything.
+    """Check that every shape which the outside reads can be rebuilt from (M, N). Called before
+    ``emit`` changes anything.
 
     Raises:
-        Refused: a shape with several symbolic sizes that no view in the region makes.
+        Refused: a shape has several symbolic sizes, and no view in the region makes it.
     """
     for nodes in region.stored().values():
         for node in nodes:
@@ -130,7 +130,7 @@ def _operand(graph: Graph, node: Node, kind: str, region: Region, before: Node) 
 
 
 def _twice(graph: Graph, node: Node, sizes: list[int], region: Region) -> Node:
-    """A row vector for a paired program: every value twice, for its columns lie interleaved."""
+    """A row vector for a paired program: every value twice, because its columns are interleaved."""
     like = region.anchors[-1]
     column = insert(graph, aten.reshape.default, (node, [*sizes, 1]), like=like)
     both = insert(graph, aten.expand.default, (column, [*[-1] * len(sizes), 2]), like=like)
@@ -138,8 +138,8 @@ def _twice(graph: Graph, node: Node, sizes: list[int], region: Region) -> Node:
 
 
 def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node]) -> None:
-    """Let everything outside that reads one of ``nodes`` (one value, in dtypes and shapes of its
-    own) read ``output`` instead. Two tensors share memory afterwards if they did before."""
+    """Let everything outside that reads one of ``nodes`` (one value in several dtypes and shapes)
+    read ``output`` instead. Two tensors share memory afterwards if they did before."""
     inside = {*region.values, *region.reduces}
     tensors: dict[Node, Node] = {}
     for node in nodes:
@@ -158,7 +158,7 @@ def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node])
 
 
 def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:
-    """Fold the partials of a reduction (rule R2): what is left of it, outside the kernel."""
+    """Fold the partials of a reduction (rule R2), the part of it that is outside the kernel."""
     reduce = region.reduces[node]
     along = -1 if reduce.axis == "row" else 0
     if reduce.combine == "logsumexp":
@@ -181,8 +181,8 @@ def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:
 
 
 def _sizes(node: Node, region: Region) -> list[Any]:
-    """The sizes of ``node`` as arguments of a view: numbers, one -1, or nodes when several are
-    symbolic (found at the view that made the shape)."""
+    """The sizes of ``node`` as arguments of a view: numbers, one -1, or, when several are symbolic,
+    nodes (the arguments of the view that made the shape)."""
     shape = fake(node).shape
     symbolic = sum(isinstance(s, torch.SymInt) for s in shape)
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A region that no kernel has shared memory for gives up what takes most of it.
+"""If no kernel has enough shared memory for a region, the region gives up what takes most of it.
 
 Before (a norm's gradient on a float32 residual stream; FP8, products added up step by step)::
 
@@ -9,9 +9,9 @@ After (the sums, which read x, are Inductor's)::
 
     acc; add t0, t1; store dn
 
-What leaves is all that is computed from the heaviest tile that is loaded, or, where none is loaded,
-from the last one that is stored. What was in front of that stays: a residual's sum is fused though
-the norm behind it is not. The rest is asked again, until it fits or nothing is left.
+The region loses everything that is computed from the heaviest loaded tile, or, if it loads none,
+from the last stored one. What comes before that stays: a residual's sum is fused although the norm
+after it is not. This repeats until the rest fits or nothing is left.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TOO_HEAVY = refuse("shared-memory", "with it, the epilogue needs more shared mem
 
 
 def heaviest(region: Region) -> list[Node]:
-    """The absorbed nodes to leave out of ``region``; none where nothing of it can be."""
+    """The absorbed nodes to leave out of ``region``; empty if nothing can be left out."""
     tiles = [operand for operand in region.operands.values() if operand.kind == "tile"]
-    tiles.reverse()  # of equals the one that was read last
+    tiles.reverse()  # of equal ones, take the one that was read last
     for tile in sorted(tiles, key=lambda t: -WIDTHS[t.dtype]):
         if found := _computed_from({tile.name}, region):
             return found

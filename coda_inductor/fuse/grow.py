@@ -13,8 +13,8 @@ Why it is valid: a region is convex (no path leaves it and comes back) and lies 
 joint graph, every absorbed op is elementwise on the tile or reduces along N or M, and every value
 that others read is stored.
 
-Bails out of a node (which then stays outside, with a reason) when the op is not in the vocabulary,
-an operand broadcasts over part of M, or the limits on tile operands and stores are reached.
+A node stays outside, with a reason, when its op is not in the vocabulary, an operand broadcasts
+over part of M, or the limits on tile operands and stores are reached.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def grow(
     total: Node | None = None,
     lanes: dict[Node, int] | None = None,
 ) -> Region:
-    """The largest legal region around ``anchors``; with ``total``, around the sum of them that it
-    is; ``lanes`` as a region has them. The sides of all anchors must be the same.
+    """The largest legal region around ``anchors``, or around their sum ``total``; ``lanes`` as in
+    :class:`Region`. All anchors must be on the same side.
 
     Raises:
-        Refused: an anchor's own result would have to be stored and cannot be.
+        Refused: an anchor's own result would have to be stored, but cannot be.
     """
     banned = dict(banned or {})
     known = set(banned)
@@ -60,8 +60,8 @@ def grow(
 
 
 def _grown(start: Callable[[], Region], scope: Scope, banned: Banned) -> Region:
-    """A region; of tiles that the backward pass computes again, and that it could compute from
-    others which it loads only later, none is loaded."""
+    """A region that loads as few tiles as possible: a tile that the backward pass recomputes is not
+    loaded if the region can compute it from tiles that it loads later."""
     first = Grower(start(), scope, banned)
     region, tiles = first.run(), first.tiles()
     made = {tile for tile in tiles if scope.recomputed(tile)}

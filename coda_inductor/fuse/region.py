@@ -31,7 +31,7 @@ from coda_inductor.program import (
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.refusal import Refusal
 
-#: The kind of an operand that is one value a column, read at the column that a swap puts there.
+#: The kind of an operand with one value per column, which a swap reads at the other column.
 SWAPPED = "swapped row"
 
 _LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w",
@@ -44,14 +44,14 @@ class Region:
 
     Attributes:
         anchors: the GEMM; or the two of a pair, each with an accumulator; or the terms of a sum.
-        total: the node that adds the terms of a sum; None where the anchors are no sum.
+        total: the node that adds the terms of a sum; None if the anchors are not a sum.
         values: absorbed nodes, the anchors included, and their values in the program.
-        pulled: nodes of which a copy runs on the tile, while they stay where they are for others.
+        pulled: nodes of which the tile computes a copy, while the originals stay for other readers.
         operands: what is read, and as what kind: one of ``OPERAND_KINDS``, or ``SWAPPED``.
-        lanes: nodes that take the even (0) or the odd (1) columns of the one anchor, each of which
-            is an accumulator, and all that reads it.
-        heads: of a region that rotates heads, their columns, how many of these are rotated, and
-            how far apart those of a pair are (``program.heads``).
+        lanes: nodes that select the even (0) or the odd (1) columns of the one anchor, each of
+            which is an accumulator, and all that reads it.
+        heads: for a region that rotates heads: columns per head, how many of these are rotated, and
+            the distance of the two columns of a pair (``program.heads``).
     """
 
     anchors: tuple[Node, ...]
@@ -67,7 +67,7 @@ class Region:
 
     @property
     def shape(self) -> tuple[Any, int, int]:
-        """(M, N, K); K is that of all terms together where the anchors are a sum."""
+        """(M, N, K); for a sum, K is the total of all terms."""
         terms = self.anchors if self.total is not None else self.anchors[:1]
         k = sum(fake(gemm_inputs(term)[0]).shape[1] for term in terms)
         m, n = fake(self.anchors[0]).shape
@@ -75,7 +75,7 @@ class Region:
 
     @property
     def grouped(self) -> bool:
-        """Has every row the B of its group?"""
+        """Does every row have the B of its group?"""
         return routes_of(self.anchors[0])[0] is not None
 
     @property
@@ -94,8 +94,8 @@ class Region:
 
     @property
     def idle(self) -> bool:
-        """Is all that it does the product itself, as an unfused GEMM makes it? So it is too where
-        it absorbs a cast that those who read it make."""
+        """Does it compute only the product, as an unfused GEMM does? A cast that the readers of the
+        product would do does not count as work."""
         if not self.work:
             return True
         program = self.program
@@ -113,7 +113,7 @@ class Region:
             name = f"{_LETTERS[kind]}{len(self.operands)}"
             covers, dtype = "row" if kind == SWAPPED else kind, fake(node).dtype
             if kind == "col" and self.grouped and dtype in HALF:
-                dtype = torch.float32  # a group begins anywhere, and 4 bytes are copied at least
+                dtype = torch.float32  # groups start anywhere; copies need 4 bytes
             known = Operand(name, covers, dtype_name(dtype))
             self.operands[node, kind] = known
         return known.name
@@ -129,7 +129,7 @@ class Region:
 
     @functools.cached_property
     def program(self) -> EpilogueProgram:
-        """The frozen program, simplified and verified, of a region that does not grow any more."""
+        """The frozen program, simplified and verified. The region must not grow afterwards."""
         stores = tuple(
             Store(f"out{i}", str(value), dtype_name(self._stored_dtype(nodes)))
             for i, (value, nodes) in enumerate(self.stored().items())
@@ -147,28 +147,28 @@ class Region:
             0 if self.heads is None else self.heads[0],
             bool(self.lanes),
         )
-        return verify(simplify(consistent(simplify(program), self._apart())))
+        return verify(simplify(consistent(simplify(program), self._uncombined())))
 
     def _stored_dtype(self, nodes: list[Node]) -> torch.dtype:
-        """The dtype in which the one value that all ``nodes`` hold is stored.
+        """The dtype in which the value of all ``nodes`` is stored.
 
-        It is the narrowest from which each of them can be made without loss: a float32 copy of a
+        It is the narrowest from which each of them follows without loss: a float32 copy of a
         bfloat16 value is stored as bfloat16, and its readers convert while they read. The exception
-        is an output of the graph without narrower copies: to convert it would be a kernel more.
+        is a graph output without narrower copies: converting it would need another kernel.
         """
         own = _common([fake(node).dtype for node in nodes])
         leaves = any(user.op == "output" for node in nodes for user in readers(node)[1])
         wide = leaves and all(fake(node).dtype == own for node in nodes)
         return own if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])
 
-    def _apart(self) -> set[str]:
-        """Sums over M that nothing ever combines with a tile: the gradients of biases, gammas."""
+    def _uncombined(self) -> set[str]:
+        """Sums over M that are never combined with a tile: the gradients of biases and gammas."""
         columns = {r.name for r in self.reduces.values() if r.axis == "col"}
         return columns - {r.name for n, r in self.reduces.items() if not _ends_alone(n)}
 
 
 def _ends_alone(node: Node) -> bool:
-    """Does ``node`` reach the graph's output without ever meeting another tensor?"""
+    """Does ``node`` reach the graph's output without being combined with another tensor?"""
 
     def meets(user: Node) -> bool:
         tensors = [n for n in user.all_input_nodes if isinstance(fake(n), torch.Tensor)]
@@ -182,6 +182,6 @@ def _common(dtypes: list[torch.dtype]) -> torch.dtype:
 
 
 def narrowest(node: Node) -> torch.dtype:
-    """The 16-bit dtype that ``node`` was rounded to before it was widened, if any; else its own."""
+    """The 16-bit dtype that ``node`` had before a cast to float32, if any; else its own dtype."""
     rounded = base(node, lambda n: fake(n).dtype not in HALF and renames_or_casts(n))
     return fake(rounded).dtype if fake(rounded).dtype in HALF else fake(node).dtype

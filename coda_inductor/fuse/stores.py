@@ -17,7 +17,8 @@ MAX_STORES = 3
 
 
 def unstorable(region: Region) -> tuple[Node, Refusal] | None:
-    """A node that must leave the region: it would have to be stored, and cannot or need not be."""
+    """A node that must leave the region, because it cannot be stored or because storing it gains
+    nothing; and why."""
     stored = region.stored()
     order = list(region.values)
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
@@ -28,7 +29,7 @@ def unstorable(region: Region) -> tuple[Node, Refusal] | None:
             text = "its result is not laid out row by row"
             return _owner(node, region), refuse("store-layout", text)
         if _only_adds_a_store(value, region, stored):
-            text = "only a store more: its readers are elementwise too"
+            text = "fusing it only adds a store: its readers are elementwise too"
             return _owner(node, region), refuse("store-needless", text)
     if len(stored) > MAX_STORES:
         last = max((nodes[0] for nodes in stored.values()), key=order.index)
@@ -38,8 +39,8 @@ def unstorable(region: Region) -> tuple[Node, Refusal] | None:
 
 
 def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
-    """Would Inductor compute ``value`` for free in the kernels that read it? It would, if they are
-    elementwise and all that it is computed from is in memory anyway."""
+    """Would Inductor compute ``value`` for free in the kernels that read it? It does so if they are
+    elementwise and the inputs of ``value`` are in memory anyway."""
     step = next((s for s in region.steps if s.name == value), None)
     names = {o.name for o in region.operands.values()} | set(stored)
     if step is None or any(isinstance(a, str) and a not in names for a in step.args):
@@ -50,5 +51,5 @@ def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[No
 
 
 def _owner(node: Node, region: Region) -> Node:
-    """The op that an alias renames: banning a view alone would not help."""
+    """The op that an alias is another name of: banning only a view would not help."""
     return base(node, lambda n: renames(n) and n.all_input_nodes[0] in region.values)

@@ -10,9 +10,9 @@ After::
     dh = [dg | du] @ [Wg ; Wu]
 
 Valid for every sum of products of one shape; the sum is then rounded once instead of each product.
-Two terms of equal K are read where they lie (``mainloop.readings.join``). Others would have to be
-copied together, which pays where elementwise kernels write the left operands anyway, so that only
-the weights are copied, or at least read them anyway: the gradients of q, k and v.
+Two terms of equal K are read in place (``mainloop.readings.join``). Others must be concatenated.
+That pays if elementwise kernels write the left operands anyway, so that only the weights are
+copied, or at least read them anyway, as for the gradients of q, k and v.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from coda_inductor.select.site import Site
 
 
 def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
-    """(terms, total) of the largest sum that ``anchor`` is a term of and that one GEMM can make."""
+    """(terms, total) of the largest sum with the term ``anchor`` that one GEMM can compute."""
     best = None
     node = anchor
     while len(node.users) == 1:
@@ -65,14 +65,14 @@ def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
     routes = {routes_of(t) for t in found}
     if len(dtypes) != 1 or len(places) != 1 or not all(same(s, shapes[0]) for s in shapes):
         return False
-    if routes != {(None, None)}:  # what two groupings sum, or gathers differ in, is no one product
+    if routes != {(None, None)}:  # of one grouping, and without gathers
         offsets, rows = next(iter(routes))
         return len(routes) == 1 and offsets is not None and rows is None and in_place(found)
     return in_place(found) or all(_passes_by(t, scope) for t in found)
 
 
 def in_place(found: tuple[Node, ...]) -> bool:
-    """Can one kernel read the terms where they lie? Off the GPU, two of one K stand for that."""
+    """Can one kernel read the terms in place? On a CPU: are there two of one K?"""
     pairs = [gemm_inputs(t) for t in found]
     left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
     if left[0].is_cuda:
@@ -81,8 +81,8 @@ def in_place(found: tuple[Node, ...]) -> bool:
 
 
 def _passes_by(term: Node, scope: Scope) -> bool:
-    """Does a kernel of Inductor's that runs in the same pass write or read the left operand of
-    ``term``, so that it can write a copy as well?"""
+    """Does one of Inductor's kernels in the same pass write or read the left operand of ``term``,
+    so that it can also write a copy?"""
     left, _ = gemm_inputs(term)
     if _written_elementwise(left):
         return True
@@ -91,17 +91,17 @@ def _passes_by(term: Node, scope: Scope) -> bool:
 
 
 def _written_elementwise(node: Node) -> bool:
-    """Does a kernel of Inductor's, not the epilogue of a GEMM, write ``node``? Heads that it writes
-    in the order of rows are turned views of what it computes."""
+    """Does one of Inductor's kernels, not the epilogue of a GEMM, write ``node``? Heads that it
+    writes in the order of rows are permuted views of what it computes."""
     node = base(node, lambda n: renames(n) or n.target is aten.permute.default)
     return elementwise(node) and producer(node) is None
 
 
 def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
-    """The A and B operands of a region's GEMM at the graph's insertion point. Terms that cannot be
-    read in place are concatenated. A left one that an elementwise kernel writes need not be written
-    twice then: its other readers read a slice, but for the user of the graph, to whom each output
-    is a tensor of its own, and for what another left one is made by: it comes before."""
+    """The A and B operands of a region's GEMM at the graph's insertion point. Operands that cannot
+    be read in place are concatenated. A left operand that an elementwise kernel writes is then not
+    written twice: its other readers read a slice of the concatenation. The exceptions are graph
+    outputs, each of which is its own tensor, and readers that another left operand depends on."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:
@@ -131,20 +131,20 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
 
 
 def _between(nodes: list[Node]) -> set[Node]:
-    """``nodes`` and what they are made from, as far back as the first of them."""
+    """``nodes`` and what they are computed from, as far back as the first of them."""
     first = min(nodes)
     return set(closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first]))
 
 
 def _is_shown(node: Node) -> bool:
-    """Is ``node`` the graph's output, or a view that is in it?"""
+    """Is ``node``, or a view of it, a graph output?"""
     shown = [node, *readers(node)[1]] if renames(node) else [node]
     return any(each.op == "output" for each in shown)
 
 
 def site_of(region: Region, program: EpilogueProgram, after: frozenset[str]) -> Site:
-    """What is to be decided about ``region``; ``after`` as in :class:`Site`. The terms of a sum are
-    read where they lie by one kernel, or their weights are copied together."""
+    """``region`` as a :class:`Site`, to be decided about; ``after`` as there. One kernel reads the
+    terms of a sum in place, or their weights are concatenated."""
     m, n, k = region.shape
     a, b = (fake(x) for x in gemm_inputs(region.anchors[0]))
     terms, copied = 1, ()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a site moves to and from memory, before and after fusion.
 
-An account, not a measurement: each kernel reads each of its tensors once and writes each result
+A calculation, not a measurement: each kernel reads each of its tensors once and writes each result
 once, as if nothing stayed in a cache between kernels and nothing was fetched twice within one.
-Before, that is each GEMM, and one elementwise kernel that reads the products and does all that the
-epilogue absorbed. After, it is the one kernel; partials of reductions, and weights that have to be
-copied together, are charged to it.
+Before: each GEMM, and one elementwise kernel that reads the products and does all that the epilogue
+absorbed. After: the fused kernel, with partials of reductions and copies of weights that must be
+concatenated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def bytes_plain(anchor: Node) -> int:
 
 
 def size(node: Node) -> int:
-    """Bytes of a tensor; sizes that are symbolic count with their hint, anything else is 0."""
+    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
     tensor: Any = fake(node)
     if not isinstance(tensor, torch.Tensor):
         return 0

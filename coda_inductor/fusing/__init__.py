@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that fuses: what ``fuse`` finds, and ``plan`` takes, becomes calls of kernels.
+"""The pass that fuses: regions that ``fuse`` grows and ``plan`` accepts become kernel calls.
 
 driver  all GEMMs of a graph, in order
-lower   kernels of these calls, or plain ops
+lower   compiles the kernels of these calls, or expands the calls to plain ops
 """

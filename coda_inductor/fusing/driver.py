@@ -48,17 +48,17 @@ from coda_inductor.report import Choice, SiteReport
 from coda_inductor.select.site import Site
 from coda_inductor.semantic.rotary import rotate_heads
 
-#: How one region may be grown, with nodes that must stay outside; None where it cannot be at all.
+#: Grows one region, given the nodes that must stay outside; None if there is no such region.
 Make = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
-#: What was measured changes the plan, whose new sites are measured; mostly once.
+#: Rounds: measurements change the plan, and its new sites are measured; mostly one suffices.
 _ROUNDS = 4
 #: Counters of a whole site: one that is disabled is not fused.
 _OF_SITE = frozenset({"experts_backward"})
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
-    """Fuse what may and should be fused, in place; a site's failure costs that site alone.
+    """Fuse what may and should be fused, in place; a failure at one site affects only that site.
 
     The record gets a report for every GEMM, and how often each pattern fired.
 
@@ -80,9 +80,9 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
 
 
 def _settled(graph: Graph, record: Record) -> _Fused:
-    """Fuse as is best by all that is known in the end. Where sites are measured, that is found in
-    rounds: what was planned without a measurement is measured, and the graph planned again, for
-    one site's answer decides what its neighbours may absorb."""
+    """Fuse with the best plan. If sites are measured, planning goes in rounds: sites that were
+    planned without a measurement are measured and the graph is planned again, because the decision
+    about one site determines what its neighbors may absorb."""
     tuning = record.plan.tuning
     if tuning is None:
         return _fused(graph, record)
@@ -98,24 +98,23 @@ def _settled(graph: Graph, record: Record) -> _Fused:
             found = _fused(graph, record)
     finally:
         tuning.measurer.close()
-    # The next process has time, and rounds, again: let no cache keep this graph. By default it has
-    # no more time than this one.
+    # The next process again has time and rounds for measurements, so no cache may keep this graph.
+    # With the default settings it has no more time than this one.
     if tuning.every and (tuning.measurer.left or tuning.asked):
         record.failed = True
     return found
 
 
 def _fused(graph: Graph, record: Record) -> _Fused:
-    """Fuse all GEMMs; (the number of its report of each call, (pattern, occurrence) of everything
-    that was absorbed, a report for every GEMM)."""
+    """Fuse all GEMMs. Returns the report number of each call, (pattern, occurrence) of everything
+    that was absorbed, and a report for every GEMM."""
     fired: set[tuple[str, str]] = set()
     calls: dict[Node, int] = {}
     done: set[Node] = set()
     sites: list[SiteReport] = []
     first = len(record.report.sites)
     planner = _Planner(graph, record)
-    # A product of low rank takes as long as its stores: what it has in common with another is the
-    # other's.
+    # A low-rank product takes as long as its stores, so shared work goes to the other product.
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
         if anchor in done:
             continue
@@ -135,7 +134,7 @@ def _fused(graph: Graph, record: Record) -> _Fused:
 
 
 class _Planner:
-    """What becomes of each GEMM of one graph; changes nothing in it."""
+    """Decides what happens to each GEMM of one graph; does not change the graph."""
 
     def __init__(self, graph: Graph, record: Record):
         self.record, self.scope = record, Scope(graph)
@@ -146,7 +145,7 @@ class _Planner:
         }
 
     def plan(self, anchor: Node) -> tuple[Region, SiteReport, Choice | None]:
-        """The best region of ``anchor``, its report, and how it runs (None: it does not)."""
+        """The best region of ``anchor``, its report, and how it runs (None: not fused)."""
         try:
             return self._plan(anchor)
         except Exception as error:
@@ -212,8 +211,8 @@ class _Planner:
             yield lambda banned: self._without(own, anchor, banned)
 
     def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:
-        """What is left for ``anchor`` to absorb where the program with ``heads``, their
-        rotations, loses."""
+        """What ``anchor`` can still absorb without ``heads``, the rotations of its result, if the
+        program with them is slower."""
         apart = dict.fromkeys(heads, refuse("heads-apart", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**apart, **banned})
         return region if region.work else None
@@ -232,7 +231,7 @@ class _Planner:
         return region
 
     def _too_heavy(self, region: Region) -> list[Node]:
-        """What must stay outside for ``region`` to have a kernel: nothing, where it has one."""
+        """What must stay outside so that ``region`` has a kernel; empty if it has one."""
         if not region.work:
             return []
         fits = self.record.plan.fits(self._site(region), fake(gemm_inputs(region.anchors[0])[0]))
@@ -268,8 +267,9 @@ class _Planner:
         return site, choice
 
     def _read_after(self, region: Region) -> frozenset[str]:
-        """The stores of the region that an elementwise kernel of the same pass reads, which no
-        other GEMM will absorb: the last before it is the region's, or is read by the region."""
+        """The stores of the region that an elementwise kernel of the same pass reads and no other
+        GEMM will absorb: the last GEMM before that kernel is in the region, or the region reads it.
+        """
         inside = {*region.values, *region.reduces}
         last = {*region.anchors, *filter(None, (producer(x) for x, _ in region.operands))}
         return frozenset(
@@ -296,7 +296,7 @@ def _of_weight(anchor: Node) -> bool:
 
 
 def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
-    """``why``, which is no failure of a weight's gradient, whose K may suit no kernel."""
+    """``why``, but never as a failure of a weight gradient, whose K no kernel may support."""
     return why.excused() if why is not None and _of_weight(anchor) else why
 
 
@@ -319,23 +319,23 @@ def _neighbours(anchor: Node) -> list[Node]:
 
 
 def _short(node: Node) -> str:
-    """``mul`` for ``aten.mul.Tensor``: what a reader of the table wants."""
+    """``mul`` for ``aten.mul.Tensor``, for the table."""
     return str(node.target).removeprefix("aten.").removeprefix("coda_inductor.").split(".")[0]
 
 
 def _nothing_absorbed(region: Region) -> Refusal:
-    """Why: the first neighbour's reason."""
+    """Why nothing was absorbed: the first neighbor's reason."""
     for node, why in region.refusals.items():
         return _stop(node, why).within(f"nothing to absorb ({node.name}: {{}})")
     return refuse("not-read", "its result is not used")
 
 
 def _stop(node: Node, why: Refusal) -> Refusal:
-    """Why ``node`` was not absorbed: ``why``, but where it leads to a collective, that."""
+    """Why ``node`` was not absorbed: a collective, if it leads to one; else ``why``."""
     if (collective := ahead(node)) is None:
         return why
     name = f"{collective.target.overloadpacket.__name__} ({collective.name})"
-    text = f"{name}, for which ranks wait, stands between this GEMM and what follows"
+    text = f"{name}, a collective, is between this GEMM and what follows"
     return refuse("collective", text)
 
 
@@ -353,8 +353,8 @@ def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:
 
 
 def _residual_adds(region: Region) -> list[Node]:
-    """The nodes that add an (M, N) operand, which nothing else reads, to something computed. A
-    GELU's gradient adds x and its cube, LayerNorm's takes a mean from x: these are none."""
+    """The nodes that add an (M, N) operand, which nothing else reads, to a computed value. A GELU's
+    gradient adds x and its cube, and LayerNorm's subtracts a mean from x: these do not count."""
     m, n, _ = region.shape  # also where M is 1
     tiles = {o.name for (x, _), o in region.operands.items() if same(fake(x).numel(), m * n)}
     loaded = {o.name for o in region.operands.values()}

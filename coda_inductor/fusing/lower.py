@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of programs become kernels, or plain ops again where there are none.
+"""Calls of programs become kernels, or plain ops again where no kernel can run.
 
-A kernel takes seconds to compile. Where somebody will ask again (``record.later``), it is only
-begun here, and Inductor does its own work meanwhile; :func:`settle` waits for it.
+A kernel takes seconds to compile. With ``record.later``, compilation only starts here, and Inductor
+does its own work meanwhile; :func:`settle` waits for it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.op import OP
 from coda_inductor.semantic.experts import WGRAD
 
-#: On a GEMM's node, or the call that took its place: the number of its report in the list.
+#: Meta of a GEMM's node, or of the call that replaced it: the number of its report in the list.
 SITE = "coda_site"
 
 
 def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
-    """Compile the kernels of ``calls`` (each with the number of its site) side by side; expand
-    what runs as plain ops or does not compile. One warning a cause.
+    """Compile the kernels of ``calls`` (each with the number of its site) in parallel; expand
+    what runs as plain ops or does not compile. One warning per cause.
 
     Raises:
         FallbackError: with ``options["strict"]``, for a failure.
@@ -71,7 +71,7 @@ def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
         why = refuse("defect", f"its kernel does not compile: {error}", failure=True)
         if record.options.strict:
             raise FallbackError(f"{name}: {why.text}")
-        if call.target is WGRAD:  # which falls back by itself
+        if call.target is WGRAD:  # this op falls back by itself
             continue
         warn_once(name, why.text)
         if i is not None:
@@ -82,7 +82,7 @@ def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
 
 
 def _announce(sites: list[SiteReport], *, strict: bool) -> None:
-    """One warning a cause, naming the first site; an error instead when strict."""
+    """One warning per cause, naming the first site; with ``strict``, an error."""
     failures: dict[str, list[str]] = {}
     for site in sites:
         if site.refusal is not None and site.refusal.failure:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary of aten graphs: everything that passes ask of a graph or do to one.
+"""Vocabulary of aten graphs: all questions that passes ask about a graph, and all edits.
 
-read       what a node says: an op, and its arguments by name
+read       what a node calls: an op, and its arguments by name
 nodes      what is recorded of nodes, and what kind each is
-walk       up to what a node is made of, down to who reads it
+walk       up to what a node is computed from, down to its readers
 sizes      sizes that may be symbolic
 vocabulary which ops an epilogue computes, and as which steps of a program
-gemms      what a GEMM is: its operands, sums of them, which one made a tensor
+gemms      what a GEMM is: its operands, sums of GEMMs, which GEMM computes a tensor
 sides      forward or backward
 edit       put nodes in, take them out
-snapshots  put a graph back as it was
+snapshots  restore a graph
 """

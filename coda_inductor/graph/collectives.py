@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in aten graphs: what one rank has is not what its GEMM made until all have met.
+"""Collectives in aten graphs: what follows one needs the results of all ranks' GEMMs.
 
 Tracing through DTensor gives local tensors and torch's functional collectives: ``all_reduce``,
 ``reduce_scatter_tensor`` and ``all_gather_into_tensor``, each followed by ``wait_tensor``.
@@ -26,8 +26,8 @@ from coda_inductor.refusal import Refusal, refuse
 #: Collectives whose result is a sum over ranks if their second argument says so.
 SUMS = (all_reduce, reduce_scatter_tensor)
 COLLECTIVES = (*SUMS, all_gather_into_tensor)
-#: Ops that carry elements elsewhere and compute nothing: what DTensor puts around a collective
-#: whose dimension is not the first.
+#: Ops that move elements and compute nothing: DTensor puts them around a collective whose dimension
+#: is not the first.
 _MOVES = (aten.split.Tensor, aten.cat.default, aten.permute.default, aten.clone.default)
 _FAR = 64
 
@@ -60,8 +60,8 @@ def ahead(node: Node) -> Node | None:
 
 
 def overlapped(gemm: Node) -> Refusal | None:
-    """Is ``gemm`` one that Inductor's asynchronous tensor parallelism, which is on, takes apart to
-    hide a collective behind it? Why it is left alone, or None."""
+    """Why ``gemm`` is left alone, or None: Inductor's asynchronous tensor parallelism, if it is on,
+    splits the GEMM to overlap it with a collective."""
     if not micro_pipeline():
         return None
     before = [base(a, moves).target for a in gemm.all_input_nodes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put nodes into aten graphs and take them out, in order and with meta."""
+"""Insert nodes into aten graphs and remove them, in order and with meta."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KEPT_META = (
 
 
 def insert(graph: Graph, target: Any, args: tuple, *, like: Node) -> Node:
-    """Call ``target`` at the graph's insertion point; value and meta as a traced node has them.
+    """Call ``target`` at the graph's insertion point, with value and meta like a traced node.
 
-    Meta that steers the partitioner and names the source line is copied from ``like``. A reshape
-    that copies nothing is a view: the partitioner knows no reshapes, would save a tensor and its
-    view as two, and let the backward pass write over the one while the other is still to be read
+    Meta for the partitioner and the source line is copied from ``like``. A reshape that copies
+    nothing becomes a view, because the partitioner does not know reshapes: it would save a tensor
+    and its view as two, and let the backward pass overwrite one while the other is still needed
     (seen in GPT-2 on a CPU, torch 2.13).
     """
     node = graph.call_function(target, args)
@@ -56,8 +56,8 @@ def fake_mode(args: Sequence[Any]) -> Any:
 
 
 class Put:
-    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
-    what counts as fired when an epilogue absorbs one of them."""
+    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, counts
+    as fired when an epilogue absorbs one of them."""
 
     def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
         self.graph, self.like, self.pattern = graph, like, pattern
@@ -93,7 +93,7 @@ class Put:
         return self(aten.permute.default, node, [1, 0])
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``; itself if it is so already."""
+        """``node`` in ``dtype``; itself if that is its dtype."""
         if fake(node).dtype == dtype:
             return node
         return self(prims.convert_element_type.default, node, dtype)
@@ -108,11 +108,11 @@ class Put:
 
 
 def settle(nodes: Sequence[Node]) -> None:
-    """Move what reads ``nodes`` after them, and what reads that, where it stands before: cheaper
-    than sorting a whole graph for each rewrite.
+    """Move readers of ``nodes`` that are placed before them, and readers of those, after them. This
+    is cheaper than sorting the whole graph for each rewrite.
 
     Raises:
-        CycleError: there is no such order. Looking for one would never end.
+        CycleError: there is no such order; without this check, the search would not end.
     """
     moving = _readers_before(nodes)
     order = TopologicalSorter({n: [i for i in n.all_input_nodes if i in moving] for n in moving})
@@ -126,8 +126,8 @@ def settle(nodes: Sequence[Node]) -> None:
 
 
 def _readers_before(nodes: Sequence[Node]) -> set[Node]:
-    """The readers of ``nodes`` that stand before them, and all that reads those and stands before
-    the last of ``nodes``: beyond it nothing has to move."""
+    """The readers of ``nodes`` that are placed before them, and the readers of those up to the last
+    of ``nodes``: later ones need not move."""
     if not nodes:
         return set()
     last = max(nodes)
@@ -136,7 +136,7 @@ def _readers_before(nodes: Sequence[Node]) -> set[Node]:
 
 
 def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> None:
-    """Let ``results`` take the place of those of ``node``, which goes."""
+    """Replace the results of ``node`` by ``results``, and erase it."""
     for part in list(node.users):
         part.replace_all_uses_with(results[arguments(part)["index"]])
         node.graph.erase_node(part)
@@ -144,7 +144,7 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
 
 
 def prune(nodes: Sequence[Node]) -> None:
-    """Erase those of ``nodes`` that nobody reads, and then what only they read."""
+    """Erase those of ``nodes`` without readers, and then what only they read."""
     todo = list(nodes)
     while todo:
         node = todo.pop()

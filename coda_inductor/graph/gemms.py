@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GEMM is in an aten graph: its operands, what sums of them are, which one made a tensor."""
+"""What a GEMM is in an aten graph: its operands, sums of GEMMs, which GEMM computes a tensor."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from coda_inductor.semantic.fp8 import scaled_mm
 
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
 DENSE = (aten.mm.default, aten.addmm.default, scaled_mm)
-#: With those whose rows have the B of their group each.
+#: These, and those in which each row has the B of its group.
 GEMMS = (*DENSE, grouped_mm)
-#: What multiplies in a graph as it was traced: scaled products are raised by a pass.
+#: The products in a traced graph, before a pass raises scaled ones.
 TRACED = (*GEMMS, aten_scaled_mm)
 
-#: In the meta of a scaled product that makes a weight's gradient: its factors do not tell.
+#: Meta key of a scaled product that computes a weight gradient; its factors do not show that.
 WEIGHT_GRADIENT = "coda_weight_gradient"
 
-#: Up to so many multiplications an element take less than its stores; and so many times as large
-#: are M and N, so that other products of the graph are larger.
+#: Low rank: K is at most this, so that the stores take longer than the multiplications, and M and N
+#: are at least this many times K, so that other products of the graph are larger.
 LOW_RANK, LOW_RANK_RATIO = 256, 8
 
-#: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
+#: Maps a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
 Legal = Callable[[Node], Refusal | None]
 
 
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
-    """(A, B) of a GEMM's node. B is (E, K, N) of a grouped one; A may be what rows are gathered
-    from: M and N are those of the node itself."""
+    """(A, B) of a GEMM's node. For a grouped one, B is (E, K, N), and rows may be gathered from A:
+    M and N are those of the node itself."""
     first = 1 if gemm.target is aten.addmm.default else 0
     return gemm.args[first], gemm.args[first + 1]
 
@@ -57,7 +57,7 @@ def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
 
 
 def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
-    """(E, ``n``), of which ``x`` holds the row of each group of ``gemm``; None for no such x."""
+    """The (E, ``n``) tensor if ``x`` holds its row of each group of ``gemm``; else None."""
     if x.target is not group_rows or arguments(x)["offsets"] is not routes_of(gemm)[0]:
         return None
     own, b = fake(arguments(x)["x"]), fake(gemm_inputs(gemm)[1])
@@ -66,7 +66,7 @@ def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
 
 
 def scales_of(gemm: Node) -> tuple[Node, ...]:
-    """What multiplies the rows and the columns of a scaled product; nothing for another GEMM."""
+    """The factors of the rows and the columns of a scaled product; empty for another GEMM."""
     if gemm.target is not scaled_mm:
         return ()
     given = arguments(gemm)
@@ -74,7 +74,7 @@ def scales_of(gemm: Node) -> tuple[Node, ...]:
 
 
 def fast_accumulation(gemm: Node) -> bool:
-    """May ``gemm`` sum over K in fewer bits than float32? Only scaled products say so."""
+    """May ``gemm`` sum over K in fewer bits than float32? Only scaled products have that option."""
     return gemm.target is scaled_mm and bool(arguments(gemm)["fast"])
 
 
@@ -85,14 +85,13 @@ def bias_of(gemm: Node) -> Node | None:
 
 
 def plain_bias(gemm: Node) -> bool:
-    """Is ``gemm`` one that adds one value a column, unscaled?"""
+    """Does ``gemm`` add one value per column, unscaled?"""
     bias = bias_of(gemm)
     return bias is not None and not gemm.kwargs and fake(bias).dim() == 1
 
 
 def is_sum(node: Node) -> bool:
-    """Is ``node`` a sum of two tensors, element by element? One that broadcasts is none: it adds
-    every row to every row."""
+    """Is ``node`` a sum of two tensors of one shape, without broadcasting?"""
     if node.target is not aten.add.Tensor or node.kwargs or len({*node.args}) < 2:
         return False
     tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
@@ -100,8 +99,8 @@ def is_sum(node: Node) -> bool:
 
 
 def terms(node: Node) -> list[Node] | None:
-    """The products that ``node`` is the sum of; None if it is anything else than a plain sum (or a
-    single product) whose parts nobody else reads. ``node`` itself may have any readers."""
+    """The products that ``node`` is the sum of; None if it is not a plain sum (or a single product)
+    or if its parts have other readers. ``node`` itself may have any readers."""
     found: list[Node] = []
     todo = [node]
     while todo:

@@ -18,8 +18,8 @@ from coda_inductor.program.dtypes import FLOATS
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: Ops that only rename a value: same memory, same elements in the same order. A clone is none: who
-#: clones wants memory of its own.
+#: Ops that only rename a value: same memory, same elements in the same order. Not clones: their
+#: purpose is new memory.
 ALIASES = frozenset(
     {
         aten.view.default, aten.reshape.default, unsafe_view, aten.alias.default,
@@ -28,7 +28,7 @@ ALIASES = frozenset(
 )  # fmt: skip
 
 _CASTS = (prims.convert_element_type.default, to_copy)
-#: Views whose sizes are given, of row-major tensors.
+#: Views with explicit sizes, of row-major tensors.
 VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
 
@@ -39,14 +39,14 @@ def fake(node: Any) -> Any:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments by name of a node that is known to call something."""
+    """The arguments, by name, of a node that calls something."""
     call = read(node)
     assert call is not None, f"{node.name} is a call that its signature allows"
     return call.args
 
 
 def constant(node: Node) -> float | None:
-    """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them), as its
+    """The number in a 0-dim constant tensor (from ``torch.where(c, x, 0.0)``, for example), as its
     dtype truncates, wraps or rounds it."""
     if node.target not in (aten.full.default, aten.scalar_tensor.default):
         return None
@@ -59,7 +59,7 @@ def constant(node: Node) -> float | None:
     with unset_fake_temporarily():
         try:
             return float(torch.full((), number, dtype=fake(node).dtype, device="cpu"))
-        except RuntimeError:  # the dtype cannot hold it: the program itself will say so
+        except RuntimeError:  # the dtype cannot hold it: the program itself will raise
             return None
 
 
@@ -70,15 +70,15 @@ def module_path(node: Node) -> str:
     path, changed = str(found[0]), 1
     while changed:  # torch.func.functional_call's
         path, changed = re.subn(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)
-    # The first of ``args`` is the module itself behind a decorator of its forward.
+    # Under a decorator of forward, the first of ``args`` is the module itself.
     path = re.sub(r"^L\['args'\]\[0\]\.?|^[LG]\['\w+'\]\.?|^L__self___", "", path)
-    path = path.replace("__dict__['_modules']['", "_modules['")  # behind a __getattr__ (peft)
+    path = path.replace("__dict__['_modules']['", "_modules['")  # with a __getattr__ (peft)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     return re.sub(r"\['?([^]']*)'?\]", r".\1", path).lstrip(".")
 
 
 def of_linear(node: Node) -> bool:
-    """Did ``node`` come from an nn.Linear? One that is compiled by itself is not told from none."""
+    """Did ``node`` come from an nn.Linear? False for one that is compiled by itself."""
     kind = None if (found := _module(node)) is None else found[1]
     return isinstance(kind, type) and issubclass(kind, torch.nn.Linear)
 
@@ -90,17 +90,17 @@ def _module(node: Node) -> tuple[Any, Any] | None:
 
 
 def place(node: Node) -> str:
-    """Where ``node`` is, for people: its module's path, or its own name where none is known."""
+    """Where ``node`` is, for people: its module's path, or its own name without one."""
     return module_path(node) or node.name
 
 
 def erased(node: Node) -> bool:
-    """Was it taken out of its graph? Its neighbours no longer know it then."""
+    """Was it erased from its graph? Then its neighbors no longer point to it."""
     return node.prev.next is not node
 
 
 def row_major(tensor: torch.Tensor) -> bool:
-    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
+    """Is ``tensor`` contiguous for certain? Kernels store rows, but users keep their strides."""
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not same(size, 1) and not same(stride, expected):
@@ -119,7 +119,7 @@ def converts(node: Any) -> bool:
     if not isinstance(node, Node) or node.target not in _CASTS:
         return False
     before, after = fake(node.all_input_nodes[0]), fake(node)
-    return before.device == after.device and before.dtype != after.dtype  # else it is a copy
+    return before.device == after.device and before.dtype != after.dtype  # else a copy to a device
 
 
 def is_cast(node: Any) -> bool:
@@ -142,13 +142,13 @@ def is_transpose(node: Any) -> bool:
 
 
 def is_zeros(node: Any) -> bool:
-    """Is ``node`` a tensor that is made full of zeros?"""
+    """Does ``node`` create a tensor of zeros?"""
     full = isinstance(node, Node) and node.target is aten.full.default
     return full and arguments(node)["fill_value"] == 0
 
 
 def elementwise(node: Node) -> bool:
-    """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
+    """Is ``node`` computed element by element, by an aten op, a view or a semantic op?"""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())

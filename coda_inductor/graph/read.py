@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node says, whatever its dialect: an op, and its arguments by the names of torch's schemas.
+"""What a node calls, in any dialect: an op, and its arguments by the names of torch's schemas.
 
 Dynamo's graphs call functions and methods, joint graphs aten's overloads, both the project's own
-ops. All are read alike, an option that is left out as its default::
+ops. All are read in the same way, with defaults filled in::
 
     torch.sum(x, -1), x.sum(dim=-1), aten.sum.dim_IntList(x, -1)
         sum: input=x, dim=-1, keepdim=False, dtype=None
 
-What a node calls says which signatures there are; of several, the first that its arguments fit
-counts. The tensor that schemas call ``self`` is ``input``, as in Python.
+The called function determines the possible signatures; the first one that the arguments fit counts.
+The tensor that schemas call ``self`` is ``input``, as in Python.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
     "split_sizes": "split_size", "sections": "index", "indices": "index", "from": "start",
 }  # fmt: skip
-#: The first arguments of what tells no signature; the others are named by their number.
+#: Names of the first arguments of a function without signature; the others are named by number.
 _UNTOLD = ("input", "index")
-#: Of a literal's type, the types of arguments that it may be given for.
+#: Type of a literal -> the argument types that accept it.
 _LITERALS: dict[type, tuple[str, ...]] = {
     bool: ("bool", "number", "Tensor"),
     int: ("int", "float", "number", "Tensor", "List[int]"),
@@ -58,12 +58,12 @@ class Call:
         return self.args[name]
 
     def get(self, name: str) -> Any:
-        """The argument of that name; None for a call that has none."""
+        """The argument of that name; None if the call has no such argument."""
         return self.args.get(name)
 
 
 def read(node: Any) -> Call | None:
-    """What ``node`` calls; None for what calls nothing, or in a way that no signature allows."""
+    """What ``node`` calls; None if it calls nothing, or if no signature allows the call."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     name, known = _told(node.target)
@@ -84,9 +84,9 @@ def called(node: Any, *ops: str) -> Call | None:
 
 
 def target_name(node: Node) -> str:
-    """The name of the function or method that ``node`` calls; empty for what calls nothing. What
-    is neither torch's nor Python's has its module's name in front: a custom op may be called
-    ``chunk`` too."""
+    """The name of the function or method that ``node`` calls; empty if it calls nothing. Names that
+    are neither torch's nor Python's have their module's name in front, because a custom op may be
+    called ``chunk`` too."""
     return str(node.target) if node.op == "call_method" else _function_name(node.target)
 
 
@@ -103,7 +103,7 @@ def of_torch(target: Any) -> bool:
 
 
 class _Signature:
-    """``parameters``, whose types are written as schemas write them, where they are known."""
+    """``parameters``, with their types as schemas write them, where there are types."""
 
     def __init__(self, parameters: Sequence[Parameter]):
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -115,7 +115,7 @@ class _Signature:
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, choose: bool
     ) -> dict[str, Any] | None:
-        """All arguments by name; None where they do not fit, to ``choose`` not by their types."""
+        """All arguments by name; None if they do not fit. With ``choose``, types must fit too."""
         last = len(self.names) - 1
         if len(args) > last + 1:
             if not self.several:
@@ -130,7 +130,7 @@ class _Signature:
 
 
 def _fits(kind: Any, given: Any) -> bool:
-    """May ``given`` stand for an argument of type ``kind``? Of nodes that is not asked further."""
+    """Can ``given`` be an argument of type ``kind``? Nodes are not checked further."""
     if not isinstance(kind, str) or (given is None and kind.startswith("Optional[")):
         return True
     kind = kind.removeprefix("Optional[")
@@ -144,8 +144,8 @@ def _fits(kind: Any, given: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
-    """The common name of a function, an op or the method of that name, and its signatures: none
-    where nobody tells."""
+    """The common name of a function, an op or the method of that name, and its signatures, if there
+    are any."""
     method = isinstance(target, str)
     function = getattr(torch.Tensor, target, None) if method else target
     name = target if method else _function_name(target)
@@ -160,7 +160,7 @@ def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
         named = [p.replace(name=_ARGUMENTS.get(p.name, p.name), annotation=None) for p in found]
         return name, (_Signature(named),)
     packet = function if isinstance(function, OpOverloadPacket) else getattr(aten, name, None)
-    if not isinstance(packet, OpOverloadPacket):  # of aten as of any object, such as its "__get__"
+    if not isinstance(packet, OpOverloadPacket):  # an attribute of any object, such as "__get__"
         return name, ()
     overloads = (getattr(packet, each) for each in packet.overloads())
     written = (o for o in overloads if not any(a.is_out for a in schema(o).arguments))
@@ -168,7 +168,7 @@ def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
 
 
 def _of_schema(overload: Any, method: bool = False) -> _Signature:
-    """``method``: the tensor comes first, wherever the schema has it."""
+    """``method``: the tensor comes first, at any position in the schema."""
     found = []
     for a in schema(overload).arguments:
         default = a.default_value if a.has_default_value() else Parameter.empty

@@ -2,9 +2,9 @@
 """Which nodes of a joint graph belong to the forward pass and which to the backward.
 
 A joint graph computes the outputs and the gradients in one; torch splits it after us. A fused
-site must lie on one side, or the forward pass would wait for a gradient. What decides is what a
-node is *for*, not where it stands: ``silu'(g)`` depends on forward values only and yet belongs to
-the backward pass, for no output needs it. Inference graphs are all forward.
+site must lie on one side, or the forward pass would wait for a gradient. The side depends on what a
+node is *for*, not on its place: ``silu'(g)`` depends on forward values only and yet belongs to the
+backward pass, because no output needs it. Inference graphs are all forward.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.walk import closure
 
-#: In the meta of a node that the forward pass computes though no output of it needs the result:
-#: small, and to be had there for nothing.
+#: Meta key of a node that the forward pass computes although none of its outputs needs the result,
+#: because it is small and costs nothing there.
 EARLY = "coda_early"
 
 
@@ -43,8 +43,8 @@ class Scope:
                 self.forward.add(node)
 
     def refresh(self, graph: Graph) -> None:
-        """Take in the nodes that a pass has added. What it makes of forward values alone it makes
-        for the forward pass, unless one of them is recomputed already."""
+        """Add the nodes that a pass has inserted. One that depends on forward values alone belongs
+        to the forward pass, unless one of its inputs is recomputed."""
         for node in graph.nodes:
             if node in self._known:
                 continue
@@ -77,6 +77,6 @@ def training(graph: Graph) -> bool:
 
 
 def checkpoint(node: Node) -> tuple:
-    """The activation checkpoint that ``node`` lies in, and whether it is recomputed there. A fused
-    site lies in one, so that recomputation redoes what the user's policy says and nothing else."""
+    """The activation checkpoint of ``node``, and whether it is recomputed there. A fused site lies
+    in one checkpoint, so that recomputation follows the user's policy exactly."""
     return node.meta.get("ac_graph_id"), node.meta.get("recompute")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that may be symbolic: equal for certain, and how large about."""
+"""Sizes that may be symbolic: are they equal for certain, and about how large are they?"""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def same(left: Any, right: Any) -> bool:
 
 
 def laid_out_alike(left: Tensor, right: Tensor) -> bool:
-    """Have two tensors of one shape the same strides for certain, where a stride matters?"""
+    """Do two tensors of one shape have equal strides for certain, in dimensions longer than 1?"""
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(same(n, 1) or same(mine, theirs) for n, mine, theirs in sizes)
 
 
 def at_least_one(size: Any) -> bool:
-    """Is a size positive for certain? What data decides may be 0. Never adds a guard."""
+    """Is a size positive for certain? A size that depends on data may be 0. Never adds a guard."""
     return statically_known_true(size >= 1)
 
 
 def hint(size) -> int:
-    """A concrete value for a size that may be symbolic; 8192 rows where nothing is known."""
+    """A concrete value for a size that may be symbolic; 8192 if it has no hint."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     value = size.node.hint if size.node.has_hint() else None

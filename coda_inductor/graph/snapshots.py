@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a graph back as it was."""
+"""Save a graph, and restore it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def snapshot(graph: Graph) -> Graph:
 
 
 def restore(graph: Graph, kept: Graph) -> None:
-    """Make ``graph`` again what it was at ``kept = snapshot(graph)``, whatever state it is in:
-    between two steps of a pass nodes may stand before what they read. Placeholders stay the nodes
-    they are, for torch keeps more of them than their meta; those that a pass added go."""
+    """Restore ``graph`` to what it was at ``kept = snapshot(graph)``, from any state: in the middle
+    of a pass, nodes may be placed before their inputs. Placeholders stay the same nodes, because
+    torch keeps more about them than their meta; those that a pass added are erased."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     others = [n for n in graph.nodes if n.op != "placeholder"]
     for node in others:

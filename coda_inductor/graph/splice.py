@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put what a function does into an aten graph.
+"""Insert the ops of a function into an aten graph.
 
-A function of the same tensors (dtypes, sizes, strides) does the same: it is traced once under a
-fake mode, which is that of a graph, and copied from then on. A layer of FP8 has some thirty scales,
-all alike; tracing each took half of all our time.
+For equal tensors (dtypes, sizes, strides) a function has equal ops: it is traced once for each fake
+mode, that is for each graph, and copied afterwards. An FP8 layer has some thirty equal scales;
+tracing each took half of all our time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from coda_inductor.compat import (
 from coda_inductor.graph.edit import KEPT_META, computed, fake_mode
 from coda_inductor.graph.nodes import fake
 
-#: Attribute of a fake mode: what was traced under it, by function and arguments. A dictionary of
-#: our own would keep the mode alive, which every recorded value holds.
+#: Attribute of a fake mode: the traces under it, by function and arguments. A dictionary outside of
+#: the mode would keep the mode alive, because every recorded value refers to it.
 _TRACED = "coda_traced"
 
 
@@ -43,11 +43,11 @@ def splice(
 ) -> Any:
     """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
 
-    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
-    Inductor's: the result is what it would have compiled had the user written the function's body.
+    Returns the function's results as nodes; ``meta`` is added to each node. Decompositions are
+    Inductor's: the nodes are what it would compile if the user had written the function's body.
 
     Raises:
-        RuntimeError: the function made a constant tensor.
+        RuntimeError: the function created a constant tensor.
     """
     flat, spec = tree_flatten(list(args))
     nodes = [a for a in flat if isinstance(a, Node)]
@@ -56,7 +56,7 @@ def splice(
     if mode is not None and key is not None:
         known = vars(mode).setdefault(_TRACED, known)
     again = key in known
-    with contextlib.nullcontext() if mode is None else mode:  # of what it makes, constants too
+    with contextlib.nullcontext() if mode is None else mode:  # for constants that it creates too
         traced = known[key] if again else known.setdefault(key, _trace(function, flat, spec))
     kept = {key: like.meta[key] for key in KEPT_META if key in like.meta} | (meta or {})
     env: dict[Node, Node] = {}
@@ -92,8 +92,8 @@ def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> Graph:
 
 
 def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable | None:
-    """What the trace depends on; None where that is not known: sizes are symbolic, or two tensors
-    share memory, which a function may ask for."""
+    """What the trace depends on; None if that is uncertain: sizes are symbolic, or two tensors
+    share memory, which a function may test."""
     parts: list[Hashable] = [function, spec]
     storages = []
     for value in flat:
@@ -114,7 +114,7 @@ def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable |
 
 
 def _own_value(node: Node, mode: Any) -> Any:
-    """A value of its own for a copied node: recorded ones tell which tensors share memory."""
+    """A new value for a copied node: recorded values show which tensors share memory."""
     old, known = node.meta["val"], schema(node.target)
     views = known is None or any(argument.alias_info is not None for argument in known.arguments)
     if views or not isinstance(old, torch.Tensor):

@@ -115,7 +115,7 @@ LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     aten.logical_and.default: _and,
     aten.logical_or.default: _or,
     **{getattr(aten, name).default: _plain(name) for name in _UNARY},
-    # Not eq and ne: a tile's value is not rounded, so x == amax(x), say, would never hold there.
+    # Not eq and ne: a tile's value is not rounded, so x == amax(x), for example, would never hold.
     **{getattr(aten, name).Tensor: _plain(name) for name in _COMPARE[:4]},
     **{getattr(aten, name).Scalar: _plain(name) for name in _COMPARE},
 }

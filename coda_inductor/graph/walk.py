@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks: from a node up to what it is another name of, or is made of; down to who reads it."""
+"""Walks: from a node up to what it renames or is computed from, and down to its readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coda_inductor.graph.nodes import (
     renames_or_casts,
 )  # fmt: skip
 
-#: Nodes that are looked at behind one: a chain of elementwise ops may be very long.
+#: The most nodes that one walk visits: a chain of elementwise ops may be very long.
 _FAR = 256
 
 
@@ -36,8 +36,8 @@ def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[
 
 
 def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
-    """``node``, what it is another name of, and so on, as ``through`` says: by default, the views
-    up to the tensor whose memory it is."""
+    """``node``, its input, and so on, while ``through`` holds: by default, the views up to the
+    tensor that owns the memory."""
     found = [node]
     while through(found[-1]):
         found.append(found[-1].all_input_nodes[0])
@@ -57,8 +57,8 @@ def bare(node: Any) -> Any:
 def sources(node: Node) -> Iterator[Node]:
     """``node``, and what it is computed from by elementwise ops.
 
-    The last one of the graph first: whatever is left when a reader has found what it looks for is
-    older. A residual stream leads back through all layers, whichever side of an addition it is on.
+    The last one of the graph comes first, so a caller can stop early: the rest is older. A residual
+    stream leads back through all layers, on either side of an addition.
     """
     todo = {node}
     for _ in range(_FAR):
@@ -72,7 +72,7 @@ def sources(node: Node) -> Iterator[Node]:
 
 
 def source(node: Node) -> Node:
-    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
+    """The tensor that ``node`` is a view or float32 copy of: epilogues convert while they load."""
     return base(node, _renames_or_widens)
 
 
@@ -84,8 +84,8 @@ def _renames_or_widens(node: Node) -> bool:
 
 
 def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
-    """(names, readers): ``node`` and the other names of it, as ``through`` says; and every other
-    node that reads one of these."""
+    """(names, readers): ``node`` and its other names, nodes for which ``through`` holds; and all
+    other readers of these."""
     names = [node]
     for name in names:
         names += [u for u in name.users if through(u) and u not in names]
@@ -93,12 +93,12 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
 
 
 def leaves(node: Node) -> bool:
-    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
-    shares memory with."""
+    """Is ``node``, or a view of it, an output of the graph? Then callers see its strides and what
+    it shares memory with."""
     names = closure([node], lambda n: [user for user in n.users if may_view(user)])
     return any(user.op == "output" for name in names for user in name.users)
 
 
 def parts(node: Node) -> dict[int, Node]:
-    """The results of ``node`` that are read, by their place among all."""
+    """The results of ``node`` that are read, by their index."""
     return {arguments(u)["index"]: u for u in node.users if u.target is operator.getitem}

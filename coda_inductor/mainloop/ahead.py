@@ -35,8 +35,8 @@ def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
 def compile_to_disk(
     program: EpilogueProgram | str, config: Any, folder: str | None, *how: str
 ) -> Path:
-    """Compile a kernel into ``folder``, unless it is there by now; returns its file. ``how`` as
-    ``mod.kernel_name`` takes it, of the architecture of this process.
+    """Compile a kernel into ``folder``, unless it is there already; returns its file. ``how`` as
+    ``mod.kernel_name`` takes it, for the architecture of this process.
 
     Raises whatever QuACK or CuTeDSL raises.
     """
@@ -45,7 +45,7 @@ def compile_to_disk(
     quack.cache.CACHE_DIR = folder
     if (path := kernel_file(program, config, *how)).exists():
         return path
-    # Only a launch needs this number, and only a GPU knows it.
+    # Only a launch needs this number, and only a GPU has it.
     host.get_max_active_clusters = lambda *_, **__: 0
     # A kernel that this worker has in memory would not be saved again.
     *reading, _ = how

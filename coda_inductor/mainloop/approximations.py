@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of float32 without a branch, from the hardware's ``exp2``, ``log2`` and reciprocal.
 
-CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and hold many registers: in an epilogue, which
-has few left beside the accumulators, they cost 80 to 100 multiplications an element and make the
-kernel spill (docs/gotchas.md). Each function here takes a number ``x`` and the primitives ``f`` to
+CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and need many registers. In an epilogue, where
+accumulators leave few, they cost 80 to 100 multiplications per element and make the kernel spill
+(docs/gotchas.md). Each function here takes a number ``x`` and the primitives ``f`` to
 compute with (``f.exp2``, ``f.log2``, ``f.reciprocal_of_normal``, ``f.absolute``, ``f.where``,
 ``f.lt``), so that it can be tested without a GPU.
 
@@ -26,7 +26,7 @@ _ERF_SMALL = (
     *(-0.0005660153110511601, 0.004924789071083069, -0.02671770751476288),
     *(0.112804114818573, -0.3761235475540161, 1.1283791065216064),
 )
-#: -log2(1 - erf(t)) / t, a polynomial in t, 1 <= t <= 4; beyond, 1 - erf(t) is nothing.
+#: -log2(1 - erf(t)) / t, a polynomial in t, 1 <= t <= 4; beyond, 1 - erf(t) is negligible.
 _ERF_LARGE = (
     *(-0.0003046054916922003, 0.0046038273721933365, -0.03291120380163193),
     *(0.1516827940940857, 0.9172855019569397, 1.6280603408813477),

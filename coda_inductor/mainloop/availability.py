@@ -15,7 +15,7 @@ from coda_inductor.mainloop.environment import version
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.refusal import Refusal, refuse
 
-#: Compute capabilities, major, that QuACK has GEMMs for. Its class for 8 (Ampere, Ada) is a stub
+#: Major compute capabilities for which QuACK has GEMMs. Its class for 8 (Ampere, Ada) is a stub
 #: that raises NotImplementedError.
 ARCHS = (9, 10, 11, 12)
 
@@ -23,11 +23,12 @@ ARCHS = (9, 10, 11, 12)
 @functools.lru_cache(maxsize=64)
 def kernel_stack(device: torch.device | None = None) -> Refusal | None:
     """Why no kernel can run in this process on ``device`` (None: the current CUDA device), or None
-    if they can. Imports no kernel library. A GPU that is not here ("meta") has all it needs."""
+    if they can. Imports no kernel library. A GPU that is not present ("meta") counts as complete.
+    """
     if device is not None and device.type == "meta":
         return None
     if not torch.cuda.is_available():
-        why = "torch sees none, nvidia-smi and CUDA_VISIBLE_DEVICES may say why"
+        why = "torch sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         if torch.version.cuda is None:
             built = f"torch {torch.__version__} is built without CUDA"
             why = f"{built}, an NVIDIA GPU needs a build with it"
@@ -37,7 +38,7 @@ def kernel_stack(device: torch.device | None = None) -> Refusal | None:
 
 
 def unsupported_gpu(major: int, minor: str = "x") -> Refusal | None:
-    """Why no kernel runs on GPUs of this compute capability, or None if there are such."""
+    """Why no kernel runs on GPUs of this compute capability, or None if kernels do."""
     if major in ARCHS:
         return None
     text = f"compute capability {major}.{minor} is not supported: {QUACK.spec} has no GEMM for it"
@@ -57,7 +58,7 @@ def scales_vectors(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def library_stack() -> Refusal | None:
-    """Why no kernel can be compiled here, device or not, or None."""
+    """Why no kernel can be compiled here, on any device, or None."""
     text = _lacking()
     return None if text is None else refuse("no-kernel-stack", text)
 
@@ -93,7 +94,7 @@ def missing_from_libraries() -> str | None:
 
 
 def _written_down(path: str) -> bool:
-    """Is ``path`` a module, or its last part a word in the file of the module before it?"""
+    """Is ``path`` a module, or is its last part a word in the file of its module?"""
     module, _, name = path.rpartition(".")
     file = _file(module)
     said = "" if file is None else file.read_text("utf-8", "replace")

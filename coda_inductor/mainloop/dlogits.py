@@ -47,7 +47,7 @@ def dlogits(
 ) -> Tensor:
     """Columns ``first`` to ``last`` of the gradient of ``rows`` (M, V), as (M, last - first) in
     their dtype. ``target`` (M,) int64; ``lse`` and ``scale`` (M,) float32, the row's log-sum-exp
-    and what its gradient is multiplied with. Source: ``semantic.loss.cross_entropy_backward``.
+    and the factor of its gradient. Source: ``semantic.loss.cross_entropy_backward``.
 
     With a ``cap`` other than 0, ``rows`` are ``cap * tanh(z / cap)`` and the gradient is that of z.
     ``dlse`` (M,) float32 is a gradient of the log-sum-exps, which is added.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the machine and the environment goes into a kernel's code besides program and config."""
+"""What a kernel's code depends on besides program and config: the machine and the environment."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import importlib.metadata
 import os
 import platform
 
-#: The parts of nvidia-cutlass-dsl: which CUDA it compiles for is a matter of what is installed.
+#: The parts of nvidia-cutlass-dsl: the installed ones determine for which CUDA it compiles.
 _VARIANTS = tuple(f"nvidia-cutlass-dsl-libs-{name}" for name in ("base", "core", "cu12", "cu13"))
-#: No options of a user's: the first is a compile worker's, and QuACK's keys hold the architecture;
+#: Not the user's options: the first is a compile worker's, and QuACK's keys have the architecture;
 #: the second is set by CuTeDSL itself.
 _OWN = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
 
 
 def environment() -> tuple[str, ...]:
     """The machine type, CuTeDSL's CUDA variants with their versions, and the ``CUTE_DSL_*``
-    options. Part of every kernel's key: hosts that share a home share no kernels that only
-    one of them can load."""
+    options. Part of every kernel's key, so that hosts with a common home do not share kernels that
+    only one of them can load."""
     options = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds a mixture's grouped GEMMs, at the bandwidth of memory, in Triton; and the gradient
-of their weights, a GEMM of QuACK's whose K is the rows of an expert. See ``semantic.experts``.
+"""The memory-bound ops around a mixture's grouped GEMMs, in Triton; and the gradient of their
+weights, a GEMM of QuACK's whose K is the rows of an expert. See ``semantic.experts``.
 
-Routing is a counting sort: blocks of pairs count theirs by expert, a scan over blocks says where
-each block's begin, and each pair's place is that of its block and expert plus how many equal ones
-stand before it in the block. It is stable, and the same at every run.
+Routing is a counting sort: each block of pairs counts them by expert, and a scan over blocks gives
+the start for each block and expert. A pair's place is that start plus the number of earlier pairs
+of the same expert in the block. The sort is stable, and the same at every run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from coda_inductor.mainloop.mod import kernel_name
 from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.semantic.experts import WGRAD, wgrad_result
 
-#: Pairs of a block times experts, at most: a thread has 64 of these counts.
+#: The most pairs of a block times experts: a thread has 64 of these counts.
 _COUNTS = 32768
 _MOST_EXPERTS = 1024
 #: Columns that a program sums at a time: 16 bytes of 16 bits a thread.
 _COLUMNS = 2048
-#: (tile_m, tile_n, cluster_m, ping-pong) of gradients of weights, the fastest of seven on an H100
-#: but for 6 %, and from how many columns a part on the second is.
+#: (tile_m, tile_n, cluster_m, ping-pong) of gradients of weights, within 6 % of the fastest of
+#: seven on an H100, and from how many columns of a part on the second is used.
 _TILES, _MANY_COLUMNS = {"few": (128, 256, 2, False), "many": (128, 192, 2, True)}, 4096
 
 
@@ -52,7 +52,7 @@ def _count(ids, counts, m, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, B
 
 @triton.jit
 def _scan(counts, totals, blocks, SPAN: tl.constexpr):
-    """Of one expert: what stands before each block, in place, and all of it."""
+    """For one expert: the number of its pairs before each block, in place, and in total."""
     row, total = counts + tl.program_id(0) * blocks, 0
     for start in range(0, blocks, SPAN):
         place = start + tl.arange(0, SPAN)
@@ -157,8 +157,8 @@ def combine(
 def grouped_wgrad(
     a: Tensor, rows: Tensor | None, bs: Sequence[Tensor], offsets: Tensor, turned: bool
 ) -> Tensor:
-    """As ``semantic.experts.grouped_wgrad``, of 16 bits; each part of ``bs`` is a launch that
-    writes its columns of the result, be they rows in memory."""
+    """As ``semantic.experts.grouped_wgrad``, in 16 bits; each part of ``bs`` is a launch that
+    writes its columns of the result, in either layout."""
     out = wgrad_result(a, bs, offsets, turned)
     start = 0
     with torch.cuda.device(a.device):
@@ -170,7 +170,7 @@ def grouped_wgrad(
 
 
 def columns(n: int) -> str:
-    """What kernel gradients of weights with ``n`` columns have: "few" or "many"."""
+    """The kernel for gradients of weights with ``n`` columns: "few" or "many"."""
     return "many" if n >= _MANY_COLUMNS else "few"
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``runtime.fp8_casts`` in Triton: each element is read once, in tiles.
 
-Both kernels do nothing but move memory, so a tile is as large as leaves four or more blocks on a
-multiprocessor (16 KB of 16 bits each: enough reads under way to cover their latency), and 128 long
+Both kernels only move memory, so a tile is as large as possible with four or more blocks on a
+multiprocessor (16 KB of 16 bits each: enough reads in flight to cover their latency), and 128 long
 in the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
 There is nothing to tune, and so nothing to measure at run time.
 
-No value is clamped before it is cast: ``cvt.rn.satfinite``, which Triton makes of a cast to FP8
-where there is hardware for it (compute capability 8.9), saturates infinite values too and keeps
-NaN. Clamps would be a quarter of the instructions.
+Values are not clamped before the cast: Triton compiles a cast to FP8 to ``cvt.rn.satfinite`` if the
+hardware has it (compute capability 8.9), which saturates infinite values too and keeps NaN. Clamps
+would be a quarter of the instructions.
 
-A launch through Triton's own door binds and specializes every argument, which takes the host longer
-than all the rest of a call, where a training step in FP8 makes some forty calls a layer. What it
-looks at (dtypes, sizes, strides, addresses that are multiples of 16 bytes) is a key here. A launch
-with one that is known goes to the compiled kernel, as Triton would.
+Triton's own launcher binds and specializes every argument, which takes the host longer than the
+rest of a call, and a training step in FP8 makes some forty calls per layer. Here the properties
+that it checks (dtypes, sizes, strides, addresses that are multiples of 16 bytes) are a key. A
+launch with the key of an earlier one goes directly to the compiled kernel, as Triton's would.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from coda_inductor.program.dtypes import HALF
 
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
-#: Its columns where it is turned, and at most where it is not.
+#: Its columns if it is transposed, and the most columns if it is not.
 _TURNED, _STRAIGHT = 64, 1024
-#: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3
-#: times as long for columns, which they exchange through shared memory (docs/gotchas.md).
+#: Warps for a tile's maxima, with those of columns and without. On an H200 eight warps take 1.3x
+#: as long for columns, which they exchange through shared memory (docs/gotchas.md).
 _WARPS = {True: 2, False: 8}
-#: How a scale, or the factor, lies beside the matrix: constants of the kernels.
+#: How a scale, or the factor, broadcasts against the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
-#: Launches that are remembered of a kernel: sizes may change without end.
+#: The most launches that are remembered per kernel, because sizes may change all the time.
 _MOST = 512
 
 
 @triton.jit
 def _beside(pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
-    """Scales (or the factor) as they broadcast against a tile. If that is turned, its columns are
-    rows of ``x``."""
+    """Scales (or the factor) as they broadcast against a tile. If that is transposed, its columns
+    are rows of ``x``."""
     if HOW == 1:
         by = tl.load(pointer)
     elif HOW == 2:
@@ -67,10 +67,10 @@ def _times(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.co
 
 @triton.jit
 def _over(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
-    """``value`` divided by a scale, rounded as torch does: by the reciprocal, and what that left
-    over corrects it (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-    processor", 1990). The instruction itself takes five times as many, and is for scales at the
-    ends of float32."""
+    """``value`` divided by a scale, rounded as in torch: by the reciprocal, corrected by the
+    remainder (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    processor", 1990). The division instruction costs 5x as much, and is used only for scales near
+    the limits of float32."""
     by = _beside(pointer, HOW, rows, columns, m, k, TURNED)
     by = by + tl.zeros((1, 1), tl.float32) if HOW == 1 else by
     size = tl.abs(by)
@@ -108,7 +108,7 @@ def _cast_kernel(
         straight = value.to(q.dtype.element_ty)
         tl.store(q + wide_rows[:, None] * k + columns[None, :], straight, inside)
     if SCALE_T != 0:
-        # Turned before it is cast: there are instructions for that in 16 bits, not in 8.
+        # Transposed before the cast: there are instructions for that in 16 bits, not in 8.
         value = tl.trans(loaded).to(tl.float32)
         value = _times(value, factor, FACTOR, rows, columns, m, k, True)
         value = _times(value, weight, WEIGHT, rows, columns, m, k, True)
@@ -144,8 +144,8 @@ def _amax_kernel(
 
 
 class Launches:
-    """Launches of one kernel. ``known``: what they depend on -> a function of the next one's
-    tensors, which come first among the arguments."""
+    """Launches of one kernel. ``known``: key -> a function that launches it for other tensors,
+    which come first among the arguments."""
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
@@ -154,8 +154,8 @@ class Launches:
     def first(
         self, key: Hashable | None, grid: int, args: tuple, rest: tuple, **options: Any
     ) -> None:
-        """Launch the kernel with ``(*args, *rest)``; the next time with this key (None: there is
-        none), ``known`` takes other ``args``."""
+        """Launch the kernel with ``(*args, *rest)``, and store a function of other ``args`` in
+        ``known`` under ``key``, unless that is None."""
         blocks = (grid, 1, 1)
         compiled = self.kernel[blocks](*args, *rest, **options)
         if key is None or not hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
@@ -170,7 +170,7 @@ _CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
 
 
 def _key_of(*tensors: Tensor | None) -> Hashable:
-    """What a launch depends on; of all, on one device, which is the current one's number."""
+    """What a launch depends on, on the current device."""
     return tuple(
         x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors
     )
@@ -187,12 +187,12 @@ def cast(
 ) -> None:  # fmt: skip
     """Write ``q`` (M, K) and ``qt`` (K, M), both contiguous; see ``runtime.fp8_casts.fp8_cast``.
 
-    Without its scale, a result is left alone.
+    A result without scale is not written.
 
     Raises:
-        ValueError: the shape of a scale, or of the factor, is none of those allowed.
+        ValueError: the shape of a scale, or of the factor, is not allowed.
     """
-    if x.stride(1) != 1 and x.stride(0) == 1:  # of its transpose, which is what lies in rows
+    if x.stride(1) != 1 and x.stride(0) == 1:  # the transpose is the one with contiguous rows
         x, q, qt = x.t(), qt, q
         others = (scale_t, scale, factor, weight)
         scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
@@ -205,7 +205,7 @@ def cast(
     lying = x if x.stride(1) == 1 else x.contiguous()
     laid = [v if v is None else v.contiguous() for v in vectors]
     if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
-        key = None  # copied, which the next one needs as well
+        key = None  # copied, and the next one must be copied too
     hows = [_how(v, m, k, *(HALF if v is laid[1] else ())) for v in laid]
     tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
@@ -216,7 +216,7 @@ def cast(
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
-    """Write what is wanted (is not empty) of ``rows`` (M, tiles) and ``cols`` (tiles, K), both
+    """Write those of ``rows`` (M, tiles) and ``cols`` (tiles, K) that are not empty, both
     contiguous; see ``runtime.fp8_casts.fp8_amax``.
 
     Raises:

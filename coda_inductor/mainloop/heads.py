@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of a head that change places (``program.heads.swap``), as a QuACK resource.
+"""Exchanged columns of a head (``program.heads.swap``), as a QuACK resource.
 
-Nothing moves through shared memory. On Hopper the accumulator is in registers, and a thread has of
-each row the same columns of every eight: what lies a multiple of eight columns further, or is the
-neighbour, is another register of the same thread. On Blackwell a thread has whole rows in tensor
-memory. So a subtile's exchanged columns are accumulators that the same thread loads from this
-subtile or another one, and which is known when the kernel is traced: ``Swap`` asks QuACK's own
-partition which columns each thread has, and refuses to trace where one is another's.
+No data moves through shared memory. On Hopper the accumulator is in registers, and in each row a
+thread has the same columns of every eight: the neighbor column, and columns at a multiple of eight,
+are in other registers of the same thread. On Blackwell a thread has whole rows in tensor memory. So
+a subtile's exchanged columns are accumulators that the same thread loads from this or another
+subtile, and tracing determines which: ``Swap`` asks QuACK's own partition for the columns of each
+thread, and refuses to trace if a column belongs to another thread.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Subtile = tuple[int, int]
 
 
 class Swap(EpiOp):
-    """The accumulator with columns of each head exchanged. Launch argument: the columns of a head,
-    which are compiled in."""
+    """The accumulator with columns of each head exchanged. Its launch argument, the number of
+    columns of a head, is compiled in."""
 
     fn_port = "value"
 
@@ -38,7 +38,7 @@ class Swap(EpiOp):
     def config_key(self):
         return self.pairs
 
-    # A number that is compiled in, as QuACK's grouped statistics have it.
+    # A number that is compiled in, as in QuACK's grouped statistics.
     host_arg_key = GroupedColStatsBase.host_arg_key
     host_fake_arg = GroupedColStatsBase.host_fake_arg
     host_call_arg = GroupedColStatsBase.host_call_arg
@@ -50,7 +50,7 @@ class Swap(EpiOp):
         return {self.name: getattr(args, self.name)}
 
     def begin(self, gemm, param, smem_tensor, ctx):
-        """Tells ``HeadAccumulator`` where each register finds its partner."""
+        """Tell ``HeadAccumulator`` where the partner of each register is."""
         found = partners(*_columns(ctx), param, *self.pairs)
         vars(gemm).setdefault("partners", {})[self.name] = found
 
@@ -60,13 +60,13 @@ class Swap(EpiOp):
 
 
 class HeadAccumulator:  # a mixin for QuACK kernel classes
-    """Loads with each subtile of the accumulator what its swaps need of this one and others. Before
-    it: with the last one Blackwell hands its tensor memory to the next tile."""
+    """Loads, before each subtile of the accumulator, what its swaps need of this subtile and
+    others: with the last load Blackwell passes its tensor memory to the next tile."""
 
     partners: dict[str, dict[Subtile, list[tuple[Subtile, int]]]]
 
     def epilogue(self, *args, **others):
-        *bound, load = args  # what QuACK leaves open of a call is how the accumulator is loaded
+        *bound, load = args  # QuACK passes the function that loads the accumulator last
 
         def load_with_partners(fragment, subtile, **how):
             self.swapped = {
@@ -85,13 +85,13 @@ def partners(
     width: int,
     distance: int,
 ) -> dict[Subtile, list[tuple[Subtile, int]]]:
-    """Where each register of each subtile finds the column that it changes places with.
+    """For each register of each subtile, where the column is that it is exchanged with.
 
     ``offsets``: subtile -> (rows, columns) of its registers, counted from a thread's first element
     of the tile. ``firsts``: the columns of these.
 
     Raises:
-        ValueError: another thread has it, or which one it is depends on the thread.
+        ValueError: another thread has the column, or its register depends on the thread.
     """
     where = {at: (subtile, i) for subtile, each in offsets.items() for i, at in enumerate(each)}
 
@@ -139,7 +139,7 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
 
 
 def _swapped(found: list[tuple[Subtile, int]], load, like):
-    """A fragment like ``like`` of the registers that ``found`` names; ``load`` gets a subtile's."""
+    """A fragment like ``like`` of the registers in ``found``; ``load`` loads those of a subtile."""
     parts = {}
     for subtile in dict.fromkeys(subtile for subtile, _ in found):
         parts[subtile] = cute.make_rmem_tensor(like.layout, like.element_type)

@@ -2,7 +2,7 @@
 """Device-side elementwise functions that generated epilogues call.
 
 Each takes Float32 scalars (Hopper, consumer Blackwell) or packed pairs of them, QuACK's ``F2``
-(data-centre Blackwell), or a mix with Python numbers; comparisons give Booleans. Addition,
+(data center Blackwell), or a mix with Python numbers; comparisons give Booleans. Addition,
 subtraction, multiplication and negation need no function: the operators do the same.
 
 Fast approximations are used where they are good to float32 (relative error near 1e-7). The
@@ -45,7 +45,7 @@ def _of_floats(function, **how):
 div = _of_floats(cute.math.div, full=True)
 absolute = _of_floats(cute.math.abs)
 reciprocal = _of_floats(cute.math.rcp, approx=True)
-#: A subnormal counts as zero: to keep it takes four instructions more.
+#: A subnormal counts as zero: keeping it costs four more instructions.
 reciprocal_of_normal = _of_floats(cute.math.rcp, approx=True, ftz=True)
 sqrt = _of_floats(cute.math.sqrt, approx=True)
 rsqrt = _of_floats(cute.math.rsqrt, approx=True)

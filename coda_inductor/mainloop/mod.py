@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated source -> module -> QuACK ``EpiMod``, once a process.
+"""Generated source -> module -> QuACK ``EpiMod``, once per process.
 
-The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. What runs is
-compiled from the text that was rendered, never from that file or from byte code beside it;
-tracebacks and CuTeDSL read the same text, from ``linecache``. Every process gets the same module
-name and therefore the same on-disk kernel key.
+The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. The code that
+runs is compiled from the rendered text, never from that file or its byte code; tracebacks and
+CuTeDSL read the same text, from ``linecache``. Every process has the same module name and therefore
+the same on-disk kernel key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOADS = {
     "row": RowVecLoad,
     "col": ColVecLoad,
     "scalar": DeviceScalar,
-    "table": RotaryCosSinTMALoad,  # which does not mind what is in it
+    "table": RotaryCosSinTMALoad,  # which accepts any values
 }
 
 
@@ -91,22 +91,22 @@ def load(program: EpilogueProgram, variant: str = "") -> CodaEpiMod:
     """The EpiMod of ``program``; renders, writes and runs its source on first use.
 
     Raises:
-        ValueError: no reading of it has this ``variant``.
+        ValueError: none of its readings has this ``variant``.
     """
     path = source_path(program, variant)
     source = render(program, variant)
-    with contextlib.suppress(OSError):  # nothing but a reader misses it
+    with contextlib.suppress(OSError):  # the file is only for readers
         if not path.is_file() or path.read_text() != source:
             write(path, source)
     module = types.ModuleType(f"coda_inductor_epilogue_{path.stem}")
     module.__file__ = str(path)
-    # Without a time, the entry is what linecache shows, whatever the file says.
+    # Without a time, linecache shows this entry and never reads the file.
     linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
     sys.modules[module.__name__] = module
     code = compile(source, str(path), "exec", dont_inherit=True)
     exec(code, vars(module))  # noqa: S102 (rendered just now)
     mod = CodaEpiMod(module.epilogue, program, variant)
-    vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
+    vars(module)["kernel"] = mod  # QuACK looks the mod up in the globals of the function's module
     return mod
 
 
@@ -119,9 +119,9 @@ def source_path(program: EpilogueProgram, variant: str = "") -> Path:
 def kernel_name(
     program: EpilogueProgram | str, config: Any, a_major: str, b_major: str, variant: str, arch: str
 ) -> str:
-    """What the file of a kernel is called; arguments as ``build`` takes them, or of a kernel that
-    is no program's, texts; ``arch`` is the compute capability, e.g. "90". ``swizzle`` is an
-    argument of its launches."""
+    """The name of a kernel's file; arguments as ``build`` takes them, or texts for a kernel without
+    program; ``arch`` is the compute capability, e.g. "90". ``swizzle`` is not part of it, because
+    it is an argument of launches."""
     if isinstance(program, EpilogueProgram):
         program, config = program.key, dataclasses.replace(config, swizzle=1)
     key = program, str(config), a_major, b_major, variant, arch, codegen_hash()
@@ -130,8 +130,8 @@ def kernel_name(
 
 @functools.lru_cache(maxsize=1)
 def codegen_hash() -> str:
-    """Changes with every source file that turns programs into code, and with what of the machine
-    and the environment goes into that code."""
+    """Changes with every source file that turns programs into code, and with the parts of the
+    machine and the environment that the code depends on."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{RENDERER_VERSION} {environment()}".encode())
     for folder in ("mainloop", "codegen"):

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching QuACK's plans: any (:func:`run`), and one from which everything that is the same at
-each call has been taken out (:func:`ready`).
+"""Launching QuACK's plans: any plan (:func:`run`), or one whose constant work per call has been
+done in advance (:func:`ready`).
 
-``run_gemm_epi_plan`` makes the epilogue's arguments by name, asks every resource for its own, and
-looks at options that a plain GEMM does not have. ``ready`` does that once: what a call brings
-stands in a list in an order that is agreed on, one C function picks the kernel's arguments out of
-it, and the kernel's own entry point checks their dtypes, shapes, strides, alignment and device,
-enters the device, and takes PyTorch's current stream.
+``run_gemm_epi_plan`` collects the epilogue's arguments by name, asks every resource for its own,
+and checks options that a plain GEMM does not have. ``ready`` does that once: each call passes its
+values as a list in a fixed order, one C function picks the kernel's arguments out of it, and the
+kernel's own entry point checks their dtypes, shapes, strides, alignment and device, enters the
+device, and takes PyTorch's current stream.
 
-Hopper's dynamic scheduler counts the tiles that were handed out; a product whose K is split keeps
-each tile's sum so far, and whose turn it is. Both start at zero, and are allocated and cleared for
-each launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears
-them itself at each replay. There is no moment at which memory to keep could be had for sure.
+Hopper's dynamic scheduler counts the tiles that it assigned; a product with a split K stores each
+tile's sum so far, and which CTA is next. Both start at zero, and are allocated and cleared for each
+launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears them at
+each replay. They cannot be kept: at no time is an allocation for later certain to be possible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 def counter(a: Tensor) -> Tensor:
-    """The dynamic scheduler's, for one launch with ``a``: (1,) int32."""
+    """The dynamic scheduler's counter, for one launch with ``a``: (1,) int32."""
     return a.new_zeros(1, dtype=torch.int32)
 
 
@@ -47,10 +47,10 @@ Launch = Callable[..., None]
 
 
 def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
-    """A function that launches ``plan`` as ``run_gemm_epi_plan`` does. ``names`` are those of the
-    epilogue's values, which each call gives in this order, and None as the last.
+    """A function that launches ``plan`` like ``run_gemm_epi_plan``. ``names``: of the epilogue's
+    values; each call passes these in this order, and then None.
 
-    Returns None where a launch needs the workspace of a split K.
+    Returns None if a launch needs the workspace of a split K.
     """
     scheduler = plan.scheduler_static
     if plan.split_k > 1 or (scheduler is None and not plan.scheduler_uses_semaphore):
@@ -74,7 +74,7 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
             values[place] = convert(values[place], key)
         counted = others
         if scheduler is None:
-            own = counter(a)  # the kernel is told where it is: it lives until that is launched
+            own = counter(a)  # the kernel gets its address, so it must live until the launch
             counted = others._replace(tile_count_semaphore=own.data_ptr())
         varlen = make_varlen_args(groups, None, index)
         launch_gemm(plan, a, b, d, c, pick(values), counted, varlen)

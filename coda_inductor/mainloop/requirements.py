@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions that this package was written against and tested with.
 
-``pyproject.toml`` asks pip for the same ranges and the README names the tested versions; tests
-compare. What is installed may still differ: ``pip install --no-deps``, a base image, a nightly.
+``pyproject.toml`` has the same ranges for pip and the README names the tested versions; tests
+compare. Installed versions may still differ: ``pip install --no-deps``, a base image, a nightly.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Range:
         return f"{self.package}>={self.low},<{self.high}"
 
     def holds(self, version: str) -> bool:
-        """Is ``version`` in the range? An early release (0.6.5rc1, 0.7.0.dev2) comes before its
-        number: of ``low`` it is too old, of ``high`` still too new, which is pip's rule too."""
+        """Is ``version`` in the range? As with pip, a prerelease of ``low`` (0.6.5rc1) is too old,
+        and one of ``high`` (0.7.0.dev2) is too new."""
         return self.low <= TorchVersion(version) < f"{self.high}.dev0"
 
 

@@ -54,7 +54,7 @@ def reduction(sink: Sink) -> EpiOp:
 
 
 class _NaNMax(str):
-    """The name of a maximum that is NaN where a value is, like torch's. QuACK's own drops NaN."""
+    """The name of a maximum that is NaN if a value is, like torch's. QuACK's own drops NaN."""
 
 
 _quacks_combine = quack.epilogue.ops._vec_reduce_combine
@@ -71,8 +71,8 @@ quack.epilogue.ops._vec_reduce_combine = _combine
 
 
 class DeviceScalar(Scalar):
-    """A 0-dim float32 tensor, read by the kernel. QuACK's own check refuses the meta tensors that
-    kernels are compiled with ahead of time; the caller (``runtime.launch``) has checked already."""
+    """A 0-dim float32 tensor, read by the kernel. It skips QuACK's check, which rejects the meta
+    tensors of compiling ahead of time; the caller (``runtime.launch``) has already checked."""
 
     def host_arg_key(self, value):
         return self.host_key_for_mode(2)
@@ -82,7 +82,7 @@ class DeviceScalar(Scalar):
 
 
 class Distance(EpiOp):
-    """How far apart two allocations are, in elements, as a launch argument (``readings.pair``)."""
+    """The distance of two allocations, in elements, as a launch argument (``readings.pair``)."""
 
     def host_arg_key(self, value):
         return None if value is None else ("int64",)
@@ -102,5 +102,5 @@ class Distance(EpiOp):
 
 @functools.lru_cache(maxsize=4096)
 def _int64(value: int) -> Int64:
-    """Making one costs the host a microsecond; the same distances come up at every step."""
+    """Cached: creating one costs the host a microsecond, and each step has the same distances."""
     return Int64(value)

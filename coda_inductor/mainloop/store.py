@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuACK's folder of compiled kernels, made safe to share: where it is, what they are called, locks.
+"""QuACK's folder of compiled kernels, made safe to share: its place, file names, and locks.
 
 QuACK loads ``<folder>/<its sources>/<key>.o`` as machine code, under a file lock for each kernel.
-Its default folder is a predictable one in the temporary directory, whoever made it, and where a
-file system has no flock, it waits a minute for each kernel and then keeps none. Here
+Its default folder has a predictable name in the temporary directory, and any user may have created
+it. On a file system without flock, it waits a minute for each kernel and then keeps none. Here
 
 - the folder is ``kernels/<machine and versions>`` of ours;
-- a kernel of ours is called by what was asked for, so that whether it is there is known before
-  anything is built. QuACK hashes a pickled key, in which it matters which texts are one;
+- a kernel's name comes from its request, so that one can check for it before anything is built.
+  QuACK hashes a pickled key, which depends on the identity of strings;
 - locks are ours (``locks``): without flock, the processes of a host compile a kernel once; several
-  hosts may compile it twice, and the last one's stays (files are replaced as a whole);
-- kernels of a folder that can only be read are copied on first use.
+  hosts may compile it twice, and the last file stays (files are replaced as a whole);
+- kernels of a read-only folder are copied on first use.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ _name = contextvars.ContextVar("name", default="")
 
 
 def use() -> None:
-    """Point QuACK to its folder, our names and our locks. Once a process, before the first kernel.
+    """Let QuACK use this folder, our names and our locks. Once per process, before the first
+    kernel.
 
     Raises:
-        OSError: no folder can be made.
+        OSError: the folder cannot be created.
     """
     quack.cache.jit.FileLock = KernelLock
     if not _quacks:
         _quacks.append(quack.cache.jit._key_to_hash)
         quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks[0](key)
     own = folder("kernels", label())
-    if not writable(own):  # made by another user who shares the cache
+    if not writable(own):  # created by another user of a shared cache
         own = private_dir() / "kernels" / label()
         own.mkdir(parents=True, exist_ok=True)
-    quack.cache.CACHE_ENABLED = True  # workers hand over their kernels through it
+    quack.cache.CACHE_ENABLED = True  # workers pass their kernels through it
     quack.cache.CACHE_DIR = str(own)
 
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """What QuACK compiles meanwhile is called so."""
+    """Kernels that QuACK compiles inside the block get this name."""
     token = _name.set(name)
     try:
         yield
@@ -64,13 +65,13 @@ def named(name: str) -> Iterator[None]:
 
 
 def place(name: str) -> Path:
-    """Where a kernel with this name is kept: of this version of QuACK's sources."""
+    """Where a kernel with this name is kept, for this version of QuACK's sources."""
     cache = quack.cache.jit
     return Path(cache.get_cache_path()) / cache._compute_source_fingerprint() / f"{name}.o"
 
 
 def read_only(kernel: Path) -> Path | None:
-    """The file of ``kernel`` in the folder that can only be read, if it is there."""
+    """The file of ``kernel`` in the read-only folder, if it is there."""
     if (base := prewarmed()) is None:
         return None
     found = base / "kernels" / label() / kernel.parent.name / kernel.name
@@ -78,8 +79,8 @@ def read_only(kernel: Path) -> Path | None:
 
 
 class KernelLock:
-    """In place of QuACK's lock of one kernel, which it holds while it loads, or compiles and stores
-    it. Exclusive always: loading takes milliseconds.
+    """Replaces QuACK's lock of one kernel, held while the kernel is loaded, or compiled and stored.
+    Always exclusive: loading takes milliseconds.
 
     Raises RuntimeError, as QuACK expects, if another process holds it for too long.
     """
@@ -92,7 +93,7 @@ class KernelLock:
     def __enter__(self) -> Self:
         share(self._kernel.parent)
         if not self._held.enter_context(held(self._kernel, self._timeout)):
-            raise RuntimeError(f"{self._kernel} is being compiled elsewhere")
+            raise RuntimeError(f"another process is compiling {self._kernel}")
         with contextlib.suppress(OSError):
             missing = self._copies and not self._kernel.exists()
             if missing and (source := read_only(self._kernel)) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as TMA wants them, and the conditions under which two of them are one operand."""
+"""Tensors as TMA requires them, and the conditions under which two of them are one operand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 ALIGN = 16  # bytes, for pointers and strides
 _MAX_STRIDE = 2**40  # bytes
-#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
+#: Every distance must be a multiple of this many elements: 16 bytes of a 16-bit type, for TMA.
 DELTA_DIVISOR = 8
 
 
@@ -21,7 +21,7 @@ class UnpairableError(ValueError):
 def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
     """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it.
 
-    TMA wants one unit stride (the last; either, with ``either_major``) and 16-byte multiples for
+    TMA requires one unit stride (the last; either, with ``either_major``) and 16-byte multiples for
     the pointer and the other stride.
     """
     if x.data_ptr() % ALIGN == 0 and readable(x, either_major):
@@ -30,7 +30,7 @@ def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
 
 
 def readable(x: Tensor, either_major: bool = False) -> bool:
-    """Can TMA read ``x`` (rows, columns), whatever its pointer? See :func:`tma_matrix`."""
+    """Can TMA read ``x`` (rows, columns), apart from its pointer? See :func:`tma_matrix`."""
     rows, columns = x.stride()
     step = ALIGN // x.element_size()
     if columns == 1 and rows >= x.shape[1] and rows % step == 0:
@@ -46,7 +46,7 @@ def vector(x: Tensor) -> Tensor:
 
 
 def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bool) -> Tensor:
-    """(rows, columns) of what ``make`` makes of a shape."""
+    """A tensor (rows, columns) from ``make``, a function of a shape, in the given layout."""
     return make(rows, columns) if row_major else make(columns, rows).t()
 
 
@@ -54,10 +54,10 @@ def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
     """(y lies lower, the distance in elements) of two matrices of one dtype.
 
     Raises:
-        UnpairableError: it is no distance that TMA takes for a stride.
+        UnpairableError: TMA does not accept the distance as a stride.
     """
     first, second = x.data_ptr(), y.data_ptr()
     gap = abs(second - first)
     if first % ALIGN or gap % ALIGN or not 0 < gap < _MAX_STRIDE:
-        raise UnpairableError(f"the {what} are not a legal TMA stride apart")
+        raise UnpairableError(f"the distance of the {what} is not a legal TMA stride")
     return second < first, gap // x.element_size()

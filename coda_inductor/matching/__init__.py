@@ -2,10 +2,10 @@
 """Matching plain PyTorch functions in Dynamo graphs.
 
 canon      what the matcher reads of one node
-columns    columns that are taken out of a tensor and put together, in one dialect
+columns    columns that are selected from a tensor and joined, in one dialect
 normalize  one dialect for the many spellings of an op
-guards     which nodes change memory, or a mode
-hazards    what an idiom must not straddle
+guards     which nodes change memory or a mode
+hazards    what must not happen in the middle of an idiom
 match      the matcher
 bodies     the graphs inside a graph
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs inside a Dynamo graph, above all those that run as if they stood in it: checkpointed
+"""The graphs inside a Dynamo graph, above all those that run as if they were inlined: checkpointed
 regions."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _REGIONS = (*_CHECKPOINTS, "invoke_subgraph")
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """One graph. ``outer``: its placeholders -> what the graph of ``around`` passes for each, where
-    that is one and the same at every call; empty for the outermost graph."""
+    """One graph. ``outer``: its placeholders -> what the graph of ``around`` passes for each, if
+    that is the same at every call; empty for the outermost graph."""
 
     module: GraphModule
     around: Body | None = None
@@ -32,8 +32,8 @@ class Body:
 def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
     """``graph`` and the bodies of its checkpoint and nested_compile_region calls, outermost first.
 
-    Other nested graphs (flex_attention's score_mod, cond branches) have semantics of their own and
-    are left out.
+    Other nested graphs (flex_attention's score_mod, cond branches) have different semantics and are
+    left out.
     """
     gm = graph.owning_module
     assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
@@ -52,8 +52,8 @@ def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
 
 
 def nested(node: Node) -> dict[str, GraphModule | None]:
-    """The graphs that a call is given, by their names in the module around it; None for what that
-    module, if it is known, does not hold."""
+    """The graphs that a call takes, by their names in the module around it; None for a name that
+    the module does not have."""
     names = [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
     found = {name: _attribute(node.graph.owning_module, name) for name in names}
     return {
@@ -71,8 +71,8 @@ def _attribute(module: object, name: str) -> object:
 
 
 def passed(call: Node, child: GraphModule) -> dict[Node, Node] | None:
-    """Placeholders of ``child`` -> what ``call`` passes for each; None where that is not known, as
-    it is for other calls than those of checkpointed regions."""
+    """Placeholders of ``child`` -> what ``call`` passes for each; None if that is uncertain. Only
+    calls of checkpointed regions are certain."""
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
     given = call.args[1:]
     if target_name(call) not in _CHECKPOINTS or len(given) != len(placeholders):

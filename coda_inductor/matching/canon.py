@@ -23,8 +23,8 @@ class Canon(NamedTuple):
 
 
 def value(node: Any) -> Any:
-    """The fake value of a node of Dynamo's graph, under Dynamo's own key, or under AOTAutograd's,
-    as nested regions have them; None for anything else. ``graph.nodes.fake`` reads aten graphs."""
+    """The fake value of a node of Dynamo's graph, under Dynamo's own key, or AOTAutograd's (in
+    nested regions); None for anything else. For aten graphs there is ``graph.nodes.fake``."""
     if not isinstance(node, Node):
         return None
     for key in ("example_value", "val"):
@@ -34,7 +34,7 @@ def value(node: Any) -> Any:
 
 
 def is_view(node: Node, tensor: Any) -> bool:
-    """Is ``node`` the very elements of ``tensor``, however it was spelled: one memory, and the same
+    """Does ``node``, in any spelling, have exactly the elements of ``tensor``: the same memory,
     sizes and strides?"""
     known = value(node)
     strided = all(isinstance(t, Tensor) and t.layout == torch.strided for t in (known, tensor))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns that are taken out of a tensor and put together again, in their many spellings.
+"""Columns that are selected from a tensor and joined again, in their many spellings.
 
 ``x[..., :h]``, ``x.chunk(2, -1)[0]``, ``x.split(h, -1)[0]`` and
 ``x.view(..., 2, h)[..., 0, :]`` are all ``columns(x, 0, h, 1)``; ``x[..., ::2]`` and
-``x.unflatten(-1, (-1, 2)).unbind(-1)[0]`` are both ``columns(x, 0, None, 2)``. Put together,
+``x.unflatten(-1, (-1, 2)).unbind(-1)[0]`` are both ``columns(x, 0, None, 2)``. Of the ways to join,
 ``stack(parts, -1)`` with its last two dimensions merged is ``interleave``, and ``stack(parts, -2)``
-is a ``cat``. The nodes between are looked through, and named (``Canon.through``).
+is a ``cat``. The nodes between are skipped, and listed in ``Canon.through``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def item(source: Any, index: Any) -> Canon | None:
 
 
 def joined(call: Call) -> Canon | None:
-    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors. A
-    part of a ``cat`` that has nothing in that dimension is none."""
+    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors.
+    Empty parts of a ``cat`` are left out."""
     tensors, dim = call["tensors"], _from_end(call["dim"], call.node)
     if dim is None or not isinstance(tensors, (tuple, list)):
         return None
@@ -47,8 +47,8 @@ def joined(call: Call) -> Canon | None:
 
 
 def merged(call: Call) -> Canon | None:
-    """The last two dimensions made one, of a stack or of complex numbers' two parts; None for any
-    other ``flatten``, ``view`` or ``reshape``."""
+    """A stack, or the two parts of complex numbers, with the last two dimensions merged; None for
+    any other ``flatten``, ``view`` or ``reshape``."""
     source = read(call["input"])
     if source is None or not _merges(call):
         return None
@@ -72,7 +72,7 @@ def complex_columns(call: Call) -> Canon | None:
 
 
 def _part(source: Any, index: int) -> Canon | None:
-    """``chunk``, ``split`` or ``unbind``, of which ``index`` is taken."""
+    """Result ``index`` of ``chunk``, ``split`` or ``unbind``."""
     call = read(source)
     if call is None or index < 0 or call.op not in ("chunk", "split", "unbind"):
         return None
@@ -99,8 +99,8 @@ def _part(source: Any, index: int) -> Canon | None:
 def _columns(
     source: Any, start: Any, stop: Any, step: Any, through: tuple[Node, ...] = ()
 ) -> Canon:
-    """Columns ``start`` to ``stop``, which is None where they go on to the end from a later one
-    than the first."""
+    """Columns ``start`` to ``stop``. ``stop`` is None if ``start`` is not 0 and they go on to the
+    end."""
     known = value(source)
     width = known.shape[-1] if isinstance(known, torch.Tensor) and known.dim() else None
     if isinstance(width, int):
@@ -112,7 +112,7 @@ def _columns(
 
 
 def _unfolded(view: Any, index: int, dim: Any, through: tuple[Node, ...] = ()) -> Canon | None:
-    """``index`` of dimension ``dim`` of ``view``, in which columns stand as a matrix."""
+    """``index`` of dimension ``dim`` of ``view``, which shows columns as a matrix."""
     dim, (source, inner) = _from_end(dim, view), _unfolds(view)
     if inner is None or dim not in (-1, -2):
         return None
@@ -127,22 +127,22 @@ def _unfolded(view: Any, index: int, dim: Any, through: tuple[Node, ...] = ()) -
 
 
 def _unfolds(view: Any) -> tuple[Any, int | None]:
-    """What ``view`` is a view of, and the size of its last dimension, if the last two were one;
-    None if not."""
+    """What ``view`` is a view of, and the size of its last dimension, if the last two come from one
+    dimension; else None."""
     call = read(view)
     if call is None or call.op not in ("view", "unflatten"):
         return None, None
     before, after = value(call["input"]), value(view)
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return call["input"], after.shape[-1] if _unfolding(before, after) else None
-    # An idiom's own, which is recorded nowhere.
+    # A node of an idiom has no recorded value.
     sizes: Any = call["sizes"] if call.get("dim") == -1 else ()
     inner = sizes[1] if len(sizes) == 2 else None
     return call["input"], inner if isinstance(inner, int) and inner > 0 else None
 
 
 def _merges(call: Call) -> bool:
-    """Does a view make one of the last two dimensions?"""
+    """Does a view merge the last two dimensions?"""
     before, after = value(call["input"]), value(call.node)
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return before.dtype == after.dtype and _unfolding(after, before)
@@ -150,7 +150,7 @@ def _merges(call: Call) -> bool:
 
 
 def _unfolding(folded: torch.Tensor, unfolded: torch.Tensor) -> bool:
-    """Is ``unfolded`` what ``folded`` is, its columns as a matrix of known size?"""
+    """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size?"""
     if unfolded.dim() != folded.dim() + 1 or not folded.dim():
         return False
     (*rows, width), (*lead, n, k) = folded.shape, unfolded.shape
@@ -167,8 +167,8 @@ def _empty(part: Any, dim: int) -> bool:
 
 
 def _places(index: tuple[Any, ...], source: Any) -> list[Any] | None:
-    """What ``index`` takes of each dimension of ``source``; of those from its ellipsis on, where
-    more is not known. None where it is no view, or makes a dimension."""
+    """What ``index`` selects in each dimension of ``source``; if its rank is unknown, only from the
+    ellipsis on. None if the result is not a view, or has a new dimension."""
     if not all(isinstance(i, (int, slice, type(Ellipsis))) for i in index):
         return None
     if any(isinstance(i, bool) for i in index):
@@ -182,7 +182,7 @@ def _places(index: tuple[Any, ...], source: Any) -> list[Any] | None:
 
 
 def _from_end(dim: Any, tensor: Any) -> int | None:
-    """``dim`` counted from the last dimension of ``tensor``; None if that is not known."""
+    """``dim`` counted from the last dimension of ``tensor``; None if its rank is unknown."""
     if not isinstance(dim, int) or dim < 0:
         return dim if isinstance(dim, int) else None
     known = value(tensor)

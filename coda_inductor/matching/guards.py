@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node of Dynamo's graph does beside its result: it changes memory, or a mode."""
+"""Side effects of a node of Dynamo's graph: it changes memory, or a mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _INPLACE_METHODS = frozenset(f"__{op.__name__}__" for op in _INPLACE_OPERATORS)
 
 
 def mutates(node: Node) -> bool:
-    """Does ``node`` change a tensor in place? Errs on the side of yes."""
+    """Does ``node`` change a tensor in place? True if in doubt."""
     if node.op == "call_method":
         name = str(node.target)
         return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS
@@ -51,7 +51,7 @@ def mutates(node: Node) -> bool:
         return bool(_written_inside(node))
     if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:
         return True
-    call = read(node)  # F.relu(x, inplace=True), the flag also given by position
+    call = read(node)  # F.relu(x, inplace=True), the flag also by position
     if (node.kwargs if call is None else call.args).get("inplace") is True:
         return True
     if isinstance(node.target, OpOverload):
@@ -61,19 +61,19 @@ def mutates(node: Node) -> bool:
         return any(_mutable(getattr(packet, name)) for name in packet.overloads())
     name = getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target:
-        return False  # and_, or_, not_: only named so because the plain word is Python's
+        return False  # and_, or_, not_: named so only because Python reserves the plain word
     return name.endswith("_") and not name.endswith("__")
 
 
 def _mutable(op: object) -> bool:
-    """May an overload change its arguments? One that says nothing may."""
+    """May an overload change its arguments? True if it has no schema."""
     said = schema(op)
     return said is None or said.is_mutable
 
 
 def written(node: Node) -> set[Node]:
-    """What a node that ``mutates`` may write to: its tensors, of a Python operator or a method the
-    first one, and what those may be views of."""
+    """What a node that ``mutates`` may write to: its tensors (for a Python operator or a method,
+    the first one) and what those may be views of."""
     if isinstance(node.target, HigherOrderOperator):
         inputs = _written_inside(node)
     elif node.op == "call_method" or node.target in _INPLACE_OPERATORS:
@@ -108,8 +108,8 @@ def _bases(node: Node) -> set[Node]:
 
 
 def _written_inside(node: Node) -> set[Node]:
-    """What a call of a higher-order operator changes, which is what the graphs that it is given
-    change. Without any (a Triton kernel, say), or where they are not known, all that it reads."""
+    """What a call of a higher-order operator changes: what its graphs change. If it has none (a
+    Triton kernel, for example), or they are unknown, everything that it reads."""
     children, found = nested(node), set()
     for child in children.values():
         if child is None:
@@ -137,13 +137,13 @@ def changes(graph: Graph) -> set[Node]:
 
 
 def _may_view(node: Node, source: Node) -> bool:
-    """May ``node`` share memory with ``source``, which it reads? Errs on the side of yes."""
+    """May ``node`` share memory with ``source``, which it reads? True if in doubt."""
     mine, theirs = memory(node), memory(source)
     return mine is None or theirs is None or not mine.isdisjoint(theirs) or mutates(node)
 
 
 def memory(node: Node) -> set[int] | None:
-    """The storages of the recorded value, which views share; None if it is not known."""
+    """The storages of the recorded value, which views share; None without one."""
     known = value(node)
     if known is None:
         return None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """May nodes of a graph be computed together, at the place of the last of them?
 
-Two hazards give silently wrong results (both seen): a write such as ``x.mul_(2)`` between two nodes
-of an idiom, and an idiom that straddles a ``no_grad`` or autocast border. Two cases are safe: a
-write to memory that the nodes neither make nor read, and a region of another mode that begins and
-ends between them. Models that call other functions between the nodes of an idiom, such as products
-with quantized weights, have both.
+Two hazards give silently wrong results (both were seen): a write such as ``x.mul_(2)`` between two
+nodes of an idiom, and a ``no_grad`` or autocast region that begins or ends in the middle of one.
+Two cases are safe: a write to memory that the nodes neither create nor read, and a region of
+another mode that begins and ends between two nodes. Models that call other functions between the
+nodes of an idiom, such as products with quantized weights, have both.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Hazards:
         self._modes = _modes(nodes)
 
     def between(self, nodes: Iterable[Node], to: Node | None = None) -> bool:
-        """Does a mode change among ``nodes``, or memory that one of them makes or reads, from the
-        first of them to the last, or to another node, ``to``?"""
+        """From the first of ``nodes`` to the last, or to another node ``to``: does a mode change,
+        or memory that one of them creates or reads?"""
         nodes = list(nodes)
         first, last = min(nodes), max(nodes) if to is None else to
         if len({self._mode(node) for node in (*nodes, last)}) > 1:
@@ -49,7 +49,7 @@ class Hazards:
         return any(writes_to(node, touched) for node in writes)
 
     def owned(self, nodes: Iterable[Node]) -> bool:
-        """Is the memory of each of ``nodes`` known, never changed in place, and no output's?"""
+        """Is the memory of each of ``nodes`` known, never changed in place, and not an output's?"""
         own = [memory(node) for node in nodes]
         return all(each is not None and each.isdisjoint(self._shared) for each in own)
 
@@ -64,9 +64,9 @@ class Hazards:
 
 
 def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
-    """Each node that changes the mode, with the mode after it, equal for equal ones: gradients
-    (None: as before the graph, which is not known), regions within each other by what began each,
-    and how often something else was set. Nothing where no node changes it."""
+    """Each node that changes the mode, with the mode after it; empty if no node does. A mode has
+    three parts: are gradients on (None: as before the graph, which is unknown), the calls that
+    entered the current regions, and how often something else was set."""
     changing = [node for node in nodes if changes_mode(node)]
     if not changing:
         return []

@@ -3,8 +3,8 @@
 
 The idiom is traced with ``torch.fx`` and both sides are read through :mod:`normalize`, so that the
 spelling does not matter; ``add`` and ``mul`` match in either order; literals are captured; float
-casts are looked through (what a cast changes is the rounding of an intermediate; the result's
-dtype is checked by whoever replaces the match).
+casts are skipped (a cast only changes the rounding of an intermediate; the caller that replaces the
+match checks the result's dtype).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from coda_inductor.matching.normalize import COMMUTATIVE, as_written, is_cast, n
 
 @dataclass
 class Match:
-    """One occurrence: what each parameter of the idiom stands for, and the nodes it covers."""
+    """One occurrence: the value of each parameter of the idiom, and the nodes that it covers."""
 
     root: Node
     bound: dict[str, Any] = field(default_factory=dict)
     nodes: dict[Node, None] = field(default_factory=dict)  # ordered set: ops of the idiom
-    casts: dict[Node, None] = field(default_factory=dict)  # casts looked through
-    #: views that were written twice: the same where nothing has changed between the two
+    casts: dict[Node, None] = field(default_factory=dict)  # casts that were skipped
+    #: pairs of equal views: the same value if nothing changes between the two
     twins: dict[tuple[Node, Node], None] = field(default_factory=dict)
 
 
@@ -54,7 +54,7 @@ class Idiom:
         self.ops = self._needed()
 
     def _needed(self) -> frozenset[str | None]:
-        """The ops that every occurrence of it has; None for one that nothing is."""
+        """The ops that every occurrence has; None for one that no node can be."""
         found, left = set(), [self.root]
         while left:
             node = base(left.pop(), self._is_cast)
@@ -76,8 +76,8 @@ class Idiom:
         return canon is not None and canon.op == "cast"
 
     def _all(self, pairs: list[tuple[Any, Any]], found: Match) -> bool:
-        """Does each of ``pairs`` (pattern, target) match, the first of them first? What an order of
-        a commutative op's arguments binds is undone where a later pair does not fit it."""
+        """Do all ``pairs`` (pattern, target) match, in this order? If one order of a commutative
+        op's arguments makes a later pair fail, its bindings are undone and the other is tried."""
         if not pairs:
             return True
         (pattern, target), *rest = pairs
@@ -108,8 +108,8 @@ class Idiom:
         return False
 
     def _negated(self, pattern: Node) -> str | None:
-        """The parameter that ``pattern`` is minus, or None: of one that is a number, a graph has
-        the number that comes of it."""
+        """The parameter that ``pattern`` negates, or None. If the parameter is a number, the graph
+        has the negated number."""
         canon = self.known[pattern]
         return self.parameters.get(canon.args[0]) if canon and canon.op == "neg" else None
 
@@ -119,8 +119,8 @@ class Idiom:
         return name is not None and number and self._parameter(name, -target, found)
 
     def _parameter(self, name: str, target: Any, found: Match) -> bool:
-        # A widening cast before the idiom belongs to it (x.float()); a narrowing one is the
-        # user's rounding of an input and stays.
+        # A cast to a wider dtype before the idiom belongs to it (x.float()); one to a narrower
+        # dtype is the user's rounding of an input and stays.
         *casts, target = chain(target, _widens)
         found.casts.update(dict.fromkeys(casts))
         if name in found.bound:
@@ -130,7 +130,7 @@ class Idiom:
 
 
 def ops_of(nodes: Iterable[Node]) -> set[str]:
-    """What ``nodes`` may be matched as: an idiom that has another op occurs among none of them."""
+    """What ``nodes`` may be matched as: an idiom with another op cannot occur among them."""
     return {op for node in nodes for op in _ops(node)}
 
 
@@ -140,14 +140,13 @@ def _ops(node: Node) -> set[str]:
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
-    """The occurrence whose result is ``root`` of the first of ``idioms`` that has one, or None."""
+    """The occurrence with result ``root`` of the first of ``idioms`` that has one, or None."""
     ops = _ops(root)
     return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
 
 
 def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
-    """Are both one thing: a literal, a node, or one view of it that was written twice? Then both
-    are added to ``twins``."""
+    """Are both the same literal, node, or equal views? Equal views are added to ``twins``."""
     if not (isinstance(left, Node) and isinstance(right, Node)):
         return type(left) is type(right) and left == right
     if left is not right:

@@ -3,7 +3,7 @@
 
 ``x.pow(2)``, ``torch.square(x)`` and ``x * x`` are all ``square``; ``x.to(d)``, ``x.float()`` and
 ``x.type_as(y)`` are all ``cast``; ``operator.add``, ``torch.add`` and ``Tensor.add`` are ``add``.
-In-place spellings (``operator.iadd``, ``mul_``) are never normalized: they are not the same.
+In-place spellings (``operator.iadd``, ``mul_``) are never normalized: they also write memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMUTATIVE = frozenset({"add", "mul"})
 
 #: Methods that are casts, of floating types.
 _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
-#: Options that say nothing as long as they say this; with any other value it is another function.
+#: Options without effect at this value; with any other value the op is another function.
 _NOTHING = {"inplace": False, "dtype": None, "_stacklevel": 3}
 
 
@@ -55,9 +55,9 @@ def _plain(call: Call) -> Canon | None:
 
 
 def as_written(node: Node, canon: Canon | None) -> Canon | None:
-    """``node``, which is ``canon``, without what :func:`normalize` looks through: what an idiom
-    reads that spells only the last op of several, or spells its dimensions in another way. None if
-    that is nothing else.
+    """``node``, whose normal form is ``canon``, without the steps that :func:`normalize` skips: for
+    idioms that have only the last of several ops, or write dimensions in another way. None if there
+    is no difference.
     """
     if canon is None or not canon.through or (call := read(node)) is None:
         return None
@@ -69,8 +69,8 @@ def as_written(node: Node, canon: Canon | None) -> Canon | None:
 
 
 def _cast(call: Call) -> Canon | None:
-    """A pure dtype change between floating types: no device move, no memory format. One from or to
-    eight bits is none: it quantizes, and torch promotes these types to no others."""
+    """A pure dtype change between floating types: no device move, no memory format. Not from or to
+    eight bits: that is quantization, and torch does not promote these types."""
     if call.get("memory_format") is not None:
         return None
     source, result = value(call["input"]), value(call.node)
@@ -82,7 +82,7 @@ def _cast(call: Call) -> Canon | None:
 
 
 def _sum(call: Call) -> Canon | None:
-    """``add`` and ``sub``, nothing scaled."""
+    """``add`` and ``sub`` without ``alpha``."""
     one = call.get("alpha") in (None, 1)
     return Canon(call.op, (call["input"], call["other"])) if one else None
 
@@ -100,7 +100,7 @@ _POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt"}
 
 
 def _div(call: Call) -> Canon | None:
-    """``1 / x`` is a reciprocal; ``div`` that rounds is another function."""
+    """``1 / x`` is a reciprocal; ``div`` with a rounding mode is another function."""
     if call.get("rounding_mode") is not None:
         return None
     left, right = call["input"], call["other"]
@@ -116,7 +116,7 @@ def _mul(call: Call) -> Canon:
 
 
 def _inverse(x: Node) -> Canon:
-    """One over ``x``, which may be a root."""
+    """1 / ``x``, where ``x`` may be a square root."""
     root = normalize(x) if isinstance(x, Node) else None
     if root is not None and root.op == "sqrt":
         return Canon("rsqrt", root.args, (x, *root.through))
@@ -143,8 +143,8 @@ def _view_as_written(call: Call) -> Canon | None:
 
 
 def _loss(call: Call) -> Canon | None:
-    """A loss of classes without weights: (input, target, ignore_index, reduction), and how much a
-    cross entropy smooths."""
+    """A loss of classes without weights: (input, target, ignore_index, reduction), and the label
+    smoothing of a cross entropy."""
     weighted = any(call.get(key) is not None for key in ("weight", "size_average", "reduce"))
     if weighted or isinstance(call["reduction"], int):  # as the aten op has it
         return None
@@ -153,14 +153,14 @@ def _loss(call: Call) -> Canon | None:
 
 
 def _reduction(call: Call) -> Canon | None:
-    """One over the last dimension, which stays, no other."""
+    """A reduction over the last dimension only, with ``keepdim``."""
     kept = call.get("keepdim") is True and call.get("dtype") is None
     last = kept and is_last(call["dim"], call["input"])
     return Canon(f"{call.op}_last", (call["input"],)) if last else None
 
 
 def is_last(dim: Any, x: Any) -> bool:
-    """Is ``dim`` the last dimension of ``x``, and no other?"""
+    """Is ``dim`` exactly the last dimension of ``x``?"""
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
         dim = dim[0]
     known = value(x)
@@ -176,7 +176,7 @@ def _var(call: Call) -> Canon | None:
 
 
 def _log_softmax(call: Call) -> Canon | None:
-    """Only over the last dimension; a dtype that it computes in is a cast."""
+    """Only over the last dimension; its ``dtype`` argument is a cast."""
     last = is_last(call["dim"], call["input"])
     return Canon("log_softmax_last", (call["input"],)) if last else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pattern files: what they hold, their proof, and how they are found and loaded.
+"""Pattern files: their content, their proof, and how they are located and loaded.
 
 Each file imports only from those above it::
 
@@ -9,9 +9,9 @@ Each file imports only from those above it::
     formulas   a torch function -> its sympy expression
     exact      tensors of exact elements, on which any torch function runs
     equal      are two expressions the same? proven, refuted or neither
-    prove      what a pattern owes, and its proof
+    prove      the claims of a pattern, and their proof
     source     one file -> its patterns, not proven yet
-    verdict    a proof, remembered by content; made by worker in a process of its own
+    verdict    a proof, remembered by content; done by worker in a separate process
     loading    where files come from
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Side conditions that several patterns share, and the numbers that they ask for."""
+"""Side conditions that several patterns share, and the numbers that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coda_inductor.refusal import Refusal, refuse
 
 def number(match: Match, name: str) -> float:
     """The number bound to ``name``, which is ``constant``. With dynamic shapes Dynamo records a
-    symbol for a float: asking for its value adds a guard, so that another one is another graph."""
+    symbol for a float: reading its value adds a guard, so that another value has another graph."""
     return float(_recorded(match.bound[name]))
 
 
@@ -38,7 +38,7 @@ def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | Non
 
 def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     """The result is shaped like the floating input ``x``, and each of ``vectors`` that the spelling
-    has is one value a column, (d,) or (1, ..., 1, d)."""
+    has is one value per column, (d,) or (1, ..., 1, d)."""
 
     def condition(match: Match) -> Refusal | None:
         x, result = value(match.bound["x"]), value(match.root)
@@ -54,7 +54,7 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
                 vector = value(node)
                 row = isinstance(vector, torch.Tensor) and vector.shape[-1:] == x.shape[-1:]
                 if not row or any(n != 1 for n in vector.shape[:-1]):
-                    said = f"the {name} is not one value a column"
+                    said = f"the {name} is not one value per column"
                     return refuse("norm-weight-shape", said)
         return None
 
@@ -62,7 +62,7 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
 
 
 def row(match: Match, name: str) -> Node | Flat | None:
-    """What is bound to ``name``, which is ``row_wise``, as (d,); None where it is absent."""
+    """What is bound to ``name``, which is ``row_wise``, as (d,); None if it is absent."""
     bound = match.bound.get(name)
     known = value(bound)
     return Flat(bound) if isinstance(known, torch.Tensor) and known.dim() > 1 else bound

@@ -4,7 +4,7 @@
 First numbers: a random point where the two differ is a refutation. Then algebra: the real line is
 cut where a condition changes (relu, clamp, where), and in each piece the difference becomes a
 quotient of polynomials in exponentials and roots, whose numerator must vanish. What that does not
-settle goes to ``sympy.simplify``. An open question is no proof.
+decide goes to ``sympy.simplify``. If nothing decides it, it is not proven.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor of exact elements: any torch function, run on it, computes without rounding.
 
-Elements are sympy expressions, so that what comes out is the function's formula for each place. An
-operation is known by what it does to one element (``formulas``), or only moves elements, which
-torch does to their places in a list, or stands in ``specials``; composite ones torch takes apart.
+Elements are sympy expressions, so the result is the function's formula for each element. An
+operation has a formula for one element (``formulas``), or only moves elements, which torch does
+with their indices in a list, or is in ``specials``; torch decomposes composite ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coda_inductor.semantic.define import DEFINITIONS, isolated
 
 aten = torch.ops.aten
 
-#: Operations that only move elements: torch performs them on the places.
+#: Operations that only move elements: torch performs them on the indices.
 _MOVES = frozenset({
     "_unsafe_view", "alias", "as_strided", "cat", "detach", "expand", "flip", "gather",
     "permute", "repeat", "reshape", "rev", "select", "slice", "split", "split_with_sizes",
@@ -117,12 +117,12 @@ class Exact(Tensor):
         found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
             known = ", ".join(sorted(FORMULAS))
-            raise PatternError(f"the prover has no formula for {func}. It knows {known}")
+            raise PatternError(f"the prover has no formula for {func}. It has those of {known}")
         return found
 
     @classmethod
     def _move(cls, func: Any, moved: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform ``func`` on the places of a tensor, or of several that become one."""
+        """Perform ``func`` on the indices of a tensor, or of several that become one."""
         if isinstance(moved, (list, tuple)):
             parts = [cls.exactly(part) for part in moved]
             starts = itertools.accumulate((len(part.cells) for part in parts), initial=0)
@@ -153,14 +153,14 @@ class Exact(Tensor):
         return cls.of(items, shape, dtype)
 
     def write(self, new: Any) -> Exact:
-        """Put the elements of ``new`` in the place of its own."""
+        """Replace its elements by those of ``new``."""
         spread = type(self).exactly(new).expand(self.shape)
         for place, item in zip(self.at.flatten().tolist(), spread.elements, strict=True):
             self.cells[place] = item
         return self
 
     def over(self, dims: Any, keepdim: bool, fold: Callable[[list[Any]], Any]) -> Any:
-        """``fold`` of the elements along ``dims``, all where there are none."""
+        """``fold`` of the elements along ``dims``, or of all if there are none."""
         rank = self.dim()
         given = [dims] if isinstance(dims, int) else dims or range(rank)
         along = sorted(d % rank for d in given)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch's elementwise functions do to one element, as sympy expressions.
 
-Numbers are exact: 0.1 is 1/10, and the few irrational constants that activations are made of are
-recognized. What is said is the real function; where torch switches formulas for the sake of
-floating point (softplus beyond its threshold) the exact one stands.
+Numbers are exact: 0.1 is 1/10, and the few irrational constants in activations are recognized. The
+formulas are the real functions; where torch switches formulas for floating point (softplus beyond
+its threshold), the exact one is used.
 """
 
 from __future__ import annotations

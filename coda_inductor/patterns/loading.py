@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pattern files come from; each is proven and run alone.
+"""Where pattern files come from; each is proven and run separately.
 
-In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files given to
-:func:`load_patterns`, and the built-in ones, which live in ``patterns/`` of the repository and are
-shipped inside the wheel. All go through the same door.
+In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files from
+:func:`load_patterns`, and the built-in ones, which are in ``patterns/`` of the repository and in
+the wheel. All are loaded in the same way.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ OTHER_NAMES = (
     "experts", "fp8_quantize", "fp8_linear", "fp8_product", "grouped_heads", "residual",
 )  # fmt: skip
 
-_registered: dict[Path, None] = {}  # what load_patterns was given, in order
+_registered: dict[Path, None] = {}  # the files of load_patterns, in order
 
 
 def builtin_folder() -> Path:
-    """Where the shipped pattern files are: in the installed package, else beside the checkout."""
+    """Where the shipped pattern files are: in the installed package, else in the checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_patterns", package.parent / "patterns"):
         if folder.is_dir():
             return folder
-    raise PatternError(f"no built-in pattern files beside {package}: reinstall coda-inductor")
+    raise PatternError(f"no built-in pattern files next to {package}: reinstall coda-inductor")
 
 
 def load_file(path: str | Path) -> tuple[Pattern, ...]:
@@ -57,19 +57,19 @@ def _load(source: Source) -> tuple[Pattern, ...]:
 
 
 def name_taken(path: Path, name: str) -> str | None:
-    """Why a pattern of the file ``path`` may not have this name, or None. Two rewrites of one name
-    would be one in counters, reports and ``options["disable"]``."""
+    """Why a pattern of the file ``path`` may not have this name, or None. Counters, reports and
+    ``options["disable"]`` could not distinguish two rewrites with one name."""
     if path.resolve().parent == builtin_folder().resolve() or name not in builtin_names():
         return None
     return (
-        f"pattern {name}: that is the name of a built-in rewrite. Give it another; to have it in "
-        f"place of the built-in one, disable that: options={{'disable': [{name!r}]}}"
+        f"pattern {name}: that is the name of a built-in rewrite. Choose another one; to replace "
+        f"the built-in one, also disable it: options={{'disable': [{name!r}]}}"
     )
 
 
 @functools.lru_cache(maxsize=1)
 def builtin_names() -> frozenset[str]:
-    """What counters, reports and ``disable`` call the rewrites of this package."""
+    """The names of this package's rewrites in counters, reports and ``disable``."""
     files = builtin_folder().glob("*.py")
     names = {*OTHER_NAMES, *(p.name for file in files for p in load_file(file))}
     return frozenset(names | {f"{name}_backward" for name in names})
@@ -78,9 +78,9 @@ def builtin_names() -> frozenset[str]:
 def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, ...]:
     """Add a pattern file, or every ``*.py`` of a folder, for this process; returns their patterns.
 
-    Models that are compiled from now on use them, before the built-in ones. A file that is given
-    twice is used once. Of a folder, a file that does not load is one warning, and the others load;
-    with ``strict`` it raises, and nothing is added.
+    Models that are compiled from now on use them, before the built-in ones. A file that is named
+    twice is used once. If a file of a folder does not load, there is one warning, and the others
+    load; with ``strict`` it raises, and nothing is added.
 
     Raises:
         PatternError: ``path`` does not exist, or the one file that it names does not load.
@@ -94,7 +94,7 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
 def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, ...]:
     """All patterns in use, in the order in which they are tried. An edited file is read again.
 
-    Without ``strict``, a file that does not load is one warning, and the others load.
+    Without ``strict``, if a file does not load, there is one warning, and the others load.
 
     Raises:
         PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.

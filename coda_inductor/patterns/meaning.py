@@ -32,7 +32,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.define import define
 from coda_inductor.semantic.norms import define_norm
 
-#: Where the loader leaves the digest of a file's content, for the functions defined in it.
+#: The global in which the loader stores the digest of a file's content, for its functions.
 DIGEST = "__coda_digest__"
 
 
@@ -58,8 +58,8 @@ class Signature:
                 )
             if parameter.name in ("dy", "needs"):
                 raise PatternError(
-                    f"meaning {function.__name__}: its gradient has a parameter {parameter.name} "
-                    "too: give this one another name"
+                    f"meaning {function.__name__}: its gradient also has a parameter "
+                    f"{parameter.name}: rename this one"
                 )
         self.names = tuple(p.name for p in parameters)
         numbers = (float, int, "float", "int")
@@ -72,7 +72,7 @@ class Signature:
         return name not in self.tensors
 
     def arguments(self, match: Match) -> tuple[Any, ...]:
-        """What the idiom bound, in the meaning's order."""
+        """The values that the idiom bound, in the meaning's order."""
         bound = match.bound
         return tuple(number(match, n) if self.is_number(n) else bound[n] for n in self.names)
 
@@ -98,12 +98,12 @@ class Signature:
 def op_of(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
 ) -> OpOverload:
-    """The semantic op of ``meaning``, made on the first call for its name and content.
+    """The semantic op of ``meaning``, created at the first call for its name and content.
 
     Shapes and dtypes: all tensors of one shape; the result has it too, in the promoted dtype.
     ``gradient(dy, *parameters)`` returns one gradient for each tensor parameter; without it, it is
-    torch's vector-Jacobian product of ``meaning``. Gradients are typed like their inputs; one that
-    is not needed comes back as an empty tensor.
+    torch's vector-Jacobian product of ``meaning``. Gradients have the dtypes of their inputs; one
+    that is not needed is returned as an empty tensor.
 
     Raises:
         PatternError: the meaning closes over variables, or has parameters that an op cannot have.
@@ -163,8 +163,8 @@ def norm_of(name: str, scale: Callable[..., Tensor], values: tuple[Any, ...]) ->
 
 
 def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with all tensors in their promoted dtype: the matcher looks through casts, and
-    the op must not compute anything in a narrower type than the idiom did."""
+    """``function`` with all tensors in their promoted dtype: the matcher skips casts, and the op
+    must not compute in a narrower type than the idiom."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
@@ -203,7 +203,7 @@ def _backward_definition(
             def of(*tensors: Tensor) -> Tensor:
                 return meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))})
 
-            # Of clamp torch has a gradient that writes in place, which no epilogue does.
+            # Torch's gradient of clamp writes in place, which an epilogue cannot.
             @torch.func.functionalize
             def pull(dy: Tensor, *tensors: Tensor) -> Any:
                 return torch.func.vjp(of, *tensors)[1](dy)

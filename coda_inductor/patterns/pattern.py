@@ -23,12 +23,12 @@ Condition = Callable[[Match], "Refusal | str | None"]
 class Pattern:
     """An idiom in its spellings, and what it means: an elementwise torch function or a semantic op.
 
-    With ``meaning``, that is all: the semantic op, its gradient, its arguments and the conditions
-    that tensors have one shape and numbers are constant follow from it.
+    With ``meaning``, nothing else is needed: the semantic op, its gradient, its arguments and the
+    conditions that tensors have one shape and numbers are constant follow from it.
 
     Attributes:
-        name: what counters, logs and ``options["disable"]`` call it; an identifier.
-        idioms: plain PyTorch functions, one a spelling, most specific first. With ``meaning``,
+        name: for counters, logs and ``options["disable"]``; an identifier.
+        idioms: plain PyTorch functions, one per spelling, most specific first. With ``meaning``,
             their parameters have its names; without any, the meaning is the only spelling.
         op: the semantic op, an OpOverload of ``coda_inductor.semantic``.
         arguments: a function from a match to the op's arguments (graph nodes and literals).
@@ -39,12 +39,12 @@ class Pattern:
         gradient: ``(dy, *parameters) -> one gradient for each tensor``; proven equal to the
             derivative of ``meaning``. Without it the gradient is derived.
         example: values for parameters of the idioms: a number, a shape for a float64 tensor, or a
-            tensor, of which only integers are taken as they are. With ``op``, idioms are compared
-            with the op at it, or at several that are given as a tuple, each idiom at those that fit
-            it best. What is not given is derived from ``meaning``.
+            tensor, whose values count only if they are integers. With ``op``, idioms are compared
+            with the op at it, or at several in a tuple, each idiom at those that fit it best.
+            Missing values are derived from ``meaning``.
 
     Raises:
-        PatternError: when made with a name that is none, or not exactly one of op and meaning.
+        PatternError: the name is not an identifier, or not exactly one of op and meaning is set.
     """
 
     name: str
@@ -59,18 +59,18 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if not str(self.name).isidentifier():
-            raise PatternError(f"pattern name {self.name!r} must be an identifier, as my_gate")
+            raise PatternError(f"pattern name {self.name!r} must be an identifier, like my_gate")
         if (self.op is None) == (self.meaning is None):
             raise PatternError(
-                f"pattern {self.name}: give either meaning (a torch function) or op (a semantic op)"
+                f"pattern {self.name}: set either meaning (a torch function) or op (a semantic op)"
             )
         for what in ("idioms", "conditions"):
             if not isinstance(getattr(self, what), (tuple, list)):
-                raise PatternError(f"pattern {self.name}: {what} must be a tuple, as (first,)")
+                raise PatternError(f"pattern {self.name}: {what} must be a tuple, like (first,)")
         if self.meaning is not None:
             self._define()
         elif self.arguments is None or not self.idioms:
-            raise PatternError(f"pattern {self.name}: with op, give idioms and arguments too")
+            raise PatternError(f"pattern {self.name}: with op, set idioms and arguments too")
 
     @classmethod
     def norm(
@@ -145,6 +145,6 @@ class Pattern:
         return found if self.result is None else found[self.result]
 
     def refusal(self, match: Match) -> Refusal | None:
-        """Why the first side condition that does not hold does not, or None."""
+        """The reason of the first side condition that does not hold, or None."""
         why = next((why for c in self.conditions if (why := c(match)) is not None), None)
         return refuse("condition", why) if isinstance(why, str) else why

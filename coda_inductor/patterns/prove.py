@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pattern owes, and its proof.
+"""The claims of a pattern, and their proof.
 
 - Each idiom equals the meaning; or, for each element of the tensors of its examples, the definition
   of the semantic op.
-- A gradient that is given equals the derivative of the meaning, wherever that has one.
+- The author's gradient, if any, equals the derivative of the meaning, wherever that has one.
 
-Nothing here looks at the side conditions: that they suffice for what the op cannot know (shapes,
-dtypes) is the author's claim, which ``python -m coda_inductor check`` tries on the example.
+Side conditions are not proven: that they suffice for shapes and dtypes is the author's claim, which
+``python -m coda_inductor check`` tries on the example.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_inductor.semantic.define import DEFINITIONS, parameters
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that must be equal. ``kinks``: also at the points where a condition changes."""
+    """Two things that must be equal. ``kinks``: also at the points where a condition changes."""
 
     what: str
     left: Any
@@ -40,13 +40,13 @@ class Claim:
 
 
 def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> list[str]:
-    """Prove everything that ``pattern`` owes; returns what was proven, a line each.
+    """Prove all claims of ``pattern``; returns them, one line each.
 
-    ``step`` is told each claim before its proof starts.
+    ``step`` is called with each claim before its proof starts.
 
     Raises:
         PatternError: a claim is refuted or could not be proven; it shows the difference that is
-            left. Or the pattern claims nothing that can be proven.
+            left. Or the pattern has no claim that can be proven.
     """
     proven = []
     for claim in claims(pattern):
@@ -57,18 +57,18 @@ def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> lis
         proven.append(claim.what)
     if not proven:
         raise PatternError(
-            f"pattern {pattern.name}: nothing to prove. Give example, so that the idioms are "
+            f"pattern {pattern.name}: nothing to prove. Set example, so that the idioms are "
             "compared with the definition of the op"
         )
     return proven
 
 
 def claims(pattern: Pattern) -> Iterator[Claim]:
-    """Everything that ``pattern`` owes.
+    """All claims of ``pattern``.
 
     Raises:
         PatternError: an idiom cannot be traced or matched, or has other parameters than the
-            meaning; a formula is not known.
+            meaning; a formula is missing.
     """
     functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
     for function in dict.fromkeys(functions):
@@ -109,8 +109,8 @@ def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
     given = given if isinstance(given, (tuple, list)) else (given,)
     if len(given) != len(signature.tensors):
         raise PatternError(
-            f"pattern {pattern.name}: gradient returns {len(given)} values, one each is wanted for "
-            f"{', '.join(signature.tensors)}"
+            f"pattern {pattern.name}: gradient returns {len(given)} values, but must return one "
+            f"for each of {', '.join(signature.tensors)}"
         )
     for name, have in zip(signature.tensors, given, strict=True):
         want = dy * sympy.diff(meaning, symbols[name])
@@ -122,7 +122,7 @@ def _of_op(pattern: Pattern) -> Iterator[Claim]:
     definition = DEFINITIONS.get(pattern.op)
     if definition is None:
         raise PatternError(
-            f"pattern {pattern.name}: {pattern.op} is no semantic op of coda_inductor"
+            f"pattern {pattern.name}: {pattern.op} is not a semantic op of coda_inductor"
         )
     for idiom in pattern.idioms:
         for example in _fitting(pattern, idiom):
@@ -143,7 +143,7 @@ def _of_op(pattern: Pattern) -> Iterator[Claim]:
 
 
 def _fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
-    """The examples that have all parameters of ``idiom``, and of them those with fewest others."""
+    """The examples with all parameters of ``idiom``, of these the ones with the fewest others."""
     names = set(parameters(idiom))
     fitting = [e for e in pattern.examples if names <= set(e)]
     if not fitting:
@@ -157,7 +157,7 @@ def _fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, A
 
 
 class _Idiom(torch.fx.Interpreter):
-    """Runs an idiom; a norm in one call is over the last dimension, as the matcher reads it."""
+    """Runs an idiom; a norm in one call is over the last dimension, as for the matcher."""
 
     def run_node(self, n: Node) -> Any:
         canon = normalize(n) if n.op == "call_function" else None
@@ -168,7 +168,7 @@ class _Idiom(torch.fx.Interpreter):
 
 
 def _symbols(name: str, example: Any) -> Any:
-    """What stands for a parameter: symbols for a tensor; integers and numbers as they are."""
+    """The value for a parameter: symbols for a tensor; integers and numbers unchanged."""
     if isinstance(example, Tensor):
         whole = not example.is_floating_point() and not example.is_complex()
         return example if whole else Exact.symbols(name, example.shape, example.dtype)
@@ -176,8 +176,8 @@ def _symbols(name: str, example: Any) -> Any:
 
 
 def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
-    """A match that binds parameters to what is given: numbers, and for each tensor a node of its
-    shape and dtype. Also returns the parameter that each node stands for."""
+    """A match that binds parameters to the values in ``given``: numbers, and for each tensor a node
+    of its shape and dtype. Also returns the parameter of each node."""
     graph, nodes, bound = Graph(), {}, dict(given)
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):

@@ -16,7 +16,7 @@ from coda_inductor.patterns.pattern import Pattern
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was read once: what is run and proven is the same text."""
+    """A file that was read once, so that the same text is run and proven."""
 
     path: Path
     text: str
@@ -27,7 +27,7 @@ def read(path: Path) -> Source:
     """Read a file.
 
     Raises:
-        PatternError: it is missing, cannot be read, or is no UTF-8 text.
+        PatternError: it is missing, cannot be read, or is not UTF-8 text.
     """
     try:
         content = path.read_bytes()
@@ -64,8 +64,7 @@ def run(source: Source) -> tuple[Pattern, ...]:
 
 
 def _import(source: Source) -> ModuleType:
-    """The file as a module, compiled from the text that was read: no byte code of another version
-    can stand in for it."""
+    """The file as a module, compiled from the text that was read, never from stale byte code."""
     module = ModuleType(f"coda_inductor_pattern_{source.path.stem}_{source.digest[:12]}")
     module.__file__ = str(source.path)
     module.__dict__[DIGEST] = source.digest

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May a file be loaded? Its proof, made once for each content, where a hang harms nobody.
+"""May a file be loaded? Its proof, done once for each content, in a process that may hang.
 
-A file that nobody has seen is run and proven in a process of its own, which is ended when its time
-is up; only then is it run in this one. The verdict is remembered by the content of the file and of
-the prover: in this process, and for proven files on disk (``proofs/`` in the cache directory). The
-built-in files' verdicts are shipped in ``proven.json``, so that they cost nothing; a test keeps it
-true, and an edited built-in is proven like any other file.
+A new file is first run and proven in a separate process, which is ended when its time is up; only
+then is it run in this one. The verdict is remembered by the content of the file and of the prover:
+in this process, and for proven files on disk (``proofs/`` in the cache directory). The verdicts of
+the built-in files are shipped in ``proven.json``, so that they cost nothing; a test keeps it
+up to date, and an edited built-in file is proven like any other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from coda_inductor.processes.child import Child, EndedError, LateError
 
 #: Seconds that running and proving one file may take; most take 3 to 6.
 LIMIT = 60.0
-#: Bytes that it may take beyond torch and sympy: the built-in files take 5 MB, the hungriest known
-#: file 3.4 GB.
+#: Bytes that it may take besides torch and sympy: the built-in files take 5 MB, the largest file
+#: that was seen 3.4 GB.
 MEMORY = 4 << 30
 _START = 60  # seconds for a process to import torch, on a busy machine
 _FOLDER = Path(__file__).resolve().parent
@@ -61,13 +61,13 @@ def record(source: Source) -> None:
     """Remember that the file is proven."""
     key = _key(source)
     _proven.add(key)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, no correctness
+    with contextlib.suppress(OSError):  # without a writable cache it only takes longer
         if not _recorded(source):
             write(cache_dir() / "proofs" / key, _record(source))
 
 
 def _recorded(source: Source) -> bool:
-    """Is there a record on disk? One that is not as it was written, or cannot be read, is none."""
+    """Is there a valid, readable record on disk?"""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (cache_dir() / "proofs" / _key(source)).read_text() == _record(source)
     return False

@@ -2,9 +2,9 @@
 """The process that runs and proves one file: a child (``processes``).
 
 ``{"path": ..., "text": ..., "digest": ..., "seconds": ...}`` answers ``{"refused": why or null}``.
-It refuses what is not done when its time is up; the alarm interrupts Python code, also sympy's, and
-the parent's own limit is for what it cannot. Its memory is limited, too: sympy may take all there
-is before the time is up.
+It refuses a file that is not done in time: an alarm interrupts Python code, also sympy's, and the
+parent's own limit covers the rest. Its memory is limited too, because sympy may use all of it
+before the time is up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def patterns_of(
     ``told`` is called with (pattern, claim) before the proof of each.
 
     Raises:
-        PatternError: it does not run, is not proven, or takes more than ``seconds``.
+        PatternError: it does not run, is not proven, or takes longer than ``seconds``.
     """
     doing = "running the file"
 
@@ -74,7 +74,7 @@ def patterns_of(
 
 
 def main(parent: Messages) -> None:
-    """Be the process: limit its memory, prove, answer."""
+    """Run the process: limit its memory, prove, answer."""
     _limit_memory(MEMORY)
     asked = parent.recv()
     source = Source(Path(asked["path"]), asked["text"], asked["digest"])
@@ -91,7 +91,7 @@ def refused(source: Source, seconds: float) -> str | None:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process take ``more`` bytes of address space than it has now."""
+    """Let this process take at most ``more`` additional bytes of address space."""
     try:
         import resource
 
@@ -100,4 +100,4 @@ def _limit_memory(more: int) -> None:
         if most == resource.RLIM_INFINITY or now + more < most:
             resource.setrlimit(resource.RLIMIT_AS, (now + more, most))
     except (ImportError, OSError, ValueError):
-        pass  # no Linux: the time limit remains
+        pass  # not on Linux: only the time limit applies

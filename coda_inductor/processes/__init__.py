@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of our own beside the user's: compile servers, what measures, what proves.
+"""Our own processes: compile servers, measuring processes, provers.
 
-child  such a process as this one sees it: started, asked, ended
-start  how it begins; and what both sides say
+child  the parent's side of such a process: start, ask, end
+start  how the process begins; and the messages of both sides
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of our own as this one sees it: started, asked, ended.
+"""The parent's side of one of our processes: start, ask, end.
 
-It is a program of its own (``start``), not a child of ``multiprocessing``: that would re-import
-``__main__``, share one fork server with the user's own processes, and join it when the interpreter
-exits. It ends with this process, and imports nothing from the current folder.
+The process is a separate program (``start``), not a child of ``multiprocessing``: that would
+re-import ``__main__``, share one fork server with the user's own processes, and join it when the
+interpreter exits. It ends with this process, and imports nothing from the current folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from coda_inductor.processes.start import Messages
 
 _PROGRAM = Path(__file__).with_name("start.py")
 _GRACE = 1.0  # seconds to end by itself
-#: The user's process logs and traces, into its own files.
+#: Variables for logs and traces: only the user's process should write its files.
 _NOT_ITS = ("TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG")
-#: Found where this process has them, even if that is the current folder: a PyTorch checkout.
+#: Packages that the child imports from the same place, even from the current folder (a checkout).
 _NEEDED = ("torch", "sympy")
 
 
 class EndedError(Exception):
-    """A child ended in place of an answer. ``code``: its exit status, ``words``: its last line."""
+    """A child ended without an answer. ``code``: its exit status, ``words``: its last line."""
 
     def __init__(self, code: int | None, words: str):
         super().__init__(words or f"status {code}")
@@ -38,17 +38,17 @@ class EndedError(Exception):
 
 
 class LateError(Exception):
-    """A child gave no answer in time, and was ended."""
+    """A child did not answer in time, and was ended."""
 
 
 class Child:
     """A process that runs ``main(connection, *arguments)`` of ``module``.
 
-    ``environment``: what it has beside this process's. ``connection``: to it, for whoever does not
-    only ask.
+    ``environment``: variables in addition to this process's. ``connection``: to it, for other uses
+    than :meth:`ask`.
 
     Raises:
-        OSError: none can be started.
+        OSError: it cannot be started.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Child:
         """The answer to ``message``, by ``deadline`` (of ``time.monotonic``).
 
         Raises:
-            EndedError, LateError: there is none; the process is no more.
+            EndedError, LateError: there is no answer; the process has ended.
         """
         self._send(message)
         return self.answer(deadline)
 
     def answer(self, deadline: float) -> Any:
-        """The next message of its own; else as :meth:`ask`."""
+        """Its next message; otherwise as :meth:`ask`."""
         try:
             if self.connection.poll(max(0.0, deadline - time.monotonic())):
                 return self.connection.recv()
-        except (EOFError, OSError, ValueError):  # it ended, or talks rubbish
+        except (EOFError, OSError, ValueError):  # it ended, or sent invalid data
             raise self.ended() from None
         self.end()
         raise LateError
@@ -115,20 +115,19 @@ class Child:
         self._said.close()
 
     def abandon(self) -> None:
-        """In a fork of this process: leave it to the process that it belongs to, and let it notice
-        that one's end."""
+        """In a fork of this process: leave the child to its parent, so that it ends with it."""
         self.connection.close()
         self._process.returncode = 0  # else Popen warns that it was not waited for
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has ended: its answer says so
+        with contextlib.suppress(OSError):  # it has ended: reading the answer shows that
             self.connection.send(message)
 
 
 def import_path() -> list[str]:
     """``sys.path``, without the current folder: what lies there is data, not a library."""
     here = None
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+    with contextlib.suppress(FileNotFoundError):  # it was removed
         here = os.path.realpath(os.getcwd())
     found = [p for p in sys.path if os.path.isabs(p) and os.path.realpath(p) != here]
     modules = [sys.modules[name] for name in _NEEDED if name in sys.modules]

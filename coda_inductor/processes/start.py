@@ -2,10 +2,11 @@
 """How a child begins: ``python -I start.py PARENT MODULE ARGUMENT...``, run by path by ``child``.
 
 Standard input is the connection to the parent, whose ``sys.path`` is the first message. ``-I``
-keeps the current folder, the user's site folder and PYTHONPATH out, and this package is found where
-it lies, whatever that path says. Then ``MODULE.main(connection, *arguments)`` runs.
+excludes the current folder, the user's site folder and PYTHONPATH, and this package is imported
+from the folder of this file, independent of that path. Then ``MODULE.main(connection, *arguments)``
+runs.
 
-It ends with its parent, however that ends and whatever itself waits for.
+It ends with its parent in all cases, also while it waits for something.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).parents[1]
-_LOOK = 0.5  # seconds between two looks for the parent
+_LOOK = 0.5  # seconds between two checks for the parent
 
 
 class Messages(Connection):
-    """A connection for JSON: what the other side sends is no code."""
+    """A connection for JSON, so that messages cannot contain code."""
 
     def send(self, obj: Any) -> None:
         self.send_bytes(json.dumps(obj).encode())
@@ -38,7 +39,7 @@ class Messages(Connection):
 
 
 class _Package:
-    """Finds this very package, before anything else is asked."""
+    """Finds exactly this package, before all other finders."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> Any:
@@ -61,7 +62,7 @@ def _watch(parent: int, main: int) -> None:
 
 def main(parent: int, module: str, *arguments: str) -> None:
     """``parent``: its process id."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the waiting parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     requests = Messages(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -74,12 +75,12 @@ def main(parent: int, module: str, *arguments: str) -> None:
         importlib.import_module(module).main(requests, *arguments)
         code = 0
     except EOFError:
-        code = 0  # nobody asks
+        code = 0  # the parent is gone
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(code)  # taking the interpreter down in order takes a second
+        os._exit(code)  # an orderly exit of the interpreter takes a second
 
 
 if __name__ == "__main__":

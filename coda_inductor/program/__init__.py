@@ -7,7 +7,7 @@ grouped   products of rows with the weights of their group, in plain torch
 heads   what a program may do across the columns of an attention head
 simplify  shorter programs that mean the same
 statistics  reductions read what is stored
-scales  what an unfused FP8 GEMM multiplies with itself
+scales  the factors that an unfused FP8 GEMM applies itself
 verify  is a program legal?
 """
 

@@ -7,10 +7,10 @@ import torch
 
 HALF = (torch.bfloat16, torch.float16)
 HALF_NAMES = ("bfloat16", "float16")
-#: Of 8 bits, as text: operands and results of scaled GEMMs. Values are never computed in them.
+#: The 8-bit dtypes, as text: operands and results of scaled GEMMs. They are never computed in.
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-#: What a GEMM of FP8 operands rounds its product to where it is not fused: they have no results of
-#: their own kind, and torchao asks for this one.
+#: The dtype to which an unfused GEMM of FP8 operands rounds its product: it has no FP8 results, and
+#: torchao uses this one.
 FP8_PRODUCT = "bfloat16"
 
 FLOATS = (torch.float64, torch.float32, *HALF)

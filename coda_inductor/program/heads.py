@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program may do across the columns of one attention head: rotate.
 
-The N columns of a projection to queries or keys are heads of ``program.head`` columns each, one
-beside the other. A rotary embedding combines two columns of a head. It does not cross the border of
-a head, so that a tile of whole heads has all of it::
+The N columns of a projection to queries or keys are consecutive heads of ``program.head`` columns
+each. A rotary embedding combines two columns of one head, so a tile of whole heads has both::
 
     y = x * cos + swap(x) * sin         cos, sin: tables (M, head), read under every head
 
-``swap(x, width, distance)`` is a permutation and nothing else: of the first ``width`` columns of
-each head those ``distance`` apart change places, in blocks of twice the distance; the others stay.
-Halves of a head (rotate_half) have the distance width / 2, neighbouring pairs 1. The sign of
-rotate_half is in the table; both tables hold 1/2 where nothing is rotated. Being a permutation of
-columns, it goes through every elementwise step: swap(f(x, row)) = f(swap(x), swap(row)), and a
-value of one row (a column vector) is its own.
+``swap(x, width, distance)`` is only a permutation: among the first ``width`` columns of each head,
+those at ``distance`` from each other are exchanged, in blocks of twice the distance; the others
+stay. Halves of a head (rotate_half) have the distance width / 2, neighboring pairs 1. The sign of
+rotate_half is in the table; both tables are 1/2 where nothing is rotated. As a permutation of
+columns, it commutes with every elementwise step: swap(f(x, row)) = f(swap(x), swap(row)), and a
+column vector does not change.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ elementwise steps, vector loads (row or column broadcast), tile loads and stores
 reductions. It never mentions the mainloop, the tile size or the graph it came from.
 
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
-one shape: gate and up projections that meet in one tile (rule R6 of the design).
+one shape: gate and up projections in one tile (rule R6 of the design).
 
 A *grouped* program multiplies rows by the B of their group, an expert: it has an operand of the
-kind "groups", and one of the kind "index" where its rows are gathered from A (``ROUTES``).
+kind "groups", and one of the kind "index" if its rows are gathered from A (``ROUTES``).
 
-A program with a ``head`` knows that N is made of heads of so many columns (``program.heads``).
+In a program with a ``head``, N consists of heads of that many columns (``program.heads``).
 
-A and B have dtypes of their own where both are FP8 (``a_dtype``, ``b_dtype``); values on the tile
-are float32 all the same.
+A and B may have different dtypes if both are FP8 (``a_dtype``, ``b_dtype``); values on the tile are
+float32 in any case.
 
 Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
 
@@ -43,13 +43,13 @@ from typing import Any
 
 from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 
-#: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
-#: "col" (M,), one value a row; "scalar" (), one value. Columns of a paired program lie interleaved
-#: in the kernel: its "row" is (2N,), every value twice; a grouped one's has a row of each
-#: group: (E, N), (E, 2N). "table" (M, head) lies under every head.
+#: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value per column;
+#: "col" (M,), one value per row; "scalar" (), one value. Columns of a paired program alternate in
+#: the kernel: its "row" is (2N,), every value twice. A grouped program has a row for each group:
+#: (E, N), (E, 2N). "table" (M, head) is repeated for every head.
 OPERAND_KINDS = ("tile", "row", "col", "scalar", "table", "groups", "index")
-#: Those that no step reads, int32: "groups" (E + 1,), the first row of each group, and behind the
-#: last; "index" (M,), the row of A that each row is of.
+#: Kinds that no step reads, int32: "groups" (E + 1,), the first row of each group, and the end;
+#: "index" (M,), the row of A for each row.
 ROUTES = ("groups", "index")
 
 
@@ -84,7 +84,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A reduction of ``value`` that leaves the kernel as float32 partials, one a tile (rule R2).
+    """A reduction of ``value`` that leaves the kernel as float32 partials, one per tile (rule R2).
 
     ``axis="row"`` reduces along N: partials are (M, n_tiles). ``axis="col"`` reduces along M:
     partials are (m_tiles, N). ``combine`` is ``"add"`` or ``"max"``.
@@ -108,12 +108,12 @@ class EpilogueProgram:
     reduces: tuple[Reduce, ...] = ()
     #: "" stands for ``a_dtype``.
     b_dtype: str = ""
-    #: Of FP8: may the multiplier's own accumulator, of fewer bits than float32, sum over all of K?
-    #: A permission: kernels are free to be more exact.
+    #: FP8 only: may the multiplier's own accumulator, with less than 32 bits, sum over all of K?
+    #: This is a permission: kernels may be more exact.
     fast: bool = False
-    #: Columns of an attention head, of which N is a multiple; 0 for programs that ignore heads.
+    #: Columns of an attention head; N is a multiple of them. 0 for programs that ignore heads.
     head: int = 0
-    #: Of a grouped pair: are its accumulators the even and the odd columns of A @ B, B (E, K, 2N)?
+    #: Grouped pairs only: are the accumulators the even and odd columns of A @ B, B (E, K, 2N)?
     alternating: bool = False
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class EpilogueProgram:
 
     @property
     def product_dtype(self) -> str:
-        """What an unfused GEMM rounds its product to."""
+        """The dtype to which an unfused GEMM rounds its product."""
         return FP8_PRODUCT if self.fp8 else self.a_dtype
 
     @property
@@ -142,14 +142,14 @@ class EpilogueProgram:
 
     @property
     def routes(self) -> tuple[int | None, int | None]:
-        """Where "groups" and "index" stand among the operands; None for one that is not there."""
+        """The positions of "groups" and "index" among the operands; None for a missing one."""
         kinds = [o.kind for o in self.operands]
         groups, index = (kinds.index(kind) if kind in kinds else None for kind in ROUTES)
         return groups, index
 
     @property
     def grouped(self) -> bool:
-        """Has every row of A a B of its own, that of its group?"""
+        """Does every row of A have the B of its group?"""
         return self.routes[0] is not None
 
     def rows(self, as_: Sequence[Any], operands: Sequence[Any]) -> Any:
@@ -158,7 +158,7 @@ class EpilogueProgram:
         return (as_[0] if index is None else operands[index]).shape[0]
 
     def columns(self, bs: Sequence[Any]) -> int:
-        """N of a call; of a grouped pair, one of ``bs`` may have the columns of both."""
+        """N of a call; in a grouped pair, one of ``bs`` may have the columns of both."""
         return bs[0].shape[-1] // (len(self.accs) if len(bs) < len(self.accs) else 1)
 
     @property
@@ -182,9 +182,9 @@ class EpilogueProgram:
 
     @functools.cached_property
     def key(self) -> str:
-        """Identity: equal for programs that compute the same, whatever graph they came from."""
+        """Identity: equal for programs that compute the same, from any graph."""
         steps = tuple(dataclasses.replace(step, origin="") for step in self.steps)
-        # Shipped measurements are found by it: what was a program before FP8 keeps its key.
+        # Shipped measurements have it as their key, so programs from before FP8 keep theirs.
         head: dict[str, object] = {"format": 1, "accs": self.accs, "in_dtype": self.a_dtype}
         if self.fp8 or self.b_dtype != self.a_dtype:
             head |= {"b_dtype": self.b_dtype, "fast": self.fast}

@@ -18,7 +18,7 @@ from coda_inductor.program.dtypes import FP8, HALF, dtype_name
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One elementwise operation: how many arguments, what it computes, whether it yields a bool."""
+    """One elementwise operation: its arity, what it computes, and whether the result is a bool."""
 
     arity: int
     torch: Callable[..., Any]
@@ -43,7 +43,7 @@ def _to_nearest(dtype: torch.dtype) -> OpSpec:
     return OpSpec(1, rounded)
 
 
-#: Torch's functions of the same name, by how many arguments they take; then those that make bools.
+#: Torch's functions of the same name, by number of arguments; then those that return bools.
 _NUMBERS = {
     1: "neg abs reciprocal sqrt rsqrt exp exp2 log log2 log1p expm1 tanh sigmoid erf sin cos relu",
     2: "add sub mul div maximum minimum",

@@ -4,9 +4,9 @@
 It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
 (traced into the graph, so that Inductor compiles it), and the definition of what programs mean.
 
-Products of FP8 operands are those of the numbers they hold, summed in float32. Operands that the
-caller has widened to float64 are computed with in float64, whatever the program says: that tells
-the rounding of the operands from everything else.
+Products of FP8 operands are those of their exact values, summed in float32. If the caller casts the
+operands to float64, everything is computed in float64, whatever the program's dtypes: that
+separates the rounding of the operands from all other errors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from coda_inductor.program.scales import scaled
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """``torch.logsumexp``, of a floating tensor whose number of rows may be symbolic.
+    """``torch.logsumexp`` of a floating tensor whose number of rows may be symbolic.
 
-    Torch's asks whether there is any row, which only the run tells of rows that a mask has picked;
-    the rest is what it decomposes to.
+    Torch's own op checks whether there are rows, which for rows selected by a mask is known only at
+    run time; otherwise this is its decomposition.
     """
     if all(isinstance(size, int) for size in x.shape):
         return torch.logsumexp(x, dim, keepdim)
@@ -50,7 +50,7 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 def compute_dtype(program: EpilogueProgram) -> torch.dtype:
-    """Values live in float32 on the tile; in float64 when the GEMM is float64."""
+    """Values on the tile are float32, or float64 if the GEMM is float64."""
     return torch.float64 if program.a_dtype == "float64" else torch.float32
 
 
@@ -67,13 +67,13 @@ def run(
     With one accumulator it is the sum of all ``as_[j] @ bs[j]``; the two of a paired program are
     ``as_[0] @ bs[0]`` and ``as_[0] @ bs[1]``.
 
-    Of a grouped program, bs[j] is (E, K_j, N), or one of them holds the parts of all, and
-    ``as_[j]`` (R, K_j) where its rows are gathered.
+    In a grouped program, bs[j] is (E, K_j, N), or one tensor has the parts of all, and ``as_[j]``
+    is (R, K_j) if its rows are gathered.
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
-    every value twice, of a grouped one (E, N) and (E, 2N), col (M,), scalar (), table (M, head).
-    With ``exact`` the accumulators are not rounded, which is what kernels compute; without, each
-    product is rounded first, which is what an unfused graph does: to the inputs' dtype, or of FP8,
-    behind its scales (``program.scales``), to bfloat16, which FP8 GEMMs are asked for.
+    every value twice, for a grouped one (E, N) and (E, 2N), col (M,), scalar (), table (M, head).
+    With ``exact`` the accumulators are not rounded, as in kernels. Without, each product is rounded
+    first, as in an unfused graph: to the inputs' dtype, or for FP8, after its scales
+    (``program.scales``), to bfloat16, the result dtype of FP8 GEMMs.
 
     Returns the stores, each (M, N), then the partials of the reductions over one tile that covers
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
@@ -114,7 +114,7 @@ def run(
 
 
 def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[str, Tensor]:
-    """Operands by name, as wide as they are to be computed with, on an (M, N) tile."""
+    """Operands by name, in the compute dtype, on an (M, N) tile."""
     env: dict[str, Tensor] = {}
     for operand, tensor in zip(program.operands, operands, strict=True):
         if operand.kind in ROUTES:
@@ -151,7 +151,7 @@ def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> di
 
 
 def accumulated(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """``a @ b`` as its accumulators hold it: (M, K) times (K, N), in ``wide``."""
+    """``a @ b`` without rounding, as in accumulators: (M, K) times (K, N), in ``wide``."""
     if a.dtype == wide:
         return a @ b
     if a.is_cuda:
@@ -183,8 +183,8 @@ def fp8_product(
 
 
 def _rounded_fp8(program, found, a: Tensor, b: Tensor, env: dict[str, Tensor]) -> Tensor:
-    """A product as unfused graphs have it: with its scales, then rounded. cuBLAS takes one number
-    for each operand, or one for each row and each column."""
+    """A product as in unfused graphs: with its scales, then rounded. cuBLAS takes one number per
+    operand, or one per row and per column."""
     one = torch.ones((), dtype=torch.float32, device=a.device)
     numbers = [env[name] for name in found.scalars] + [one, one]
     scales = numbers[0], numbers[1]
@@ -199,7 +199,7 @@ def _rounded_fp8(program, found, a: Tensor, b: Tensor, env: dict[str, Tensor]) -
 def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: torch.device):
     if isinstance(arg, str):
         return env[arg]
-    # torch.maximum, torch.where and friends take no Python scalars: a 0-dim tensor serves all ops.
+    # torch.maximum, torch.where and others take no Python scalars: 0-dim tensors work for all ops.
     return torch.full((), arg, dtype=wide, device=device)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scales of a product's operands: what an unfused GEMM of FP8 multiplies with itself.
+"""The scales of a product's operands, which an unfused FP8 GEMM applies itself.
 
-``acc * inv_a * inv_b`` with one value a row, a column or for all is what ``aten._scaled_mm``
-computes before it rounds. So it is no work that a kernel of ours saves, and the unfused way of a
-program rounds after it::
+``aten._scaled_mm`` computes ``acc * inv_a * inv_b``, with one value per row, per column or for all,
+before it rounds. So a kernel of ours saves nothing there, and the unfused form of a program rounds
+after it::
 
     x = mul acc r           r: col         scaled(program)["acc"].value == "y"
     y = mul x w             w: row         .col == "r", .row == "w"
@@ -19,8 +19,8 @@ from coda_inductor.program.ir import EpilogueProgram
 
 @dataclass(frozen=True)
 class Scaled:
-    """A product with its scales: the value that has them all, the steps that multiply with them,
-    and the operands that they are, at most two: of kind col, row and scalar."""
+    """A product with its scales: the value after all of them, the steps that multiply with them,
+    and their operands, at most two: of kind col, row and scalar."""
 
     value: str
     steps: tuple[str, ...] = ()
@@ -36,8 +36,8 @@ class Scaled:
 
 @functools.lru_cache(maxsize=4096)
 def scaled(program: EpilogueProgram) -> dict[str, Scaled]:
-    """For each accumulator of ``program`` what an unfused GEMM makes: of 16 bits and more the
-    product alone."""
+    """For each accumulator of ``program``, what an unfused GEMM computes: in 16 bits and more, only
+    the product."""
     return {acc: _scaled(program, acc) for acc in program.accs}
 
 
@@ -51,7 +51,7 @@ def _scaled(program: EpilogueProgram, acc: str) -> Scaled:
             break
         (scale,) = [a for a in readers[0].args if a != value] or (value,)
         kind = kinds.get(str(scale))
-        # One scale an operand: what else a row or column is multiplied with is no scale.
+        # One scale per operand: further factors of rows or columns are not scales.
         if kind is None or (kind != "scalar" and found[kind]) or sum(map(len, found.values())) > 1:
             break
         found[kind].append(str(scale))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shorter programs that mean the same: no step twice, none that nothing reads.
+"""Shorter programs that mean the same: no step twice, and no unread step.
 
-The backward of an op recomputes what its forward computed, so that the same sigmoid comes up two or
-three times in one epilogue; equal steps become one. Decompositions spell the logistic function as
-``1 / (1 + exp(-x))``; the hardware has a faster way to compute it as one operation, and a reader
-recognises it::
+The backward of an op recomputes what its forward computed, so the same sigmoid occurs two or three
+times in one epilogue; equal steps become one. Decompositions spell the logistic function as ``1 /
+(1 + exp(-x))``; the hardware computes it faster as one operation, and it is easier to read::
 
     v0 = neg x;  v1 = exp v0;  v2 = add v1 1.0;  v3 = div a v2      becomes
     v1 = sigmoid x;  v3 = mul a v1
@@ -33,13 +32,13 @@ def simplify(program: EpilogueProgram) -> EpilogueProgram:
 
 
 def _merged(program: EpilogueProgram) -> EpilogueProgram:
-    """Equal steps become the first of them. Arguments are renamed before a step is looked at, so
-    one pass finds all."""
+    """Equal steps become the first of them. Arguments are renamed before steps are compared, so one
+    pass merges all."""
     kept: dict[tuple[str, ...], Step] = {}
     names: dict[str, str] = {}
     for step in program.steps:
         args = tuple(names.get(a, a) if isinstance(a, str) else a for a in step.args)
-        # A number stands for its text: 0.0 equals -0.0, but dividing by them does not.
+        # Numbers are compared as text: 0.0 equals -0.0, but dividing by them does not.
         spelled = [a if isinstance(a, str) else f"number {float(a)!r}" for a in args]
         if step.op in _COMMUTATIVE:
             spelled.sort()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics are of what is stored.
+"""Statistics are computed from the stored values.
 
-A value that leaves the tile in 16 bits is rounded on its way out; a reduction of it that is taken
-on the tile is not. Where a later kernel combines the two, the difference may be all that is left:
-of a confident token, ``exp(logit - lse) - 1`` was the rounding error of its logit (30 % of the
-loss's gradient at a loss of 0.045). Unfused code normalizes what it rounded, so a program does
-too::
+A value that is stored in 16 bits is rounded; a reduction of it on the tile is not. If a later
+kernel combines the two, the difference can dominate the result: for a confident token, ``exp(logit
+- lse) - 1`` was only the rounding error of its logit (30 % of the loss's gradient at a loss of
+0.045). Unfused code normalizes what it rounded, so a program does too::
 
     store out0 = acc : bfloat16                store out0 = acc : bfloat16
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc
@@ -27,10 +26,10 @@ ROUNDING = {dtype: f"round_{dtype}" for dtype in HALF_NAMES}
 
 
 def consistent(program: EpilogueProgram, apart: Collection[str] = ()) -> EpilogueProgram:
-    """``program`` with reductions that read stored values as memory holds them.
+    """``program`` with reductions that read stored values rounded, as they are in memory.
 
-    ``apart`` names reductions whose result never meets the stored values again (a bias's gradient);
-    they stay more exact than memory is.
+    ``apart`` names reductions whose result is never combined with the stored values (a bias's
+    gradient); they stay more exact.
     """
     rounded = _Rounded(program)
     reduces = tuple(
@@ -42,17 +41,17 @@ def consistent(program: EpilogueProgram, apart: Collection[str] = ()) -> Epilogu
 
 
 def inconsistent(program: EpilogueProgram) -> Reduce | None:
-    """The first reduction over N that reads a value unrounded which is stored rounded, if any."""
+    """The first reduction over N that reads an unrounded value which is stored rounded, if any."""
     rounded = _Rounded(program)
     rows = (reduce for reduce in program.reduces if reduce.axis == "row")
     return next((reduce for reduce in rows if rounded(reduce.value) != reduce.value), None)
 
 
 class _Rounded:
-    """Maps a value to the one that is computed from stored values as memory holds them."""
+    """Maps a value to the same one computed from rounded stored values."""
 
     def __init__(self, program: EpilogueProgram):
-        self.steps: list[Step] = []  # that this takes
+        self.steps: list[Step] = []  # the steps for that
         self._made = {step.name: step for step in program.steps}
         self._taken = {x.name for x in (*program.operands, *program.steps, *program.outputs)}
         self._known: dict[str, str] = {}
@@ -78,7 +77,7 @@ class _Rounded:
 
     def _rounded(self, value: str, step: Step | None) -> str:
         if (op := self._stored.get(value)) is not None:
-            # Rounding twice is rounding once: a program that does already stays as it is.
+            # A program that rounds already does not change: rounding twice is rounding once.
             done = step is not None and step.op == op
             return value if done else self._put(value, op, (value,), "as stored")
         if step is None or step.op in ROUNDING.values():

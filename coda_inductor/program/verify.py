@@ -36,8 +36,8 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     _heads(program)
     if (found := inconsistent(program)) is not None:
         raise ProgramError(
-            f"reduce {found.name!r} reads a value that is stored rounded, unrounded: "
-            "program.consistent() makes it read what is stored"
+            f"reduce {found.name!r} reads an unrounded value that is stored rounded: "
+            "program.consistent() lets it read what is stored"
         )
     return program
 
@@ -48,7 +48,7 @@ def _factors(program: EpilogueProgram) -> None:
         if dtype not in GEMM_DTYPES:
             raise ProgramError(f"GEMM dtype {dtype!r} is not one of {GEMM_DTYPES}")
     if a != b and not (a in FP8 and b in FP8):
-        raise ProgramError(f"GEMM dtypes {a!r} and {b!r} differ: only those of FP8 may")
+        raise ProgramError(f"GEMM dtypes {a!r} and {b!r} differ: only FP8 dtypes may")
     if program.fast and not program.fp8:
         raise ProgramError(f"fast accumulation is for FP8 operands, these are {a}")
 
@@ -141,7 +141,7 @@ def _outputs(program: EpilogueProgram, numbers: set[str], taken: set[str]) -> No
 
 
 def _heads(program: EpilogueProgram) -> None:
-    """See ``program.heads``. Kernels read the accumulators alone at another column."""
+    """See ``program.heads``. Kernels can read only accumulators at another column."""
     swaps = [step for step in program.steps if step.op == "swap"]
     tables = [o for o in program.operands if o.kind == "table"]
     if bool(program.head) != bool(swaps or tables):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: what products of low rank take from those beside which they run.
+"""Adapters: low-rank products must not keep other work out of epilogues.
 
 Before (``r`` the rank of A (r, K) and B (N, r), s a number)::
 
@@ -11,15 +11,16 @@ After::
     dh = (dy @ B) * s;  dB = (dy.T @ h) * s
     dx = ((du @ W_u + dg @ W_g) + dh_u @ A_u) + dh_g @ A_g
 
-Why it is valid: a number commutes with a product, terms with one another. Both round as often as
-before, elsewhere.
+Why it is valid: a number commutes with a product, and terms commute with each other. Values are
+rounded as often as before, at other steps.
 
 Why it pays: t is neither written nor read. Two terms of full rank are one GEMM (``fuse.sums``),
-whose epilogue adds the others; between them stood a term that no kernel reads with them.
+whose epilogue adds the others; before, a term between them that no kernel reads with them prevented
+that.
 
 Leaves alone: a number times what anything but a small product reads; float16, in which a product
-that is scaled late may overflow; sums whose terms of full rank
-stand first already, or lie on two sides of the graph.
+that is scaled late may overflow; sums whose terms of full rank stand first already, or lie on two
+sides of a checkpoint's border.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import insert, prune
 from coda_inductor.graph.gemms import is_sum, low_rank
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames
-from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 
-#: So many times as large as a product must be what is no longer scaled.
+#: The tensor that is no longer scaled must be at least this many times as large as a product.
 _SMALLER = 8
 
 
@@ -44,13 +45,12 @@ def unburden(graph: Graph, record: Record) -> None:
     del record
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
         _scale_products(graph, node)
-    scope = Scope(graph)
     for node in [n for n in graph.nodes if is_sum(n)]:
-        _full_rank_first(graph, node, scope)
+        _full_rank_first(graph, node)
 
 
 def _scale_products(graph: Graph, scaled: Node) -> None:
-    """Scale the products of ``scaled``, a tensor times a number, in its stead."""
+    """Scale the products of ``scaled``, a tensor times a number, instead of the tensor."""
     x, number = scaled.args
     if not isinstance(number, (int, float)) or fake(scaled).dtype == torch.float16:
         return
@@ -70,12 +70,12 @@ def _scale_products(graph: Graph, scaled: Node) -> None:
     prune([scaled])
 
 
-def _full_rank_first(graph: Graph, total: Node, scope: Scope) -> None:
+def _full_rank_first(graph: Graph, total: Node) -> None:
     """Let ``total`` begin with its terms of full rank."""
     users = [*total.users]
-    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0], scope):
+    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0]):
         return  # a part of a longer sum
-    terms = _terms(total, total, scope)
+    terms = _terms(total, total)
     products = {t: base(t) for t in terms if base(t).target is aten.mm.default}
     full = [t for t, product in products.items() if not low_rank(product)]
     if len(full) < 2 or len(full) == len(products) or terms[: len(full)] == full:
@@ -88,17 +88,18 @@ def _full_rank_first(graph: Graph, total: Node, scope: Scope) -> None:
     prune([total])
 
 
-def _terms(node: Node, total: Node, scope: Scope) -> list[Node]:
+def _terms(node: Node, total: Node) -> list[Node]:
     """What is summed in ``node``, from left to right."""
     found: list[Node] = []
     for term in node.args:
-        inner = is_sum(term) and len(term.users) == 1 and _alike(term, total, scope)
-        found += _terms(term, total, scope) if inner else [term]
+        inner = is_sum(term) and len(term.users) == 1 and _alike(term, total)
+        found += _terms(term, total) if inner else [term]
     return found
 
 
-def _alike(part: Node, total: Node, scope: Scope) -> bool:
-    """May the sum ``part`` be made anywhere in ``total``?"""
+def _alike(part: Node, total: Node) -> bool:
+    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? What one node reads
+    alone lies on the same side of the graph."""
     one, other = fake(part), fake(total)
     same_kind = one.dtype == other.dtype and one.shape == other.shape
-    return same_kind and scope.same_side(part, total) and checkpoint(part) == checkpoint(total)
+    return same_kind and checkpoint(part) == checkpoint(total)

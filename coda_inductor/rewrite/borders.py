@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between two checkpointed blocks, what the one hands to the other is saved.
+"""What one checkpointed block passes to the next is saved.
 
 Before::
 
@@ -11,12 +11,12 @@ After::
 
     call = gemm_epilogue(...)         computed once; x is saved
 
-Why: torch saves the last node of a checkpointed block, but it cannot save a view or one output of
-several, and those are what a fused block ends in. It would then compute all blocks again, one after
-the other, before the first gradient: all activations at once in memory. A call that is not to be
-recomputed is what torch never computes twice, so that its outputs are saved instead.
+Why: torch saves the last node of a checkpointed block, but it cannot save a view or one of several
+outputs, and a fused block ends in those. It would then recompute all blocks, one after the other,
+before the first gradient, with all activations in memory at once. Without the mark for
+recomputation, torch never computes the call twice, but saves its outputs.
 
-Leaves alone what nothing of a later checkpoint reads, and what the user's policy says to save.
+Leaves alone what no later checkpoint reads, and what the user's policy saves.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def save_borders(graph: Graph, _record: Record) -> None:
-    """Apply this to a joint graph that is rewritten and fused; nothing but tags changes."""
+    """Apply this to a joint graph after rewriting and fusing; only tags change."""
     for node in graph.nodes:
         if _renames(node) and _recomputed(node) and any(_is_later(u, node) for u in node.users):
             *views, base = chain(node, _renames)
             for view in views:
                 view.meta["recompute"] = None
             if _recomputed(base):
-                # Torch refuses to save a tuple, and can recompute none of several outputs alone.
+                # Torch cannot save a tuple, or recompute one of several outputs alone.
                 outputs = [user for user in base.users if user.target is operator.getitem]
                 base.meta["recompute"] = None if outputs else CheckpointPolicy.MUST_SAVE
                 for output in outputs:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives that need not be: the same one twice, and each term of a sum by itself.
+"""Unneeded collectives: the same one twice, and one for each term of a sum.
 
-Tensor parallelism a module at a time (``parallelize_module``) gathers one norm's result for gate
-and for up, for q, k and v, and reduces each of their gradients alone.
+Tensor parallelism per module (``parallelize_module``) gathers one norm's result separately for gate
+and up, or for q, k and v, and reduces each of their gradients separately.
 
 Before::
 
@@ -17,16 +17,16 @@ After::
 and the same with ``all_reduce``.
 
 Why it is valid: a functional collective is a function of its arguments, and the sum over ranks is
-linear. Every rank of a group runs the same program, so each leaves out the same collectives:
-whether it does must hang on nothing but the graph and options (no gate, no measurement, no device).
+linear. Every rank of a group runs the same program, so each leaves out the same collectives: the
+decision may depend only on the graph and options (not on the gate, a measurement or the device).
 
 What it enables: gate and up read one operand and can share a tile (torch merges equal gathers too,
-but after us), and the gradients' products add up in one. Of what is reduced in the backward pass,
-two fifths travel. The sum is rounded once.
+but after us), and one GEMM adds up the gradients' products. In the backward pass, two fifths of the
+data are sent. The sum is rounded once.
 
-Refuses, silently: what lies on two sides of a joint graph or of a checkpoint's border; a result
-that leaves the graph; a term that somebody else reads; other reductions than sums and means; with
-Inductor's asynchronous tensor parallelism, which wants one product a collective, sums.
+Refuses, silently: nodes on both sides of a joint graph or of a checkpoint's border; a result that
+is a graph output; a term with other readers; reductions other than sums and means; sums, with
+Inductor's asynchronous tensor parallelism, which needs one product per collective.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _merge_equal(graph: Graph, scope: Scope) -> int:
 
 
 def _leaves(node: Node) -> bool:
-    """Is memory of ``node`` an output of the graph? What waits for it is another name of it."""
+    """Is the memory of ``node`` an output of the graph? The wait for it has the same memory."""
     return leaves(node) or any(is_wait(user) and leaves(user) for user in node.users)
 
 
@@ -92,7 +92,7 @@ def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
 
 
 def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
-    """Add first, then reduce over ranks: ``total`` is replaced. True if that was possible."""
+    """Replace ``total``: add first, then reduce over ranks. True if that was possible."""
     names = [_unnamed(term) for term in total.args]
     waits = [term for term in names if term is not None]
     if len(waits) < 2 or not same(*(fake(wait).shape for wait in waits)):
@@ -121,7 +121,7 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
 
 
 def _erase(total: Node) -> None:
-    """Take out ``total``, which nobody reads, with its collectives, which ``prune`` leaves."""
+    """Erase ``total``, which has no readers, with its collectives, which ``prune`` leaves."""
     todo = [total]
     while todo:
         node = todo.pop()
@@ -134,13 +134,13 @@ def _erase(total: Node) -> None:
 
 
 def _unnamed(term: Any) -> Node | None:
-    """The wait that ``term`` is, or is another name of, where nobody else reads it; else None."""
+    """The wait that ``term`` is, or is another name of, if it has no other readers; else None."""
     term = base(term, lambda n: renames(n) and len(n.users) == 1)
     return term if is_wait(term) and len(term.users) == 1 else None
 
 
 def _added(put: Put, left: Node, right: Node) -> Node:
-    """``left + right``; where both were cut and put together alike, of what they were cut from."""
+    """``left + right``; if both were split and joined in the same way, added before that."""
     first, second = _rearranged(left), _rearranged(right)
     if first is not None and second is not None:
         (one, cut, joined), (other, *how) = first, second
@@ -152,8 +152,8 @@ def _added(put: Put, left: Node, right: Node) -> Node:
 
 
 def _rearranged(node: Node) -> tuple[Node, tuple, tuple] | None:
-    """``node`` as cat(split(x, *cut), *joined): (x, cut, joined). DTensor does so to scatter
-    another dimension than the first. None for anything else."""
+    """(x, cut, joined) if ``node`` is cat(split(x, *cut), *joined), else None. DTensor does this to
+    scatter another dimension than the first."""
     if node.target is not aten.cat.default or len(node.users) != 1:
         return None
     tensors, joined = arguments(node).values()

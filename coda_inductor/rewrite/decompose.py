@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semantic ops that no rewrite took become the aten ops that define them: what is left is what
-Inductor would have compiled without us.
+"""Semantic ops that no rewrite used become the aten ops that define them, so that Inductor compiles
+the rest as without us.
 
 Before::
 
@@ -34,13 +34,13 @@ def decompose(graph: Graph, _record: Record) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """The same, but for reductions, rotations of heads and rows of groups, that an epilogue may
-    take, and for GEMMs."""
+    """The same, except GEMMs, and reductions, rotations of heads and rows of groups, which an
+    epilogue may absorb."""
     _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
 
 
 def decompose_pointwise(graph: Graph) -> None:
-    """The same, for what is computed element by element: what an epilogue can make of it shows."""
+    """The same for elementwise ops, so that one can see what an epilogue can absorb of them."""
     _decompose(graph, [op for op in DEFINITIONS if torch.Tag.pointwise not in op.tags])
 
 

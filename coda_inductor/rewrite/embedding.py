@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of an embedding table touches only the rows that were looked up.
 
-Before (T tokens, V rows of d columns; ``other`` is there when the LM head shares the table)::
+Before (T tokens, V rows of d columns; ``other`` exists if the LM head shares the table)::
 
     wide = zeros(V, d) in float32;  wide[tokens] += dy        (atomic)
     dtable = other + cast(wide)
@@ -13,15 +13,15 @@ After::
     dtable = other;  dtable[tokens] = other[tokens] + cast(sums)[owner]
 
 Why it is valid: ``sums[owner[t]]`` is the sum of dy over all places of token t, in float32 as
-before, and is rounded and added as before; places of one token write one and the same value. The
-rows in between are ``other + 0``. Without ``other`` the table starts as zeros in its own dtype.
+before, and is rounded and added as before; all places of one token write the same value. The other
+rows are ``other + 0``. Without ``other`` the table starts as zeros in its own dtype.
 
 Why it pays: of V rows, at most T change. ``wide`` is 1.05 GB for a vocabulary of 128256 and 2048
 columns; it is cleared, read, cast and added in passes over all of it.
 
-Refuses (the gradient then stays Inductor's): the table has less than ``LEAST_ROWS`` rows a token;
-something else reads the gradient before it is added, or ``other`` at all, which would then have to
-be copied.
+Refuses (Inductor then computes the gradient): the table has less than ``LEAST_ROWS`` rows per
+token; something else reads the gradient before it is added, or reads ``other``, which would then
+have to be copied.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 
-#: Passes over the tokens' rows replace passes over the table: about as many of the one as of the
-#: other, so that a table has to be some times larger.
+#: Passes over the tokens' rows replace about as many passes over the table, so the table must be
+#: several times larger.
 LEAST_ROWS = 2
 
 _MASKED = unsafe_masked_index_put_accumulate
@@ -70,7 +70,7 @@ def _gradient(
     """The gradient (rows, d) in ``dtype``: ``other`` (rows, d), if there is one, plus the rows of
     ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds."""
     d = dy.shape[-1]
-    if mask is not None:  # what does not count adds zero to a row that exists
+    if mask is not None:  # masked tokens add zero to an existing row
         tokens = torch.where(mask.squeeze(-1), tokens, 0)
         dy = torch.where(mask, dy, 0.0)
     tokens, dy = tokens.reshape(-1), dy.reshape(-1, d)
@@ -84,8 +84,8 @@ def _gradient(
 
 
 def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
-    """The gradient that ``node`` scatters into zeros, and the arguments of ``_gradient``, if it
-    pays to gather it first."""
+    """The gradient that ``node`` scatters into zeros, and the arguments of ``_gradient``, if the
+    rewrite pays."""
     given = arguments(node)
     zeros, indices, dy = (given[name] for name in ("input", "index", "values"))
     mask = given.get("mask")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products that no epilogue took become the products that the user wrote.
+"""Grouped products that no epilogue absorbed become the products that the user wrote.
 
-Before (two parts of one weight, each a product of its own for the fuser's sake)::
+Before (two parts of one weight, each with its own product so that the fuser can pair them)::
 
     lower, upper = split(W, f, 2)
     g, u = grouped_mm(x, lower, offsets, rows), grouped_mm(x, upper, offsets, rows)
@@ -12,8 +12,8 @@ After::
     g, u = split(grouped_mm(x, W, offsets, rows), f, 1)
     dx = grouped_mm(cat([dg, du], 1), W.mT, offsets)
 
-Why it is valid: columns of a product are those of its right factor; a sum of products is one over
-all of their K. Rows are then gathered, and multiplied, as ``semantic.experts`` defines it.
+Why it is valid: columns of a product are those of its right factor; a sum of products is a product
+over all of their K. Gathers and products remain as ``semantic.experts`` defines them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_inductor.semantic.experts import grouped_mm
 
 
 def finish_experts(graph: Graph, _record: Record) -> None:
-    """Apply the rewrite to what is left, in place."""
+    """Apply the rewrite to the remaining grouped products, in place."""
     for node in [n for n in graph.nodes if is_sum(n)]:
         if all(isinstance(t, Node) and t.target is grouped_mm for t in node.args):
             _merge_terms(graph, node)
@@ -40,14 +40,14 @@ def finish_experts(graph: Graph, _record: Record) -> None:
 
 
 def _parts(split: Node) -> list[Node]:
-    """The parts of ``split``, in order, if all are read; else none."""
+    """The parts of ``split``, in order; empty unless all are read."""
     found = parts(split)
     whole = len(found) == len(fake(split)) == len(split.users)
     return [found[i] for i in range(len(found))] if whole else []
 
 
 def _merge_columns(graph: Graph, split: Node) -> None:
-    """One product for those of one A with all parts of one weight's columns."""
+    """Merge products of one A with all parts of one weight's columns."""
     weight, size, dim = (arguments(split)[name] for name in ("input", "split_size", "dim"))
     products = [u for part in _parts(split) for u in part.users if u.target is grouped_mm]
     if dim % 3 != 2 or len(products) != len(split.users) or len(products) < 2:
@@ -67,7 +67,7 @@ def _merge_columns(graph: Graph, split: Node) -> None:
 
 
 def _merge_terms(graph: Graph, total: Node) -> None:
-    """One product for the sum of those with both parts of one weight's rows."""
+    """Merge the sum of products with both parts of one weight's rows."""
     turned = {gemm_inputs(t)[1]: t for t in total.args}
     halves = {n.args[0]: t for n, t in turned.items() if n.target is aten.permute.default}
     splits = {n for half in halves for n in half.all_input_nodes}

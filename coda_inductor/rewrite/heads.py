@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations of queries and keys are told of the rows that their projection makes.
+"""Rotations of queries and keys are written on the rows of their projection.
 
-Before (y is M x H d, made in the epilogue of a GEMM; cos and sin hold w columns a position)::
+Before (y is M x H d, from the epilogue of a GEMM; cos and sin have w columns per position)::
 
     q = permute(view(y, [B, T, H, d]), [0, 2, 1, 3]);  z = rotate(q, cos, sin, distance)
 
 After::
 
-    even, odd = keep(cos, one row a row of y), keep(sin, so, with its signs)      once for all
+    even, odd = keep(cos, in rows like y), keep(sin, same, with its signs)        once for all
     z = permute(view(rotate_heads(y, cos, sin, even, odd, distance), [B, T, H, d]), [0, 2, 1, 3])
 
-Why it is valid: views move nothing, and a rotation stays within one head and one position. Why it
-pays: a tile of whole heads has both columns of each pair, so
-that an epilogue can rotate (``fuse.heads``): queries and keys are written once, rotated. Where none
-does, it is undone as if nothing had happened, and nobody makes the tables.
+Why it is valid: views move no data, and a rotation stays within one head and one position. Why it
+pays: a tile of whole heads has both columns of each pair, so an epilogue can rotate
+(``fuse.heads``): queries and keys are written once, rotated. If no epilogue does, the rewrite is
+undone, and the tables are not computed.
 
-The gradient stays where it is: attention makes dq and dk, and its rotation back is one elementwise
-kernel with whatever scales the rows of dz.
+The gradient does not change: attention computes dq and dk, and the rotation back is one elementwise
+kernel, together with any scaling of the rows of dz.
 
-Refuses: what no GEMM's epilogue makes, as a norm over all heads at once; tables that differ between
-heads; results that a reader counts on being laid out otherwise (``torch.cat`` lays a rotation of
-part of a head out head by head; attention takes any layout); projections that are not
-fused.
+Refuses: inputs that no GEMM's epilogue computes, such as a norm over all heads at once; tables that
+differ between heads; results whose readers rely on another layout (``torch.cat`` makes a rotation
+of part of a head contiguous by heads; attention takes any layout); projections that are not fused.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ _MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
-#: What is rotated: rows (..., H * d); as heads (..., H, d); and how these are permuted.
+#: What is rotated: rows (..., H * d); the same as heads (..., H, d); and how these are permuted.
 Place = tuple[Node, Node, list[int]]
-#: Tables, which belong to no layer, by what they are made of.
+#: Tables, which all layers share, by what they are computed from.
 Made = dict[Hashable, list[Node]]
 
 
 def rotate_rows(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every rotation of the forward pass where it is valid. Counts nothing: a
-    rotation that an epilogue absorbs counts."""
+    """Apply the rewrite to every rotation of the forward pass where it is valid. Only a rotation
+    that an epilogue absorbs counts."""
     scope = Scope(graph)
     made: Made = {}
     for node in [n for n in graph.nodes if n.target is rotate and n in scope.forward]:
@@ -79,7 +78,7 @@ def rotate_rows(graph: Graph, record: Record) -> None:
 
 
 def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
-    """Where the rows of ``x``, which is rotated, are made."""
+    """Where the rows of ``x``, which is rotated, are computed."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
         heads, order = arguments(heads).values()
@@ -89,32 +88,32 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     views = heads.target in VIEWS and len(order) > 2 and order[-1] == len(order) - 1
     gemm = producer(rows)
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
-        return refuse("heads-no-gemm", "no GEMM makes rows of the heads that it reads")
+        return refuse("heads-no-gemm", "no GEMM computes rows of the heads that it reads")
     if (why := record.plan.legal(gemm)) is not None:
         return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
     if not record.plan.absorbs(gemm, rows, scope):
-        text = f"something between it and its GEMM {gemm.name} is in no epilogue"
+        text = f"an op between it and its GEMM {gemm.name} cannot be in an epilogue"
         return refuse("heads-no-gemm", text)
     return rows, heads, list(order)
 
 
 def _rewrite(graph: Graph, node: Node, found: Place, made: Made) -> Refusal | None:
-    """Apply the rewrite to ``node``, or say why not."""
+    """Apply the rewrite to ``node``, or return why not."""
     rows, heads, order = found
     _, cos, sin, distance, paired, inverse, joined, _ = node.args
     users, size, form = list(node.users), fake(heads).shape[-1], (distance, paired, inverse)
     root = users[0] if len(users) == 1 and is_cast(users[0]) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
-        return refuse("heads-layout", "its readers count on another layout of its result")
+        return refuse("heads-layout", "its readers rely on another layout of its result")
     of_head = order.index(len(order) - 2) - len(order)
     for table in (cos, sin):
         if fake(table).dim() >= -of_head and not same(fake(table).shape[of_head], 1):
             return refuse("heads-tables", f"{table.name} differs between heads")
         if fake(table).dtype == torch.float64 != fake(rows).dtype:
-            return refuse("float64-mixed", f"{table.name} is float64, what it rotates is not")
+            return refuse("float64-mixed", f"{table.name} is float64, but what it rotates is not")
     key = (_spelled(cos), _spelled(sin), *order, *form, size, str(fake(heads).shape[:-2]))
-    like = max(_spelled(cos)[0], _spelled(sin)[0])  # its meta: tables belong to no layer
+    like = max(_spelled(cos)[0], _spelled(sin)[0])  # for its meta: all layers share the tables
     tables = splice(graph, node, _as_rows, (cos, sin, order), like=like)
     put, free = Put(graph, like=node), Put(graph, like=like)
     with graph.inserting_before(node):
@@ -137,7 +136,7 @@ def _rewrite(graph: Graph, node: Node, found: Place, made: Made) -> Refusal | No
 
 
 def _any_layout(node: Node) -> bool:
-    """Does it matter to no reader how ``node`` is laid out?"""
+    """Do all readers accept any layout of ``node``?"""
     todo = [node]
     for moved in todo:
         for user in moved.users:
@@ -152,7 +151,7 @@ def _any_layout(node: Node) -> bool:
 
 
 def _spelled(table: Node) -> tuple[Node | str, ...]:
-    """What ``table`` is a view of, and of which form: equal for equal tables."""
+    """What ``table`` is a view of, and in which shape: equal for equal tables."""
     *views, made = chain(table, may_view)
     moves = (v for v in views if not renames(v))
     found = (f"{v.target} {v.args[1:]} {fake(v.all_input_nodes[0])}" for v in moves)
@@ -160,14 +159,14 @@ def _spelled(table: Node) -> tuple[Node | str, ...]:
 
 
 def _lead(put: Put, heads: Node) -> list[Any]:
-    """The leading sizes of ``heads`` as the view that makes it has them: tables that ask the view
-    for a symbolic size would depend on the GEMM behind it."""
+    """The leading sizes of ``heads``, as arguments of the view that makes it: tables that read a
+    symbolic size from the view would depend on the GEMM before it."""
     known = arguments(heads)["size"][: fake(heads).dim() - 2]
     return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(known)]
 
 
 def _as_rows(cos: Tensor, sin: Tensor, order: list[int]) -> tuple[Tensor, ...]:
-    """Tables that broadcast against what is rotated, as they do against the heads of rows."""
+    """Tables that broadcast against what is rotated, changed to broadcast against heads of rows."""
     back = [order.index(i) for i in range(len(order))]
     return tuple(t[(None,) * (len(order) - t.dim())].permute(back) for t in (cos, sin))
 
@@ -175,10 +174,10 @@ def _as_rows(cos: Tensor, sin: Tensor, order: list[int]) -> tuple[Tensor, ...]:
 def _even_odd(
     cos: Tensor, sin: Tensor, size: int, distance: int, paired: bool, inverse: bool
 ) -> tuple[Tensor, ...]:
-    """What a kernel multiplies x and its swapped columns with, each (..., size).
+    """The factors of x and of its swapped columns in a kernel, each (..., size).
 
-    A column that is not rotated is its own swapped one, and x / 2 + x / 2 is x, where x * 1 + x * 0
-    would make NaN of an infinity.
+    A column that is not rotated is swapped with itself: x / 2 + x / 2 is x, while x * 1 + x * 0
+    would turn infinity into NaN.
     """
     cos, sin = (each_column(table, distance, paired) for table in (cos, sin))
     odd = -turn(sin, distance) if inverse else turn(torch.ones_like(sin), distance) * sin

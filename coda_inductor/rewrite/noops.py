@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full slices and clones that change nothing would hide idioms from us. Inductor removes them, but
-after our hook. So would sizes that are asked of a tensor in the middle of the graph, as programs of
-AOTInductor's do: they are asked of an input that has the same. A product that is transposed twice,
-as autograd makes a weight's gradient, is read as it is: what follows, the cast to a float32
-weight's dtype above all, then lies on the tile."""
+"""Nodes without effect that would hide idioms are removed.
+
+Inductor removes full slices and clones too, but after our hook. AOTInductor's programs read sizes
+from tensors in the middle of the graph; they are read from an input with the same size instead. A
+product that is transposed twice (autograd's weight gradient) is read directly, so that what
+follows, above all the cast to a float32 weight's dtype, can run on the tile."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from coda_inductor.record import Record
 
 
 def remove_noops(graph: Graph, _record: Record) -> None:
-    """Apply Inductor's own pass, transpose nothing twice, and ask inputs for sizes, in place."""
+    """Apply Inductor's own pass, remove double transposes, and read sizes from inputs, in place."""
     try:
         remove_noop_ops(graph)
-    except Exception:  # a private helper of Inductor's: losing it costs a fusion, not correctness
+    except Exception:  # a private helper of Inductor's: only fusions are lost
         logger.debug("remove_noop_ops failed", exc_info=True)
     for back in graph.find_nodes(op="call_function", target=aten.permute.default):
         _, *turns = chain(back, is_transpose)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backward pass reads of the forward's elementwise work, it computes anew.
+"""The backward pass recomputes the elementwise results of the forward pass that it reads.
 
 Before::
 
-    s = silu(g); a = s * u                  forward; g and u are made by GEMMs
+    s = silu(g); a = s * u                  forward; g and u are results of GEMMs
     du = da * s;  dWd = dx.T @ a            backward
 
 After::
@@ -12,15 +12,14 @@ After::
     du = da * s2; dWd = dx.T @ a2
 
 Why it is valid: the same function of the same values. Why it pays: g and u must be kept for the
-derivative anyway, so that the forward pass keeps nothing else, and the epilogue that loads them for
-the derivative computes s2 and a2 for free. Where nothing fuses, torch's partitioner merges the
-copies with the originals again (it eliminates common subexpressions first), and decides as ever.
+derivative anyway, so the forward pass keeps nothing else, and the epilogue that loads them for the
+derivative computes s2 and a2 for free. Without fusion, torch's partitioner merges the copies with
+the originals again (it eliminates common subexpressions first), and decides as usual.
 
 Refuses values that cannot be computed from at most two tensors that the backward pass reads
-anyway, what the norm rewrite keeps on purpose (the operand of the GEMMs after a norm), and what a
-copy that was rounded otherwise would not do for: logits, of which ``exp(x - logsumexp(x)) - 1`` is
-nearly nothing, and what is compared for equality, as the gradient of a maximum looks for its place
-by ``x == x.amax(-1)``.
+anyway, what the norm rewrite keeps on purpose (the operand of the GEMMs after a norm), and values
+for which another rounding is harmful: logits, because ``exp(x - logsumexp(x)) - 1`` is nearly zero,
+and values that are compared for equality, as in the gradient of a maximum (``x == x.amax(-1)``).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from coda_inductor.graph.walk import closure, source
 from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp
 
-#: In the meta of a node that the forward pass stores and the backward pass must not compute again.
+#: Meta key of a node that the forward pass stores and the backward pass must not recompute.
 KEEP = "coda_keep"
 
 _MOST_TENSORS = 2
@@ -62,7 +61,7 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
                     continue
                 copy = _copy(graph, node, bases, copies, first, scope)
                 user.replace_input_with(node, copy)
-    stable_topological_sort(graph)  # readers that need no tangent may stand before the copies
+    stable_topological_sort(graph)  # readers that need no tangent may be before the copies
 
 
 def _backward_readers(node: Node, scope: Scope) -> list[Node]:
@@ -91,8 +90,8 @@ class _Bases:
         return self._inputs(node) is not None
 
     def of(self, node: Node) -> frozenset[Node] | None:
-        """The tensors that ``node`` would be computed from; None: from more than the backward pass
-        has or should read."""
+        """The tensors that ``node`` would be computed from; None if they are more than the backward
+        pass has or should read."""
         if node not in self.known:
             self.known[node] = self._find(node)
         return self.known[node]
@@ -104,7 +103,7 @@ class _Bases:
             inputs = self._inputs(node)
             if inputs is not None:
                 return inputs
-        # Not any input: it may be changed in place, so that it holds another value by then.
+        # Not every input: it may be changed in place before the backward pass.
         return frozenset({node}) if source(node) in self.read else None
 
     def _inputs(self, node: Node) -> frozenset[Node] | None:
@@ -118,7 +117,7 @@ class _Bases:
 
 
 def _is_vector(node: Node) -> bool:
-    """One value a row, or a column: too small to matter."""
+    """Does it have one value per row or column? That is too small to matter."""
     value = fake(node)
     return hasattr(value, "shape") and (len(value.shape) < 2 or value.shape[-1] == 1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sines and cosines that many larger tensors are multiplied with are computed once.
+"""Sines and cosines that multiply many larger tensors are computed once.
 
 Before::
 
@@ -9,15 +9,15 @@ After::
 
     c = keep(cos(angles)); q2 = q * c + ...;  k2 = k * c + ...
 
-Why: Inductor computes what is elementwise again in each kernel that reads it, and torch's
-partitioner again in the backward pass. That is right where it saves traffic. Of a rotary table,
-every value then costs a sine of a large angle in each head of each layer: measured on an H100, the
-rotary gradient of a Llama layer took 342 us instead of the 40 us that its traffic takes.
+Why: Inductor recomputes elementwise values in each kernel that reads them, and torch's partitioner
+in the backward pass. That is right where it saves traffic. But a rotary table then costs the sine
+of a large angle per value, in each head of each layer: measured on an H100, the rotary gradient of
+a Llama layer took 342 us instead of the 40 us that its traffic takes.
 
-Only what is read by tensors of ``LEAST_READS`` times its size or more is kept. A view, a cast or a
-copy of it does not count, but what reads that does. Rotations of heads that an epilogue may take
-(``rewrite.heads``) have tables of their own: where one stays, it is decomposed, and the pass, which
-runs again then, sees its reads.
+Kept is only what tensors of at least ``LEAST_READS`` times its size read. A view, a cast or a copy
+of it does not count, but its readers do. Rotations of heads that an epilogue may absorb
+(``rewrite.heads``) have their own tables: a rotation that is not absorbed is decomposed, and the
+pass, which then runs again, sees its reads.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def keep_tables(graph: Graph, _record: Record) -> None:
 
 
 def _end(node: Node) -> Node:
-    """The last cast, scaling or view of ``node`` that is its readers' only way to it; or the copy
-    that is kept of it already."""
+    """The last cast, scaling or view of ``node`` that all its readers go through; or its copy, if
+    one is kept already."""
     while len(node.users) == 1 and node.target is not KEEP:
         (user,) = node.users
         scales = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1

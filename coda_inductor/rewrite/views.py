@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch is told whose memory views share: it reads from their recorded values what it may write
-over."""
+"""Recorded values of views share memory like the views: torch reads from them what it may
+overwrite."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from coda_inductor.record import Record
 def refresh_views(graph: Graph, _record: Record) -> None:
     """Let the recorded value of every view share memory with that of what it is a view of now.
 
-    Where a node was replaced, the views of it keep the old one's: a saved tensor that an output is
-    a view of would look like its own.
+    After a node is replaced, its views still share memory with the old node's value: if an output
+    is a view of a saved tensor, the two would look independent.
     """
     for node in graph.nodes:
         if node.op == "call_function" and may_view(node) and node.all_input_nodes:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs: custom ops, and the processes that compile kernels ahead of them.
+"""What runs: custom ops, and the processes that compile kernels before they are needed.
 
 op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
 fp8_casts             coda_inductor::fp8_cast and fp8_amax
 launch                tensors -> a launched kernel
-pool                  kernels compiled side by side, ahead of time
-client                a compile server as this process sees it
-server                that process
-worker                what it does
-notice                what a process is told once about kernels
+pool                  kernels compiled in parallel, ahead of time
+client                the connection to a compile server
+server                the server's process
+worker                a worker of the server
+notice                warnings about kernels, once per process
 versions              what the machine contributes to a graph's identity
 
 Importing ``op`` registers it and imports no kernel library (QuACK, CuTeDSL, Triton): those are

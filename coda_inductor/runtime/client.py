@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compile server as this process sees it: started, asked, ended.
+"""The connection to a compile server: start it, ask it, end it.
 
-The server (``server.py``) is a child (``processes``). torch's pool for Inductor's compilers is one
-too, but cannot end a single job, waits five minutes for its process, and looks for its parent once
-a minute.
+The server (``server.py``) is a child (``processes``). torch's pool for Inductor's compilers is not
+used, because it cannot end a single job, waits five minutes for its process, and checks only once a
+minute whether its parent lives.
 
-Nothing here waits for the server, but ``end``, for a second.
+Only ``end`` waits for the server, for a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says m
 
 
 class Lost(str):
-    """Why a kernel was not compiled that may be another time: a worker died, or the server."""
+    """Why a kernel was not compiled, if a retry may succeed: a worker or the server died."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class Server:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         #: It takes no more requests.
         self.ended = False
-        #: It has answered one: its imports are behind it.
+        #: It has answered a request, so its imports are done.
         self.answered = False
         for target in (self._read, self._write):
             threading.Thread(target=target, name="coda compile server", daemon=True).start()
@@ -66,7 +66,7 @@ class Server:
         return future
 
     def drop(self, future: concurrent.futures.Future, why: str) -> None:
-        """Compile it no longer; its result is ``why``, unless it has one."""
+        """Stop compiling it; its result is ``why``, unless it has one."""
         with self._lock:
             number = next((n for n, f in self._futures.items() if f is future), None)
             if number is None:
@@ -97,7 +97,7 @@ class Server:
                 self.answered = True
                 with self._lock:
                     future = self._futures.pop(message["id"], None)
-                if future is not None:  # not dropped since
+                if future is not None:  # not dropped in the meantime
                     lost = message.get("lost")
                     future.set_result(Lost(lost) if lost else message["error"])
         self._outbox.put(None)
@@ -107,15 +107,15 @@ class Server:
             self._futures.clear()
         how = self.child.ended()
         why: str = Lost("the compile server ended")
-        if how.code and how.code > 0:  # it raised: another one would as well
+        if how.code and how.code > 0:  # it raised: another server would too
             why = f"no compile server: {how}"
         for future in futures:
             future.set_result(why)
 
 
 def workers() -> int:
-    """How many compile workers this process may have: ``CODA_COMPILE_WORKERS``, else its part of
-    what all ranks of this host share: as many as the cores that it may use, at most 16."""
+    """How many compile workers this process may have: ``CODA_COMPILE_WORKERS``, else an equal share
+    for each rank of this host of the cores that it may use, at most 16."""
     return _workers(os.environ.get("CODA_COMPILE_WORKERS", ""))
 
 
@@ -131,23 +131,23 @@ def _workers(text: str) -> int:
     if count >= 0:
         return count
     logger.warning(
-        "CODA_COMPILE_WORKERS=%r is no number of processes: using %d. Give 0 to compile kernels "
-        "in this process, at their first launch, or the most that may run at a time",
+        "CODA_COMPILE_WORKERS=%r is not a number of processes: using %d. Set it to the most "
+        "that may run at a time, or to 0 to compile kernels in this process at their first launch",
         text, default,
     )  # fmt: skip
     return default
 
 
 def ranks() -> tuple[int, int]:
-    """Which process of this job on this host it is, and of how many, as torchrun says; (0, 1) where
-    nobody does."""
+    """The number of this process among those of its job on this host, and their count, from
+    torchrun; (0, 1) without it."""
     rank, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     size = max(1, int(count)) if count.isdecimal() else 1
     return int(rank) % size if rank.isdecimal() else 0, size
 
 
 def _environment(arch: str) -> dict[str, str]:
-    """Of the server: GPU-blind, compiling for ``arch`` from its first import on."""
+    """The server's environment: no GPU is visible, and it compiles for ``arch`` from the start."""
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "QUACK_ARCH": arch,

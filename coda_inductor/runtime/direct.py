@@ -7,8 +7,8 @@ generated code has real tensors and no gradients to record, so it may call the f
 
     buf0 = torch.ops.coda_inductor.gemm_epilogue.default.direct([x], [w], [], '{...}', ...)
 
-That is a name which any process has that has the op, so generated code stays cacheable. The C++
-wrapper finds ops by their names and keeps the dispatcher.
+Every process that has the op has this name too, so generated code stays cacheable. The C++ wrapper
+looks ops up by their names and keeps the dispatcher.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CUDA, the ops around a mixture's experts are the kernels of ``mainloop.experts``; where one
-does not take a call, or fails, torch's ops, after one warning."""
+"""On CUDA, the ops around a mixture's experts run the kernels of ``mainloop.experts``; if one does
+not support a call, or fails, torch's ops run, after one warning."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _gradient = _kernel("grouped_wgrad", experts.grouped_wgrad)
 
 
 def _takes(a, rows, bs) -> bool:
-    """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper; rows that lie in order, where it
-    was not measured, are torch's."""
+    """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper. For rows that are already sorted
+    it was not measured, so torch's op runs."""
     sizes = (a.shape[1], *(b.shape[1] for b in bs))
     fits = rows is not None and a.dtype in HALF and a.is_cuda
     fits = fits and all(isinstance(size, int) and size % 8 == 0 for size in sizes)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two custom ops for what must be computed of a whole tensor before it is multiplied in FP8.
+"""Two custom ops on a whole tensor, for use before it is multiplied in FP8.
 
-``coda_inductor::fp8_cast`` reads a tensor once and writes it in FP8: as it lies, transposed, or
-both, each with a scale and an FP8 dtype of its own. ``coda_inductor::fp8_amax`` reads one once for
-the maxima that scales are made of: of rows, of columns, or both, as partials over tiles.
+``coda_inductor::fp8_cast`` reads a tensor once and writes it in FP8: in its layout, transposed, or
+both, each with its own scale and FP8 dtype. ``coda_inductor::fp8_amax`` reads a tensor once for the
+maxima that scales need: of rows, of columns, or both, as partials over tiles.
 
-On CUDA each is one Triton kernel (``mainloop/fp8_casts.py``), elsewhere plain torch. Both compute
-what torchao's own chains of ops do, to the bit; only the sign of a NaN may differ.
+On CUDA each is one Triton kernel (``mainloop/fp8_casts.py``), elsewhere plain torch. Both give the
+same bits as torchao's own chains of ops; only the sign of a NaN may differ.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from coda_inductor.log import warn_once
 from coda_inductor.semantic.fp8 import AMAX, CAST
 
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-#: Rows and columns of the tiles that partial maxima are of.
+#: Rows and columns of the tiles of partial maxima.
 TILE = 128
-#: The dtype of a result that is not wanted.
+#: The dtype of a result that is not needed.
 _NONE = torch.float8_e4m3fn
 
 
@@ -40,11 +40,11 @@ def fp8_cast(
     """``x`` (M, K), of 16 or 32 bits, in FP8, in one or two layouts.
 
     Args:
-        x: any strides; rows or columns that are contiguous are read as they lie.
+        x: any strides; contiguous rows or columns are read in place.
         factor: (M, 1) float32, a row factor of ``x`` (a norm's rstd), or None.
-        scale: what the first result is multiplied with: float32, (M, 1), (1, K) or one element.
-            None if the first result is not wanted.
-        dtype: the first result's, an FP8 dtype; None where ``scale`` is.
+        scale: the factor of the first result: float32, (M, 1), (1, K) or one element. None if the
+            first result is not needed.
+        dtype: the first result's, an FP8 dtype; None if ``scale`` is.
         scale_t: as ``scale``, in terms of ``x``'s rows and columns, for the second result.
         dtype_t: the second result's.
         divide: whether to divide by the scales instead, as inference does.
@@ -52,8 +52,8 @@ def fp8_cast(
 
     Returns:
         q (M, K) row-major and qt (K, M) row-major: ``float32(x) * factor * weight * scale``,
-        clamped to the dtype's finite values (inf too; NaN stays) and rounded to the nearest. One
-        that is not wanted has the shape (0,).
+        clamped to the dtype's finite values (inf too; NaN stays) and rounded to the nearest. A
+        result that is not needed has the shape (0,).
     """
     wide = x.to(torch.float32)
     if factor is not None:
@@ -74,18 +74,18 @@ def _round(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Tensor, Tensor]:
-    """Partial maxima of ``|float32(x) * factor|``, float32: NaN where a NaN is among them.
+    """Partial maxima of ``|float32(x) * factor|``, float32; NaN if a value is NaN.
 
     Args:
         x: (M, K), of 16 or 32 bits.
         factor: as for :func:`fp8_cast`.
-        row: whether maxima of rows are wanted.
-        col: whether maxima of columns are wanted.
+        row: whether maxima of rows are needed.
+        col: whether maxima of columns are needed.
 
     Returns:
         rows (M, ceil(K / TILE)): of each row's elements in each tile; ``rows.amax(1)`` is the
         row's. cols (ceil(M / TILE), K): of each column's; ``cols.amax(0)`` is the column's. The
-        amax of either is the tensor's. One that is not wanted has the shape (0,).
+        amax of either is the tensor's. A result that is not needed has the shape (0,).
     """
     rows, cols = _partials(x, row, col)
     if not x.numel():
@@ -102,7 +102,7 @@ def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Te
 
 
 def _partials(x: Tensor, row: bool, col: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialised results of :func:`fp8_amax`."""
+    """Uninitialized results of :func:`fp8_amax`."""
     m, k = x.shape
     rows = (m, (k + TILE - 1) // TILE) if row else 0
     cols = ((m + TILE - 1) // TILE, k) if col else 0
@@ -116,7 +116,7 @@ def _outputs(
     scale_t: Tensor | None,
     dtype_t: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Uninitialised results of :func:`fp8_cast`."""
+    """Uninitialized results of :func:`fp8_cast`."""
     m, k = x.shape
     q = x.new_empty(0 if scale is None else (m, k), dtype=dtype or _NONE)
     return q, x.new_empty(0 if scale_t is None else (k, m), dtype=dtype_t or _NONE)
@@ -162,7 +162,7 @@ def _launched(kernel: str, x: Tensor, *others: object) -> bool:
 
 @functools.cache
 def _has_fp8(device: torch.device) -> bool:
-    """Whether casts to FP8 are instructions, which the kernels rely on to saturate."""
+    """Does the GPU have instructions for casts to FP8? The kernels rely on their saturation."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -22,7 +22,7 @@ from coda_inductor.runtime.prepared import Prepared, alike, prepare
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
 
-#: Kinds of calls of one kernel that are prepared for at a time.
+#: The most kinds of calls of one kernel that are prepared at a time.
 _MOST_PREPARED = 256
 #: Seconds until a kernel that could not be built is tried again.
 _FIRST_PAUSE = 60.0
@@ -30,8 +30,8 @@ _log = logging.getLogger("coda_inductor")
 
 
 class Kernel:
-    """One program with one config. Kernels are compiled per majors of A and B, how these are read
-    and device, on first use, and serve every M, N and K."""
+    """One program with one config. Kernels are compiled on first use, for the majors of A and B,
+    how these are read, and the device; they serve every M, N and K."""
 
     def __init__(self, program: EpilogueProgram, config: Config):
         self.program = program
@@ -40,24 +40,24 @@ class Kernel:
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
         self._plans: dict[tuple, object] = {}
-        # the same -> why it could not be built, until when that is not tried again, and the pause
+        # the same -> why it could not be built, when to try again, and the current pause
         self._unbuilt: dict[tuple, tuple[str, float, float]] = {}
-        # what calls have in common -> what serves all of them; None where the long way is the only
+        # what similar calls have in common -> their launch; None if only the full way works
         self._prepared: dict[tuple, Prepared | None] = {}
 
     def __call__(
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]
     ) -> list[Tensor] | None:
-        """Launch, and return the outputs, if a call like this one was prepared for; else None."""
+        """Launch, and return the outputs, if a call like this one was prepared; else None."""
         found = self._prepared.get(alike(as_, bs, operands))
         return None if found is None else found(as_, bs, operands)
 
     def prepare(self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> None:
-        """Prepare for calls like this one, which has been launched."""
+        """Prepare calls like this one, which has been launched."""
         key = alike(as_, bs, operands)
         if key in self._prepared:
             return
-        if len(self._prepared) >= _MOST_PREPARED:  # sizes that change without end
+        if len(self._prepared) >= _MOST_PREPARED:  # sizes change all the time
             self._prepared.clear()
 
         def plan(a_major: str, b_major: str, variant: str) -> object:
@@ -67,7 +67,7 @@ class Kernel:
             found = prepare(self.program, self.config, plan, as_, bs, operands)
         except UnpairableError:  # this one was copied; the next may not be
             return
-        except Exception as error:  # it runs without, at the cost of microseconds
+        except Exception as error:  # it still runs, some microseconds slower
             _log.debug("%s %s is not prepared: %r", self.program.key, self.config, error)
             found = None
         self._prepared[key] = found
@@ -78,9 +78,9 @@ class Kernel:
         """Fill ``outputs``, allocated by the caller as ``reference.output_shapes`` says.
 
         Raises:
-            KernelError: the kernel cannot be built. That takes seconds to find out, so it is known
-                from then on, until :func:`forget_failures`, or for a pause that doubles each time:
-                a full disk may pass.
+            KernelError: the kernel cannot be built. Trying takes seconds, so the failure is
+                remembered until :func:`forget_failures`, or for a pause that doubles each time,
+                because a cause such as a full disk may go away.
             UnpairableError: the weights of a paired program cannot be read as one operand.
             Exception: whatever the launch raises.
         """
@@ -99,7 +99,7 @@ class Kernel:
             output.copy_(partials[:, ::2])
 
     def forget_failures(self) -> None:
-        """Build again what could not be built."""
+        """Try again to build what could not be built."""
         self._unbuilt.clear()
 
     def _built(self, key: tuple) -> object:
@@ -118,15 +118,15 @@ class Kernel:
     def _build(self, a_major: str, b_major: str, variant: str, device: torch.device) -> None:
         from coda_inductor.mainloop.build import build
 
-        # What the next call reads may lie in the other order, and while a CUDA graph is captured
-        # no kernel can be loaded.
+        # The next call's operands may have the other order of addresses, and during the capture of
+        # a CUDA graph no kernel can be loaded.
         for each in reading_with(self.program, variant).variants:
             with _on_device(device):
                 plan = build(self.program, self.config, a_major, b_major, each, device=device)
                 self._plans[a_major, b_major, each, device] = plan
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
-        """Put operands under their names, as the kernel wants them; returns the C operand."""
+        """Store operands by name, in the form that the kernel needs; returns the C operand."""
         c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
             if operand.kind in ROUTES:
@@ -144,8 +144,8 @@ class Kernel:
         return c
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:
-        """Put outputs under their names; returns D, and the column partials that need compacting:
-        those of a paired program are (m_tiles, 2N), and every other column counts."""
+        """Store outputs by name; returns D, and the column partials that need compacting: those of
+        a paired program are (m_tiles, 2N), and only every other column counts."""
         d, interleaved = None, []
         paired = self.program.paired
         for spec, output in zip(self.program.outputs, outputs, strict=True):
@@ -160,7 +160,7 @@ class Kernel:
         return d, interleaved
 
 
-# Plans of this process. What a kernel is depends on its program and config, not on who calls it.
+# Plans of this process. A kernel depends only on its program and config, not on its callers.
 _kernels: dict[tuple[str, str], Kernel] = {}
 
 
@@ -174,7 +174,7 @@ def kernel(program: str, config: str) -> Kernel:
 
 
 def forget_failures() -> None:
-    """Let what could not be built be tried again: whoever compiles may have mended the cause."""
+    """Try all failed builds again: the user may have fixed the cause."""
     for known in list(_kernels.values()):
         known.forget_failures()
 
@@ -182,10 +182,10 @@ def forget_failures() -> None:
 def requests(
     as_: Sequence[Tensor], bs: Sequence[Tensor], program: str, config: str
 ) -> list[KernelRequest]:
-    """The kernels that a call of the op with such inputs may launch, to be compiled ahead of it.
+    """The kernels that a call of the op with such inputs may launch, to be compiled before it.
 
-    Asks for what is known before it runs, so that fake tensors will do: shapes, strides and dtypes.
-    Kernels that differ by the order of two addresses are all returned.
+    Only shapes, strides and dtypes count, so the inputs may be fake tensors. Kernels that differ by
+    the order of two addresses are all returned.
     """
     reading = reading_of(EpilogueProgram.from_json(program), len(as_))
     return [KernelRequest(program, config, *how) for how in reading.kernels(as_, bs)]
@@ -199,7 +199,7 @@ def _quack_launcher():
 
 
 def _on_device(device: torch.device):
-    """Entering the current device again costs microseconds, and is nearly always what it is."""
+    """Enter the device, unless it is current already, as nearly always: that saves microseconds."""
     if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -2,10 +2,9 @@
 """The custom op ``coda_inductor::linear_cross_entropy_backward``: the gradients of an LM head's
 input, weight and bias, without the gradient of all logits in memory.
 
-A slice of the vocabulary at a time: the gradient of the slice's logits is written, and read by the
-two matrix products that it is for, and by the sum that is the bias's gradient. Rows of dW come from
-one slice each; dx is summed over the slices in float32, so that nothing is rounded more often than
-by one GEMM.
+For one slice of the vocabulary at a time, the gradient of the slice's logits is written, and read
+by two matrix products and by the sum for the bias's gradient. Each row of dW comes from one slice;
+dx is summed over the slices in float32, so that it is not rounded more often than by one GEMM.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LIBRARY.define(
 
 #: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits.
 SLICE_BYTES = 2**28
-#: Slices start where rows of dW are aligned, and tensor cores are full.
+#: Slices start at multiples of this, so that rows of dW are aligned and tensor cores are full.
 _ALIGN = 128
 
 
@@ -83,7 +82,7 @@ def _slice(
     smoothing: float,
     cap: float,
 ) -> Tensor:
-    """Columns ``first`` to ``last`` of the gradient of what was capped, (M, last - first)."""
+    """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first)."""
     if rows.is_cuda and lse.dtype == torch.float32:  # the kernel computes in float32
         from coda_inductor.mainloop.dlogits import dlogits
 

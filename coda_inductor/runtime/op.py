@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom op ``coda_inductor::gemm_epilogue``: what a fused site is in the graph.
+"""The custom op ``coda_inductor::gemm_epilogue``, which represents a fused site in the graph.
 
 ``gemm_epilogue(as_, bs, operands, program, config, site, strict) -> Tensor[]`` computes an epilogue
 program on the sum of ``as_[j] @ bs[j]``, or, if the program is paired, on ``as_[0] @ bs[0]`` and
-``as_[0] @ bs[1]``. Shapes: as_[j] (M, K_j), bs[j] (K_j, N), (E, K_j, N) of a grouped one; operands
-as ``program.operands`` says; outputs as ``reference.output_shapes`` says, reductions in float32
-(float64 for a float64 GEMM).
-Functional: outputs never alias inputs.
+``as_[0] @ bs[1]``. Shapes: as_[j] (M, K_j), bs[j] (K_j, N), or (E, K_j, N) if it is grouped;
+operands as in ``program.operands``; outputs as in ``reference.output_shapes``, reductions in
+float32 (float64 for a float64 GEMM). Functional: outputs never alias inputs.
 
-All that a call depends on stands in the graph: the program and the config as strings, the module
-path of its GEMMs (``site``, for messages), and whether it may fall back (``strict``). So a graph is
-printable, and cacheable across processes, and how another one was compiled changes nothing in it.
+All that a call depends on is in the graph: the program and the config as strings, the module path
+of its GEMMs (``site``, for messages), and whether it may fall back (``strict``). So a graph is
+printable, cacheable across processes, and independent of how other graphs were compiled.
 
-CUDA tensors run through a generated kernel, all others, and every call whose kernel cannot be built
-or launched, through the reference executor, after one warning that names the cause.
+CUDA tensors run through a generated kernel. All others, and every call whose kernel cannot be built
+or launched, run through the reference executor, after one warning that names the cause.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _LIBRARY.define(
     'str site="", bool strict=False) -> Tensor[]',
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-#: The op, as graphs hold it.
+#: The op, as it is in graphs.
 OP = torch.ops.coda_inductor.gemm_epilogue.default
 
 
@@ -59,7 +58,7 @@ def gemm_epilogue(
 
 
 def _allocate(program: EpilogueProgram, config: Config, as_, bs, operands):
-    """Uninitialised outputs. Also the fake implementation: M, N and K may be symbolic."""
+    """Uninitialized outputs. Also the fake implementation: M, N and K may be symbolic."""
     a, m, n = as_[0], program.rows(as_, operands), program.columns(bs)
     tile_m = config.cta_tile_m(arch_of(a.device))
     # The tile of a pair holds both accumulators, side by side.
@@ -89,7 +88,7 @@ def _reference(as_, bs, operands, program, config, *_):
         if isinstance(spec, Store):
             output.copy_(value)
             continue
-        # The reference has one tile: its value stands in the first, the others are neutral.
+        # The reference has one tile: its value is in the first one, the others are neutral.
         output.fill_(0.0 if spec.combine == "add" else -math.inf)
         output.narrow(1 if spec.axis == "row" else 0, 0, 1).copy_(value)
     return outputs
@@ -99,7 +98,7 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     entry = kernel(program, config)
     try:
         prepared = entry(as_, bs, operands)
-    except Exception:  # the long way converts what it can, and says what it cannot
+    except Exception:  # the full way converts what it can, and raises otherwise
         prepared = None
     if prepared is not None:
         return prepared
@@ -137,7 +136,7 @@ def _unsupported(
     wanted = parsed.a_dtype, parsed.b_dtype
     if wanted != tuple(map(dtype_name, dtypes)):
         these, those = (" and ".join(dict.fromkeys(map(str, pair))) for pair in (wanted, dtypes))
-        text = f"the program is for {these} inputs, they are {those}"
+        text = f"the program is for {these} inputs, but they are {those}"
         return refuse("kernel-dtype", text, failure=True)
     return availability.kernel_stack(device) or legality.unsupported(
         parsed, n, k, *majors, device=device, terms=terms
@@ -155,7 +154,7 @@ def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=No
 
 
 def _direct(as_, *others):
-    """The op without the dispatcher, for what runs without gradients, modes and fake tensors."""
+    """The op without the dispatcher, for calls without gradients, modes and fake tensors."""
     return _cuda(as_, *others) if as_[0].is_cuda else OP(as_, *others)
 
 

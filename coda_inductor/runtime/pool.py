@@ -6,10 +6,10 @@ compile server (``client``, ``server``), ``wait`` collects the outcome, and the 
 loads the object file that a worker left in QuACK's on-disk cache (a few milliseconds). Kernels that
 are on disk are not submitted.
 
-Nothing here can hang: every wait has a deadline, after which the work is dropped and its worker
-killed. Nothing outlives this process, and nothing raises: what cannot be compiled has a reason.
-Where there are to be no workers (``CODA_COMPILE_WORKERS=0``, or a daemonic process, which may have
-no children), the first launch compiles.
+No call can hang: every wait has a deadline, after which the work is dropped and its worker killed.
+No worker outlives this process, and no call raises: what cannot be compiled gets a reason. Without
+workers (``CODA_COMPILE_WORKERS=0``, or in a daemonic process, which may have no children), the
+first launch compiles.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
 
 
 def submit(requests: list[KernelRequest]) -> int:
-    """Start compiling those of ``requests`` that are neither compiled nor under way; returns how
-    many were started. Without the libraries this does nothing: ``wait`` says why."""
+    """Start compiling those of ``requests`` that are neither compiled nor in progress; returns how
+    many were started. Without the libraries this does nothing: ``wait`` returns the reason."""
     if library_stack() is not None or _alone():
         return 0
     requests = [_resolved(r) for r in requests]
@@ -63,10 +63,10 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
         submit(requests)
         jobs = filter(None, map(_jobs.get, dict.fromkeys(map(_resolved, requests))))
         with shown("compiling kernels", [future for _, future in jobs]):
-            # The last ones first: what is given up before it was begun does not begin.
+            # The last ones first, so that no dropped request is started.
             outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
-        submit(lost)  # once more: a worker may have died of its neighbours' need for memory
+        submit(lost)  # once more: a worker may have died because others needed its memory
         outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
     except Exception as error:
         logger.debug("the compile pool failed", exc_info=True)
@@ -75,28 +75,28 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
 
 def drop(requests: list[KernelRequest]) -> None:
-    """Compile those of ``requests`` no longer that are still under way."""
+    """Stop compiling those of ``requests`` that are still in progress."""
     for request in map(_resolved, requests):
         if request in _jobs:
             _outcome(request, 0.0)
 
 
 def serving() -> bool:
-    """Does a server run that has compiled something? A new one imports for seconds first."""
+    """Has a running server compiled something? A new one first imports for seconds."""
     return any(server.answered and not server.ended for server in list(_servers.values()))
 
 
 def warm_up() -> None:
     """Start the server process that workers fork from: it imports for seconds, while the caller
-    still analyses its graph. Returns at once. Does nothing without the libraries, nor where some
-    kernel was compiled before: mostly no others are needed then."""
+    still analyzes its graph. Returns at once. Does nothing without the libraries, or if kernels
+    were compiled before: then new ones are seldom needed."""
     some = (cache_dir() / "kernels" / label()).glob("*/*.o")
     if library_stack() is not None or _alone() or any(some):
         return
     try:
         with _lock:
             _server(_machine_arch())
-    except Exception:  # ``wait`` will say so, if anything is to be compiled at all
+    except Exception:  # ``wait`` will report it, if a kernel is needed
         logger.debug("the compile pool did not start", exc_info=True)
 
 
@@ -131,8 +131,8 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
 
 
 def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:
-    """All ranks of a host ask for the same: each begins at a place of its own, and finds the
-    others' kernels on disk by the time it comes to them (``worker.compile_kernel``)."""
+    """All ranks of a host request the same kernels: each starts at another one, and later sees the
+    others' results on disk (``worker.compile_kernel``)."""
     rank, count = ranks()
     first = len(requests) * rank // count
     return [*requests[first:], *requests[:first]]
@@ -148,7 +148,7 @@ def _start(request: KernelRequest) -> None:
 
 
 def _server(arch: str) -> Server:
-    """One that runs. An idle one ends by itself."""
+    """A running server. An idle one ends by itself."""
     server = _servers.get(arch)
     if server is None or server.ended:
         server = _servers[arch] = Server(arch)
@@ -156,14 +156,14 @@ def _server(arch: str) -> Server:
 
 
 def _alone() -> bool:
-    """Is this process to start no other? Daemonic ones (of a ``multiprocessing.Pool``, say) may
-    not."""
+    """Must this process start no others? Daemonic ones (for example of a ``multiprocessing.Pool``)
+    may not."""
     return multiprocessing.current_process().daemon or workers() == 0
 
 
 def _after_fork() -> None:
     """In a child: the server is the parent's."""
-    global _lock  # noqa: PLW0603 (another thread of the parent may hold it for ever here)
+    global _lock  # noqa: PLW0603 (another thread of the parent may have held it at the fork)
     _lock = threading.Lock()
     for server in _servers.values():
         server.abandon()
@@ -181,7 +181,7 @@ _parsed = functools.lru_cache(maxsize=4096)(parsed)
 
 
 def _machine_arch() -> str:
-    """As QuACK would say, whose import takes seconds: ``QUACK_ARCH``, or that of the GPU."""
+    """As QuACK determines it, without its import of seconds: ``QUACK_ARCH``, or the GPU's."""
     if text := os.environ.get("QUACK_ARCH"):
         return "".join(c for c in text if c.isdecimal())
     import torch

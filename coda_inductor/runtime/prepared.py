@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of one kernel whose tensors differ in M and in their addresses only.
+"""Calls of one kernel whose tensors differ only in M and in their addresses.
 
-The first of them goes the long way through ``launch.Kernel``, which checks, converts and copies.
-What it found out serves all others: which tensor goes where, what the outputs are, and that each
-tensor can be read in place. What is left to look at is what two such calls may differ in: the
-addresses (16-byte multiples; of two weights or terms, their order and distance), M, and PyTorch's
-current device and deterministic mode. A call for which one of these does not hold goes the long way
-again. Strides of the outputs, dtypes and shapes are checked once more by the kernel's entry point.
+The first call goes the full way through ``launch.Kernel``, which checks, converts and copies. All
+others use its results: the place of each tensor, the outputs, and that each tensor can be read in
+place. They only check what may differ between two such calls: the addresses (16-byte multiples; for
+two weights or terms, their order and distance), M, and PyTorch's current device and deterministic
+mode. If a check fails, the call goes the full way again. The kernel's entry point checks dtypes,
+shapes and the outputs' strides once more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coda_inductor.program.ir import ROUTES
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
 
-#: (as_, bs, operands) -> the outputs, or None for a call that has to go the long way. It raises
+#: (as_, bs, operands) -> the outputs, or None for a call that must go the full way. It raises
 #: whatever the kernel's entry point raises.
 Prepared = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor] | None]
 
@@ -53,13 +53,13 @@ def prepare(
     bs: Sequence[Tensor],
     operands: Sequence[Tensor],
 ) -> Prepared | None:
-    """What serves all calls like this one, which has been launched, or None: something is copied or
-    converted, or a launch takes more than arguments.
+    """The launch for all calls like this one, which has been launched. None if a tensor is copied
+    or converted, or a launch takes more than arguments.
 
-    ``plan`` gives QuACK's: of A's major, B's, and the reading's variant.
+    ``plan`` returns QuACK's plan for A's major, B's, and the reading's variant.
 
     Raises:
-        UnpairableError: this call was copied; one like it may not be.
+        UnpairableError: operands of this call were copied; those of a similar call may not be.
     """
     a = as_[0]
     outputs = _outputs(program, config, a, program.columns(bs))
@@ -94,9 +94,9 @@ def _call(
     most_rows: float,
     index: int,
 ) -> Prepared:
-    """A launch of calls that are alike, on the CUDA device ``index``. ``shapes``: as
-    :func:`_outputs` has them. ``c``: which operand is the kernel's C, ``d``: which output is its D;
-    ``routes``: as a program has them.
+    """A launch of similar calls, on the CUDA device ``index``. ``shapes``: as from
+    :func:`_outputs`. ``c``: which operand is the kernel's C, ``d``: which output is its D;
+    ``routes``: as in a program.
     """
     groups, gathered = routes
 
@@ -148,7 +148,7 @@ def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None
 
 
 def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
-    """Does the kernel take ``x``, whatever its address?"""
+    """Does the kernel take ``x`` unchanged, at any address?"""
     if x.device != a.device:
         return False
     if operand.kind == "scalar":

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that compile workers fork from: a child (``processes``) that ``client`` asks.
 
-It imports torch and CuTeDSL once, cannot see the GPU, and is sent messages:
+It imports torch and CuTeDSL once, cannot see the GPU, and receives messages:
 
 - ``{"id": 1, "request": {...}, "folder": ...}`` is compiled by a worker; the answer is
   ``{"id": 1, "error": None}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
-- ``{"cancel": 1}`` ends the worker that has it.
+- ``{"cancel": 1}`` ends the worker of that request.
 
 It ends, and its workers with it, when its parent does, and after two idle minutes. It starts no
-thread, for it forks; those of the CUDA driver, of NumPy and the one that looks for the parent hold
-nothing that a worker needs.
+thread, because it forks; the threads of the CUDA driver, of NumPy and the one that watches the
+parent hold no locks that a worker needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Worker:
-    """A forked process that compiles one kernel after another. ``job``: the id of its own."""
+    """A forked process that compiles one kernel after another. ``job``: the id of its request."""
 
     def __init__(self, server: _Server):
         self.connection, theirs = Pipe()
@@ -63,7 +63,7 @@ class _Worker:
 
 
 def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
-    """A worker's life. It dies with the server, also while a compiler holds the interpreter."""
+    """What a worker runs. It dies with the server, also while a compiler holds the interpreter."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -90,21 +90,21 @@ class _Server:
         self.workers: list[_Worker] = []
 
     def run(self) -> None:
-        """Until the parent is gone, or nothing has happened for :data:`IDLE` seconds."""
+        """Serve until the parent is gone, or idle for :data:`IDLE` seconds."""
         everybody: list[Any] = [self.requests]
         ready: Any
         try:
             while (found := wait(everybody, IDLE)) or any(w.job is not None for w in self.workers):
                 for ready in found:
                     if ready is self.requests:
-                        while ready.poll():  # all of them: what is cancelled must not be begun
+                        while ready.poll():  # read all, so that no cancelled request is started
                             self._accept(ready.recv())
-                    elif ready in self.workers:  # not cancelled since
+                    elif ready in self.workers:  # not cancelled in the meantime
                         self._answer(ready)
                 self._hand_out()
                 everybody = [self.requests, *self.workers]
         except (EOFError, OSError):
-            pass  # nobody asks, or reads the answers
+            pass  # the parent is gone
         finally:
             for worker in self.workers:
                 worker.kill()
@@ -137,7 +137,7 @@ class _Server:
         worker.job = None
 
     def _start(self) -> _Worker | None:
-        """A new worker, unless there are enough. Raises OSError where there can be none."""
+        """A new worker, unless there are enough. Raises OSError if none can be started."""
         if len(self.workers) >= self.limit:
             return None
         worker = _Worker(self)
@@ -151,7 +151,7 @@ class _Server:
                 worker = worker or self._start()
             except OSError as error:
                 if self.workers:
-                    return  # those that there are will do
+                    return  # the existing ones suffice
                 why = f"no compile worker could be started: {error}"
                 self.requests.send({"id": self.waiting.popleft()["id"], "error": why})
                 continue
@@ -165,7 +165,7 @@ class _Server:
 
 def main(parent: Messages, limit: str, arch: str) -> None:
     """Serve ``parent``. ``limit``: of workers. ``arch``: compute capability, e.g. 90."""
-    # Python 3.12 counts threads of libraries too, and would tell the user of each fork.
+    # Python 3.12 counts threads of libraries too, and would warn the user at each fork.
     warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
     prepare(arch)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())

@@ -15,9 +15,9 @@ _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 @functools.lru_cache(maxsize=1)
 def identity() -> tuple[str, ...]:
-    """Versions of torch and of the kernel libraries, what else goes into a kernel's code, and the
-    GPUs' names; "absent" for what is not there; why there are no kernels on each. Part of the joint
-    pass's cache key: another version or GPU must not hit old entries."""
+    """Versions of torch and of the kernel libraries ("absent" without one), what else a kernel's
+    code depends on, the GPUs' names, and why there are no kernels on each. Part of the joint pass's
+    cache key: another version or GPU must not hit old entries."""
     versions = [f"{library} {version(library)}" for library in _LIBRARIES]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [

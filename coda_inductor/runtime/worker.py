@@ -14,7 +14,7 @@ class KernelRequest:
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
     dimension of A (M x K) and B (K x N) has stride 1. ``variant``: of their reading
     (``mainloop.readings``). ``arch``: compute capability, e.g. "90"; None is this machine's.
-    What is no program says so in its own words (``runtime.experts.requests``).
+    Kernels without a program use other texts (``runtime.experts.requests``).
     """
 
     program: str
@@ -37,7 +37,7 @@ def prepare(arch: str) -> None:
 
 def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
     """Compile one kernel into QuACK's on-disk cache under ``folder``, unless another process has
-    since it was asked for. Returns an error text or None."""
+    done so since the request. Returns an error text or None."""
     from coda_inductor.mainloop.ahead import compile_to_disk
 
     try:
@@ -50,7 +50,7 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
 
 
 def parsed(request: KernelRequest) -> tuple[Any, Any]:
-    """The program and the config of a request; of what is no program, its texts."""
+    """The program and the config of a request; without a program, its texts."""
     if not request.program.startswith("{"):
         return request.program, request.config
     from coda_inductor.program import EpilogueProgram
@@ -60,6 +60,6 @@ def parsed(request: KernelRequest) -> tuple[Any, Any]:
 
 
 def how(request: KernelRequest) -> tuple[str, str, str, str]:
-    """All else that a kernel's name depends on."""
+    """The other parts that a kernel's name depends on."""
     assert request.arch is not None
     return request.a_major, request.b_major, request.variant, request.arch

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs at a site, and how long it is expected to take. Nothing here runs anything.
+"""What runs at a site, and how long it is expected to take. No module here runs kernels.
 
 device        which GPU a decision is for
 config        kernel configs, and which are legal for a program
 legality      can a site be a kernel at all
-figures       what was measured of one site; store: where that is kept
-roofline      expected times of what was not measured
+figures       the measurements of one site; store: where they are kept
+roofline      expected times without a measurement
 gate          is a fused site expected to win
 choice        how one site runs, and which configs are worth a measurement
 """

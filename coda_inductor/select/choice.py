@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question, one answer: how does a site run? The gate and the launch both read the choice.
+"""How does a site run? The gate and the launch both read this choice.
 
-What was measured of the site on this GPU model decides (``store``). Without that the config is that
-of the nearest measured site of a program like it, or a default (``candidates``), and the roofline
-says whether it wins, with a margin (``roofline``, ``gate``).
+Measurements of the site on this GPU model decide (``store``). Without them the config is that of
+the nearest measured site with a similar program, or a default (``candidates``), and the roofline
+decides whether it wins, with a margin (``roofline``, ``gate``).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from coda_inductor.select.legality import unsupported
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
 
-#: How many configs of a site are compiled and timed: by default, and where the user waits for it.
+#: How many configs of a site are compiled and timed: by default, and with ``tune="always"``.
 SOME, MANY = 6, 16
 
 
 def select(
     site: Site, *, gated: bool, store: Store | None = None, optimistic: bool = False
 ) -> Choice:
-    """How ``site`` runs on its device; deterministic, nothing is measured here. ``gated`` asks for
-    what is faster than the unfused way, else whatever is legal becomes a kernel. ``store`` says
-    what was measured (None: on an H100). ``optimistic``: on a GPU that nothing is known of, kernels
-    win until they are measured."""
+    """How ``site`` runs on its device; deterministic, without measuring. With ``gated`` a kernel
+    must be faster than the unfused ops; otherwise every legal one runs. ``store``: measurements
+    (None: those on an H100). ``optimistic``: on a GPU without any data, kernels win until they are
+    measured."""
     store = store_of(H100) if store is None else store
     gpu = store.gpu
     choice = _selected(site, gpu, store, gated=gated, optimistic=optimistic)
@@ -78,7 +78,7 @@ def _config(site: Site, gpu: Gpu, store: Store) -> Config:
 
 
 def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) -> Choice:
-    """The choice that measurements leave."""
+    """The choice that follows from measurements."""
     order = [str(config) for config in legal_configs(site.program, gpu.arch, site.terms)]
     unfused = found.plain + roofline.around_us(site, gpu) if site.after else found.unfused
     config = found.best(order)
@@ -97,13 +97,13 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
 
 
 def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config]:
-    """All legal configs of ``site``: those that were measured where it was measured nearest, the
-    fastest first, then a default, then those that leave the fewest processors idle."""
+    """All legal configs of ``site``: first those measured at the nearest site, the fastest first;
+    then a default; then those that leave the fewest processors idle."""
     legal = legal_configs(site.program, gpu.arch, site.terms)
     measured: list[Config] = []
     if near is not None:
         measured = sorted((c for c in legal if str(c) in near.us), key=lambda c: near.us[str(c)])
-        best = near.best(map(str, legal))  # of equals the first in order
+        best = near.best(map(str, legal))  # of equal ones the first
         measured.sort(key=lambda c: str(c) != best)
     wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
     default = [c for c in wasted if c in usual(site.program, gpu.arch)][:1]
@@ -111,8 +111,8 @@ def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config
 
 
 def _waste(site: Site, config: Config, gpu: Gpu) -> float:
-    """Accumulator elements that the busiest processor computes, with what loading a tile's operands
-    costs: the wider a tile, the more multiplications for each element of A and B."""
+    """Accumulator elements that the busiest processor computes, plus the cost of loading a tile's
+    operands: the larger a tile, the more multiplications for each element of A and B."""
     columns = site.n * len(site.program.accs)
     tiles = math.ceil(site.m / config.tile_m) * math.ceil(columns / config.tile_n)
     each = config.tile_m * config.tile_n

@@ -28,15 +28,15 @@ class Gpu:
         capability: its compute capability, (major, minor).
         processors: its multiprocessors.
         smem_bytes: shared memory that one CTA may have.
-        processor_flops: of cuBLAS's large 16-bit products, what one processor does a microsecond.
-        bytes_per_us: what an elementwise kernel of Inductor's reaches.
-        launch_us: what launching one takes the GPU.
-        host_call_us, host_gemm_us: a call of a graph takes the host so long (guards), and each GEMM
-            that is fused, with all around it, so much longer.
-        host_step_us, host_trained_us: the same of a training step, with autograd.
+        processor_flops: flops of one processor per microsecond, in cuBLAS's large 16-bit products.
+        bytes_per_us: what one of Inductor's elementwise kernels reaches.
+        launch_us: what launching one costs on the GPU.
+        host_call_us, host_gemm_us: host time of a call of a graph (guards), and the additional host
+            time of each fused GEMM with its surroundings.
+        host_step_us, host_trained_us: the same for a training step, with autograd.
         rated: were its constants measured, on it or on another model of its generation? If not,
-            every site has to be measured.
-        sites: the file with what was measured of sites on this very model; None for none.
+            every site must be measured.
+        sites: the file with the measurements of sites on exactly this model; None if there is none.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Gpu:
 
     @property
     def flops_per_us(self) -> float:
-        """Of large 16-bit products through cuBLAS; a multiplication and its addition are two."""
+        """For large 16-bit products in cuBLAS; a multiplication and its addition count as two."""
         return self.processors * self.processor_flops
 
     @property
@@ -75,16 +75,16 @@ class Gpu:
 
     @property
     def file(self) -> str:
-        """What files about this model are called: ``nvidia_h200``."""
+        """The name of files about this model: ``nvidia_h200``."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
 
 def read(path: Path) -> Gpu:
-    """The GPU that a table is of.
+    """The GPU that a table describes.
 
     Raises:
         OSError: it cannot be read.
-        ValueError, KeyError, TypeError: it is no table.
+        ValueError, KeyError, TypeError: it is not a table.
     """
     data = json.loads(path.read_text())
     constants: dict[str, Any] = data["constants"]
@@ -92,21 +92,20 @@ def read(path: Path) -> Gpu:
     return Gpu(data["device"], processors=data["processors"], rated=True, sites=path, **constants)
 
 
-#: What is decided for where there is no GPU: explain, and tests.
+#: The GPU that decisions are for if there is none (explain, tests).
 H100 = read(_SHIPPED / "nvidia_h100_80gb_hbm3.json")
 
 
 @functools.lru_cache(maxsize=4)
 def tables(chosen: str | None) -> dict[str, Gpu]:
-    """The GPU models that have a table, by name. ``chosen`` is what ``CODA_TABLES`` says: a folder
-    of tables to use in place of the shipped ones; an empty one hides them all."""
+    """The GPU models that have a table, by name. ``chosen`` is the value of ``CODA_TABLES``: a
+    folder of tables that replaces the shipped ones; with an empty folder there are none."""
     folder = Path(chosen).expanduser() if chosen else _SHIPPED
     return {gpu.name: gpu for gpu in map(read, sorted(folder.glob("*.json")))}
 
 
 def gpu_of(device=None) -> Gpu:
-    """The GPU that ``device`` is (None: the current one); an H100 where it is none, or there is no
-    CUDA."""
+    """The GPU ``device`` (None: the current one); an H100 for a CPU, or without CUDA."""
     device = torch.device("cuda") if device is None else torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return H100
@@ -130,12 +129,12 @@ def named(name: str) -> Gpu:
     """The GPU model with a table that people call ``name``: "h200".
 
     Raises:
-        OptionError: no table is of such a GPU.
+        OptionError: there is no table of such a GPU.
     """
     found = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
     if (gpu := found.get(name.lower())) is None:
         hint, names = meant(name.lower(), found), ", ".join(found)
-        raise OptionError(f"nothing was measured on a GPU {name!r}{hint}; there are {names}")
+        raise OptionError(f"there are no measurements of a GPU {name!r}{hint}, only of {names}")
     return gpu
 
 
@@ -146,9 +145,9 @@ def known(
     smem_bytes: int,
     shipped: dict[str, Gpu],
 ) -> Gpu:
-    """The GPU of these properties: as its table says, or with its own number of processors and the
-    constants of that one of its generation whose name is most alike (an H20: an H200); of another
-    generation those of an H200, not ``rated``."""
+    """The GPU with these properties: from its table; else with its own number of processors and the
+    constants of the GPU of its generation with the most similar name (for an H20: an H200's). For
+    other generations the constants are an H200's, and it is not ``rated``."""
     if name in shipped:
         return replace(shipped[name], processors=processors)
     alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0]]
@@ -163,7 +162,7 @@ def known(
 
 
 def arch_of(device=None) -> int:
-    """Compute capability, major, of a device; 9 (Hopper) where there is no CUDA."""
+    """Major compute capability of a device; 9 (Hopper) without CUDA."""
     device = torch.device("cuda") if device is None else torch.device(device)
     if device.type != "cuda":
         return 9

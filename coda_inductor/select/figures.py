@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of one site, and what follows from it."""
+"""The measurements of one site, and what follows from them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.site import Site
 
-#: Two times of one run closer than this are equal, whatever their spread says.
+#: Two times of one run that are closer than this count as equal, whatever their spread.
 _EQUAL = 0.005
-#: Times of two runs of one config differ by so much, with any spread: configs closer than this are
-#: equal, or two runs would choose differently. It costs 0.2 % (docs/gotchas.md).
+#: Times of one config differ by this much from run to run, with any spread. Configs that are closer
+#: count as equal, or two runs would choose differently. That costs 0.2 % (docs/gotchas.md).
 _ALIKE = 0.015
-#: Noise beyond this does not make everything equal: the machine is busy.
+#: The most noise that counts: beyond it the machine is busy, and not everything is equal.
 _NOISE = 0.03
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians on one GPU model, with a cold L2 cache, of a program at about so many rows.
+    """Median times of a program on one GPU model, at about ``m`` rows, with a cold L2 cache.
 
     Attributes:
         us: microseconds of a kernel, by its config.
-        unfused: of cuBLAS and what Inductor compiles around it.
-        plain: of cuBLAS alone.
-        spread: the part of it by which a typical median may be off.
+        unfused: those of cuBLAS and the kernels that Inductor compiles around it.
+        plain: those of cuBLAS alone.
+        spread: relative error of a typical median.
         failed: why a config has no time: it does not compile, is wrong, crashes or hangs.
-        m: the rows that were measured.
+        m: the number of rows that was measured.
         name: of a site that was measured, for readers.
         like: the :func:`signature` of its program.
     """
@@ -47,12 +47,12 @@ class Figures:
 
     @property
     def tolerance(self) -> float:
-        """By which part of the shorter of two times the other must be longer to count as so."""
+        """Relative difference from which on the longer of two times counts as longer."""
         return max(_EQUAL, min(self.spread, _NOISE))
 
     def best(self, order: Iterable[str]) -> str | None:
-        """The first config of ``order`` that nothing beats clearly: noise then moves no choice
-        between equals. None if none was measured."""
+        """The first config of ``order`` that no other beats clearly, so that noise does not change
+        the choice between equal ones. None if none was measured."""
         times = {name: self.us[name] for name in order if name in self.us}
         if not times:
             return None
@@ -65,8 +65,8 @@ class Figures:
 
 
 def rows_class(m: int) -> int:
-    """The number of rows whose measurement serves ``m``: powers of two to 128, multiples of 128 to
-    8192, then of 256, 512 and so on. What changes within a class is part of a wave of tiles."""
+    """The number of rows whose measurement is used for ``m``: powers of two to 128, multiples of
+    128 to 8192, then of 256, 512 and so on. A class differs by less than a wave of tiles."""
     if m <= 128:
         return max(16, 1 << (m - 1).bit_length())
     step = 128 << max(0, math.ceil(math.log2(m / 8192)))
@@ -74,7 +74,7 @@ def rows_class(m: int) -> int:
 
 
 def key_of(site: Site) -> str:
-    """What a measurement is found by: program, size and layout of ``site``."""
+    """The key of a measurement: program, size and layout of ``site``."""
     terms = f" terms={site.terms}" if site.terms > 1 else ""
     copied = f" copied={'+'.join(map(str, site.copied))}" if site.copied else ""
     layout = f"{site.a_major}{site.b_major}"
@@ -85,8 +85,8 @@ def key_of(site: Site) -> str:
 
 
 def signature(program: EpilogueProgram) -> str:
-    """What programs have in common that take about as long: products, bytes of tiles loaded and
-    stored an element, reductions, heads. Releases of torch spell one gradient in several ways."""
+    """Equal for programs that take about the same time: products, bytes of tiles loaded and stored
+    per element, reductions, heads. Releases of torch spell one gradient in several ways."""
     loads = sum(WIDTHS[o.dtype] for o in program.loads)
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
     dtypes = dict.fromkeys((program.a_dtype, program.b_dtype))
@@ -97,7 +97,7 @@ def signature(program: EpilogueProgram) -> str:
 
 
 def to_row(key: str, found: Figures) -> dict[str, Any]:
-    """As it stands in a file. Inverse: :func:`from_row`."""
+    """The row in a file. Inverse: :func:`from_row`."""
     return {"key": key} | {name: x for name, x in vars(found).items() if name != "failed" or x}
 
 
@@ -105,7 +105,7 @@ def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
     """(key, figures).
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is no such row.
+        AttributeError, KeyError, TypeError, ValueError: it is not such a row.
     """
     figures = Figures(**{name: x for name, x in row.items() if name != "key"})
     if not all(0 < x < math.inf for x in (*figures.us.values(), figures.unfused, figures.plain)):

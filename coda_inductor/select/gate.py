@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a fused site expected to win? The promise is never to be slower than not fusing.
 
-Where the site was not measured, its times are those of the roofline (``roofline``). The alternative
-is what Inductor would run: cuBLAS and elementwise kernels.
+Times come from measurements or else from the roofline (``roofline``). The alternative is what
+Inductor would run: cuBLAS and elementwise kernels.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.roofline import MARGIN, product_us
 from coda_inductor.select.site import Site
 
-#: How much longer than expected launching may take and still not be the limit: processors differ,
-#: and a training step's host time by a quarter from one step to the next.
+#: Safety factor for launch times: processors differ, and a training step's host time varies by a
+#: quarter from one step to the next.
 _HOST = 1.25
 
 
 def host_bound(
     gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100, *, training: bool = False
 ) -> Refusal | None:
-    """Why a graph's GEMMs, each (M, N, K), are left to cuBLAS whatever surrounds them, or None:
-    the GPU would wait for the host, and a launch of ours takes the host longer than one of cuBLAS.
+    """Why a graph's GEMMs, each (M, N, K), are all left to cuBLAS, or None: the GPU would wait for
+    the host, and our launches take the host longer than cuBLAS's.
 
-    CUDA graphs lift this limit: the host then launches nothing.
+    CUDA graphs remove this limit: the host then launches no kernels.
     """
     us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
     each = gpu.host_trained_us if training else gpu.host_gemm_us
@@ -41,20 +41,20 @@ def host_bound(
 
 
 def unmeasured(gpu: Gpu) -> Refusal | None:
-    """Why GEMMs are left to cuBLAS on ``gpu`` whatever they are, or None: where nothing was
-    measured, and nothing may be now, nothing is expected to win."""
+    """Why all GEMMs are left to cuBLAS on ``gpu``, or None: without measurements, past or future,
+    no kernel is expected to win."""
     if gpu.rated:
         return None
     text = (
-        f"nothing was measured on {gpu.short} (compute capability {gpu.arch}.x), so nothing is "
-        "expected to win (python -m coda_inductor tune measures, options['gate'] = 'always' "
+        f"there are no measurements on {gpu.short} (compute capability {gpu.arch}.x), so no kernel "
+        "is expected to win (python -m coda_inductor tune measures, options['gate'] = 'always' "
         "fuses anyway)"
     )
     return refuse("gpu-not-measured", text)
 
 
 def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
-    """Why ``site``, of which so many microseconds are expected, is not to be fused, or None."""
+    """Why ``site``, with these expected microseconds, should not be fused, or None."""
     if (why := saves_nothing(site)) is not None:
         return why
     if fused * MARGIN <= unfused:
@@ -63,31 +63,31 @@ def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
 
 
 def saves_nothing(site: Site) -> Refusal | None:
-    """Why ``site`` is not to be fused whatever it takes, or None."""
+    """Why ``site`` should not be fused, whatever its times, or None."""
     if not (site.after and _only_statistics(site.program)):
         return None
-    text = "its product is stored as it is for an elementwise kernel: statistics save nothing"
+    text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
     return refuse("statistics-only", text)
 
 
 def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
-    """Why a LayerNorm over (m, k) is expected to be slower put off past GEMMs with ``n`` columns
-    together, or None. ``width``: bytes an element.
+    """Why deferring a LayerNorm over (m, k) past GEMMs with ``n`` columns in total is expected to
+    be slower, or None. ``width``: bytes per element.
 
-    What is saved: the kernel that reads the product before the norm and writes its result. What it
-    costs: the weights are read once more for the vectors gamma^T W and beta^T W.
+    It saves the kernel that reads the product before the norm and writes the norm's result. It
+    costs one more read of the weights, for the vectors gamma^T W and beta^T W.
     """
     won = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
     lost = n * k * width / gpu.bytes_per_us + gpu.launch_us
     if lost <= won:
         return None
-    text = f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
+    text = f"expected {lost:.0f} us for reading its weights again, and {won:.0f} us saved"
     return refuse("layer-norm-slower", text)
 
 
 def _only_statistics(program: EpilogueProgram) -> bool:
-    """Are the products stored unchanged, and only sums over N made of them? So it is with a norm
-    between a GEMM and a residual (Gemma 2): its kernel reads the product, statistics or not."""
+    """Are the products stored unchanged, and only summed over N? This happens with a norm between a
+    GEMM and a residual (Gemma 2): the norm's kernel must read the product in any case."""
     unchanged = all(store.value in program.accs for store in program.stores)
     sums = all(reduce.axis == "row" and reduce.combine == "add" for reduce in program.reduces)
     return unchanged and sums

@@ -16,13 +16,13 @@ from coda_inductor.select.device import arch_of
 
 
 def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
-    """Why a kernel would have to copy the matrix ``x`` at every call, by what is known before it,
-    or None: TMA reads from multiples of 16 bytes."""
+    """Why a kernel would have to copy the matrix ``x`` at every call, or None, as far as that is
+    known before a call. TMA reads from multiples of 16 bytes."""
     step = 16 // x.element_size()
     strides = [s for s, size in zip(x.stride(), x.shape, strict=True) if size != 1 and s != 1]
     for what, value in [("storage offset", x.storage_offset()), *(("stride", s) for s in strides)]:
         if isinstance(value, int) and value % step:
-            text = f"{name} has a {what} of {value} elements, which is no multiple of 16 bytes"
+            text = f"{name} has a {what} of {value} elements, which is not a multiple of 16 bytes"
             return refuse("unaligned", text, failure=True)
     return None
 
@@ -47,18 +47,18 @@ def unsupported(
 
 
 def _heads(program: EpilogueProgram, n: int, arch: int) -> tuple[str, str] | None:
-    """A reason's code and text, of what concerns heads."""
+    """Code and text of a reason that concerns heads, or None."""
     head = program.head
     if n % head:
-        return "head-columns", f"N={n} is not made of heads of {head} columns"
-    # A thread has the same columns of so many, and neighbours (``mainloop.heads``).
+        return "head-columns", f"N={n} is not a multiple of a head's {head} columns"
+    # A thread has the same columns of each period, and neighbors (``mainloop.heads``).
     period = 32 if arch == 12 else 8
     for step in program.steps:
         if step.op == "swap" and step.args[2] != 1 and step.args[2] % period:
-            text = f"it exchanges columns {step.args[2]:g} apart: kernels have neighbours, "
+            text = f"it exchanges columns at distance {step.args[2]:g}: kernels support 1 "
             return "head-distance", text + f"and multiples of {period}"
     if not any(whole_heads(program, config, arch) for config in every_config(program, arch)):
-        return "head-columns", f"no kernel's tiles are made of heads of {head} columns"
+        return "head-columns", f"no kernel has tiles of whole heads of {head} columns"
     return None
 
 
@@ -68,7 +68,7 @@ def _unsupported(
     """A reason's code and text."""
     if program.a_dtype not in (*HALF_NAMES, *FP8):
         dtype = program.a_dtype
-        text = f"a {dtype} GEMM has no kernel: only bfloat16 and float16 have, and scaled FP8"
+        text = f"there is no kernel for a {dtype} GEMM, only for bfloat16, float16 and scaled FP8"
         return "kernel-dtype", text
     if (why := reading_of(program, terms).refuses(program, majors, terms, arch)) is not None:
         return why
@@ -77,10 +77,10 @@ def _unsupported(
         text = f"N={n} and K={k} must be positive multiples of {step} (16-byte rows)"
         return ("not-multiple-of-16" if program.fp8 else "not-multiple-of-8"), text
     if not program.stores:
-        return "no-store", "a program without a tile store has no kernel"
+        return "no-store", "there is no kernel for a program without a tile store"
     dtypes = [o.dtype for o in program.operands] + [s.dtype for s in program.stores]
     if "float64" in dtypes:
-        return "kernel-dtype", "float64 operands and stores have no kernel"
+        return "kernel-dtype", "there is no kernel with float64 operands or stores"
     mapping = ports(program)
     same = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
     if same is not None:

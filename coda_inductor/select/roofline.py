@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site is expected to take where it was not measured: multiplications at the rate of
-cuBLAS's large products, bytes at that of Inductor's elementwise kernels, and a start.
+"""Expected time of a site without a measurement: multiplications at the rate of cuBLAS's large
+products, bytes at that of Inductor's elementwise kernels, and a start time.
 
-A fused kernel multiplies like cuBLAS, but for what its tiles leave idle. Its stores hide behind
-the next tile's multiplications, unless they take longer; its loads of tiles do not. Nor is it
-faster than its operands are read, by as many processors as it has tiles: cuBLAS splits K of a
-product with fewer (an adapter's of rank 16: 65 us for 29 of cuBLAS's, 8192 x 4096, an H100).
+A fused kernel multiplies as fast as cuBLAS, except for the processors that its tiles leave idle.
+Its stores overlap with the next tile's multiplications, unless they take longer; its tile loads do
+not. It also takes at least the time to read its operands, with as many processors as it has tiles.
+With few tiles cuBLAS splits K (an adapter of rank 16: 65 us for 29 us in cuBLAS, 8192 x 4096, an
+H100).
 
-That is rough, so that a kernel must win by ``MARGIN``. Of the 825 measured sites that ship and
-whose programs are known (H100 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them
-would be fused; 67 lose by more than 3 %: 34 of them would be refused. On average what is chosen so
-takes 0.9 % longer than the better way; to fuse all takes 1.0 %, nothing 11 % (2026-11). The
-constants here were fitted to these very rows, so that this is no test of them.
+This is rough, so a kernel must win by ``MARGIN``. Of the 825 shipped measured sites with a known
+program (H100 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them would be fused; 67
+lose by more than 3 %: 34 of them would be refused. On average these choices take 0.9 % longer than
+the best ones; fusing all takes 1.0 % longer, fusing none 11 % (2026-11). The constants here were
+fitted to the same rows, so this does not test them.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from coda_inductor.program.scales import scaled
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.site import Site
 
-#: How many times as long as expected a kernel may take and still win.
+#: Safety factor on a kernel's expected time.
 MARGIN = 1.02
-#: Microseconds that any product takes beyond its multiplications.
+#: Microseconds that every product takes in addition to its multiplications.
 START_US = 6.0
-#: The part of what processors idle at the end that shows: cuBLAS has tiles of more sizes.
+#: The share of the idle time at the end that counts, because cuBLAS has more tile sizes.
 IDLE = 0.2
-#: What rotating heads in an epilogue takes, as bytes an element: an H200's projections of 1B, 8B
-#: and 70B widths took 3.6 to 5.5 (docs/patterns.md), so that it saves nothing unless measured.
+#: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
+#: 70B widths (docs/patterns.md), so it is no gain unless a measurement shows one.
 EXCHANGED = 6
-#: Products in FP8 are so many times as fast as in 16 bits (cuBLAS's, scales included).
+#: Speedup of cuBLAS's products in FP8 over 16 bits, scales included.
 FP8_RATE = 1.75
-#: Torch's products of experts take so many times as long as ours: 1.05 to 1.31 on an H100, by the
-#: shapes of OLMoE, Qwen3's and Mixtral's (``mainloop.readings.grouped``).
+#: Time of torch's products of experts relative to ours: 1.05 to 1.31 on an H100, for the shapes of
+#: OLMoE, Qwen3 and Mixtral (``mainloop.readings.grouped``).
 GROUPED = 1.05
 
 
 def product_us(m, n: int, k: int, gpu: Gpu, *, fp8: bool = False) -> float:
-    """Expected microseconds of one product (m, k) x (k, n) through cuBLAS."""
+    """Expected microseconds of one product (m, k) x (k, n) in cuBLAS."""
     return START_US + max(_multiplying_us(hint(m), n, k, gpu, fp8), _reading_us(m, n, k, gpu, fp8))
 
 
@@ -66,16 +67,16 @@ def fused_us(site: Site, gpu: Gpu) -> float:
 
 
 def products_us(site: Site, gpu: Gpu) -> float:
-    """Expected microseconds of all products of ``site``, each through cuBLAS."""
+    """Expected microseconds of all products of ``site``, each in cuBLAS."""
     program = site.program
     each = (product_us(site.m, site.n, k, gpu, fp8=program.fp8) for k in site.ks)
     return len(program.accs) * sum(each) * (GROUPED if program.grouped else 1.0)
 
 
 def around_us(site: Site, gpu: Gpu) -> float:
-    """Expected microseconds of what surrounds the products of ``site`` where it is not fused: one
-    elementwise kernel that reads them and the tile operands and writes the stores, then one more
-    if there are reductions over M, or log-sum-exps, which all else of a row waits for."""
+    """Expected microseconds of the work around the products of ``site`` if it is not fused: one
+    elementwise kernel that reads them and the tile operands and writes the stores, and a second one
+    if there are reductions over M, or log-sum-exps, which the rest of a row depends on."""
     program, terms = site.program, len(site.ks)
     everything = {*program.accs, *(o.name for o in program.operands)}
     made = {found.value for found in scaled(program).values()}
@@ -91,7 +92,7 @@ def around_us(site: Site, gpu: Gpu) -> float:
         moved += _read(program, everything, terms) + table_traffic(program, site.n)
         launches = 1
     if program.routes[1] is not None or (program.grouped and site.terms > 1):
-        moved += 2 * site.k / site.n * WIDTHS[program.a_dtype]  # rows gathered, or put together
+        moved += 2 * site.k / site.n * WIDTHS[program.a_dtype]  # rows gathered, or concatenated
         launches += 1
     apart = [r.value for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
     if apart:  # one pass for all of them
@@ -125,7 +126,7 @@ def _multiplying_us(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
 
 
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
-    """Bytes an element that a kernel reads of the products, ``terms`` for each accumulator, and of
+    """Bytes per element that a kernel reads of the products, ``terms`` for each accumulator, and of
     the tile operands among ``names``."""
     products = terms * len(names & set(program.accs)) * WIDTHS[program.product_dtype]
     tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]

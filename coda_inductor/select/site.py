@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decision is about: a program, its sizes and what stands around it."""
+"""What a decision is about: a program, its sizes and its surroundings."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Site:
     """``program`` on (m, k) x (k, n); N is one weight's for pairs.
 
     Attributes:
-        terms: how many products one kernel reads where they lie; ``k`` is the sum of all their K's.
-        copied: instead of ``terms``, the K of each product whose weights are copied together at
-            every call.
-        after: the stores that an elementwise kernel reads which runs anyway (a norm that no GEMM
-            reads, say). Unfused, it reads the products instead and writes the others.
+        terms: how many products one kernel reads in place; ``k`` is the sum of all their K's.
+        copied: instead of ``terms``, the K of each product whose weights are concatenated at every
+            call.
+        after: the stores that an elementwise kernel reads, where that kernel runs anyway (for
+            example a norm that no GEMM reads). Unfused, it reads the products, writes the others.
         a_major: the dimension of A with stride 1, "k" or "m".
         b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
         device: where it runs; None for an H100.
         name: of its GEMMs' modules, for readers.
-        groups: experts of a grouped program, each with weights of its own.
-        rows: of the matrix that a program gathers its rows from; 0 for one that does not.
-        crowded: collectives of other GPUs may hold some processors meanwhile, for which a kernel
-            that deals out its tiles beforehand waits: with 16 of an H200's 132 held, a GEMM of 356
+        groups: experts of a grouped program, each with its own weights.
+        rows: of the matrix from which a program gathers its rows; 0 if it does not.
+        crowded: collectives may hold some processors while a kernel runs. A kernel that assigns its
+            tiles in advance waits for them: with 16 of an H200's 132 processors held, a GEMM of 356
             us took 608, and 416 with tiles from a counter (cuBLAS: 445).
     """
 
@@ -54,7 +54,7 @@ class Site:
 
 
 def site_text(site: Site) -> dict[str, Any]:
-    """What is measured of ``site``, for messages and files. Inverse: :func:`site_from`."""
+    """``site`` as data for messages and files. Inverse: :func:`site_from`."""
     plain = {"m": site.m, "n": site.n, "k": site.k, "terms": site.terms, "copied": site.copied}
     plain |= {"a_major": site.a_major, "b_major": site.b_major, "name": site.name}
     plain |= {"groups": site.groups, "rows": site.rows}

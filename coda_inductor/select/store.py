@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where measurements are kept: one readable file for each GPU model, a line a site.
+"""Where measurements are kept: one readable file for each GPU model, one line per site.
 
-Those of this user are in ``<cache>/measured/<GPU>-<versions>.json``; the shipped ones are in the
-tables under ``select/tables``, and a folder that ``CODA_CACHE_DIR`` names and that can only be read
-is looked into as well. Files are replaced as a whole, under a lock (``locks``), and never
-trusted: a line that is no measurement is skipped. Beside them, ``<GPU>-<versions>.left`` has the
-sites that a graph was compiled without a measurement of, for ``python -m coda_inductor tune``.
+This user's are in ``<cache>/measured/<GPU>-<versions>.json``; the shipped ones are in the tables
+under ``select/tables``. A read-only folder that ``CODA_CACHE_DIR`` names is read too. Files are
+replaced as a whole, under a lock (``locks``), and never trusted: a line that is not a measurement
+is skipped. In the same folder, ``<GPU>-<versions>.left`` lists the sites that were compiled without
+a measurement, for ``python -m coda_inductor tune``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _GENERATION = "generation"
 
 
 class Store:
-    """All measurements for ``gpu``: this user's, and those that are shipped.
+    """All measurements for ``gpu``: this user's and the shipped ones.
 
     Attributes:
-        path: the file of this user's.
+        path: the file with this user's.
     """
 
     def __init__(self, gpu: Gpu, base: Path | None = None):
@@ -58,8 +58,8 @@ class Store:
                 self._by_signature.setdefault(row[1].like, []).append(row)
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
-        """What was measured of ``site``, and where: "here" (by this user) or "shipped". That may be
-        of another program that is alike (``figures.signature``); of several the slowest counts."""
+        """The measurements of ``site``, and their origin: "here" (this user's) or "shipped". They
+        may be those of a similar program (``figures.signature``); of several the slowest counts."""
         self._refresh()
         key = key_of(site)
         if (own := self._own.get(key)) is not None:
@@ -71,7 +71,7 @@ class Store:
         return (max(at, key=lambda found: min(found.us.values())), "shipped") if at else None
 
     def nearest(self, site: Site) -> Figures | None:
-        """Of what is shipped of programs like that of ``site``, what is nearest in size."""
+        """Of the shipped measurements of programs like that of ``site``, the nearest in size."""
 
         def distance(row: tuple[str, Figures]) -> tuple[float, str]:
             sizes = map(int, row[0].split(" ")[1].split("x"))
@@ -92,10 +92,10 @@ class Store:
         return self._own
 
     def add(self, found: Mapping[str, Figures]) -> None:
-        """Keep measurements; whoever calls holds the lock (``locks``).
+        """Keep measurements; the caller holds the lock (``locks``).
 
         Raises:
-            OSError: the file cannot be written; they are known in this process all the same.
+            OSError: the file cannot be written; this process has the measurements anyway.
         """
         self._refresh()
         self._own = {**self._own, **found}
@@ -105,15 +105,15 @@ class Store:
             self._stamp = _stamp(self.path)
 
     def leave(self, sites: Iterable[Site]) -> None:
-        """Note ``sites`` to be measured another time; of very many the last ones."""
+        """Note ``sites`` to be measured later; if there are very many, only the last ones."""
         kept = {key_of(site): site for site in (*self.left(), *sites)}
         with contextlib.suppress(OSError):
             texts = [site_text(site) for site in kept.values()]
             write(self.path.with_suffix(".left"), json.dumps(texts[-256:]))
 
     def left(self) -> list[Site]:
-        """What :meth:`leave` noted and nobody has measured since; nothing if it cannot be read."""
-        with contextlib.suppress(Exception):  # whatever it is: it will be noted again
+        """The sites of :meth:`leave` without a measurement since; empty if unreadable."""
+        with contextlib.suppress(Exception):  # any error: the sites will be noted again
             texts = json.loads(self.path.with_suffix(".left").read_text())
             return [site for site in map(site_from, texts) if self.find(site) is None]
         return []
@@ -126,9 +126,9 @@ class Store:
 
 
 def generation() -> str:
-    """Changes when somebody has measured by hand (:func:`advance`): what torch's caches hold was
-    decided without that. What is measured while a graph is compiled changes nothing here, or each
-    process would find the graphs of the one before outdated."""
+    """A text that changes when a user has measured explicitly (:func:`advance`), because the graphs
+    in torch's caches were decided without that. Measurements during compilation do not change it,
+    or the graphs of each process would be outdated for the next one."""
     try:
         return (cache_dir() / FOLDER / _GENERATION).read_text()
     except OSError:
@@ -151,13 +151,13 @@ def store_of(gpu: Gpu) -> Store:
 
 
 def versions() -> str:
-    """Of everything that a time depends on, in a file's name: the kernel libraries, CUDA (whose
-    cuBLAS is the other candidate), how programs are rendered."""
+    """The versions of everything that times depend on, for a file's name: the kernel libraries,
+    CUDA (its cuBLAS is the alternative), and how programs are rendered."""
     return f"{label()}-cuda{torch.version.cuda or 'none'}-r{RENDERER_VERSION}"
 
 
 def as_text(gpu: Gpu, sites: Mapping[str, Figures]) -> str:
-    """The file's text: JSON with one site a line, in the order of their keys."""
+    """The file's text: JSON with one site per line, in the order of their keys."""
     head = {"format": _FORMAT, "gpu": gpu.name, "processors": gpu.processors}
     head |= {"versions": versions()}
     lines = [f' "{name}": {json.dumps(value)},' for name, value in head.items()]
@@ -168,7 +168,7 @@ def as_text(gpu: Gpu, sites: Mapping[str, Figures]) -> str:
 
 
 def sites_in(path: Path) -> dict[str, Figures]:
-    """The sites of a file of a store; none, with a warning, if it cannot be read."""
+    """The sites of a store's file; none, with a warning, if it cannot be read."""
     try:
         data = json.loads(path.read_text())
         return _sites(data) if data["format"] == _FORMAT else {}
@@ -189,8 +189,8 @@ def _shipped_sites(table: Path) -> dict[str, Figures]:
 
 
 def _how(key: str) -> list[str]:
-    """The words of ``key`` that say how operands lie; copied weights lie as one, and those of few
-    experts as those of many."""
+    """The words of ``key`` about the layout of operands. Concatenated weights count like one, and
+    few experts like many."""
     counts = ("copied=", "groups=", "of=")
     return [word for word in key.split(" ")[2:] if not word.startswith(counts)]
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The semantic vocabulary: what many spellings of an idiom are raised to.
 
-Each op is defined once, by a plain torch function (``define``); what is elementwise, as SwiGLU, by
-the meaning of a pattern file. The op is what passes match on;
-what stays unfused is traced through that function again, so that Inductor sees plain aten. Ops that
-differentiate have a backward op of the same kind, so that the joint graph still says what it means;
-its flags say which gradients are wanted, so that frozen weights need no patterns of their own.
+Each op is defined once, by a plain torch function (``define``), or, if it is elementwise like
+SwiGLU, by the meaning of a pattern file. Passes match on the op. What stays unfused is traced
+through that function again, so that Inductor sees plain aten. Differentiable ops have a backward op
+of the same kind, so that the joint graph is readable too; its flags tell which gradients are
+needed, so that frozen weights need no extra patterns.
 """
 
 from coda_inductor.semantic.loss import cross_entropy

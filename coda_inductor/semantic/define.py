@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a semantic op is made: from the plain torch function that defines it, and its gradient.
+"""How a semantic op is created: from the plain torch function that defines it, and its gradient.
 
-Built-in ops and those of pattern files (``patterns.meaning``) are made by :func:`define` alone: it
-registers the schema, the fake, the kernel, which runs the definition, and the derivative.
+Built-in ops and those of pattern files (``patterns.meaning``) are created only by :func:`define`:
+it registers the schema, the fake, the kernel, which runs the definition, and the derivative.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Definition:
 
     Attributes:
         function: the torch function that defines it.
-        name: what counters and reports call it.
-        counted_by_rewrite: the pass that rewrites it counts it; its decomposition is plain work
-            like any other, and counts as nothing when a GEMM absorbs it.
+        name: for counters and reports.
+        counted_by_rewrite: the pass that rewrites it counts it; its decomposition is plain work,
+            which does not count when a GEMM absorbs it.
         gradient: see :func:`define`; None for an op that does not differentiate.
     """
 
@@ -69,11 +69,11 @@ def define(
         function: what the op computes.
         gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
             result; the others are named like the op's inputs and statistics, or ``needs``: a list
-            that says which gradients are wanted. One that is not may be anything.
-        of: the inputs that ``gradient`` returns one for each.
-        fake: computes shapes and dtypes, where ``function`` cannot.
+            that tells which gradients are needed. The others may be anything.
+        of: the inputs for which ``gradient`` returns gradients.
+        fake: computes shapes and dtypes, if ``function`` cannot.
         name: see :class:`Definition`; by default the op's own.
-        pointwise: whether each element of the results depends on those at its place only.
+        pointwise: whether each element of the results depends only on those at the same index.
         counted_by_rewrite: see :class:`Definition`.
     """
     op = opaque(schema, _fresh(function), fake or function, pointwise=pointwise)
@@ -87,7 +87,7 @@ def define(
 def opaque(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *, pointwise: bool = False
 ) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>``, which stays one in every graph; returns it."""
+    """Register the op ``coda_inductor::<schema>``, which no graph decomposes; returns it."""
     own = schema.split("(", maxsplit=1)[0]
     tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
     LIB.define(schema, tags=tags)
@@ -97,8 +97,8 @@ def opaque(
 
 
 def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that is ``function``'s other ops, semantic ones
-    too: AOTAutograd traces those in its place, and their gradients; returns it."""
+    """Register the op ``coda_inductor::<schema>`` that consists of the ops in ``function``:
+    AOTAutograd traces these in its place, and their gradients. Returns the op."""
     own = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(own, function, "CompositeImplicitAutograd")
@@ -144,8 +144,8 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, its results in memory of their own: an op may not return one of its inputs, and
-    a gradient such as that of ``gate + up`` is one."""
+    """``function`` with results in new memory: an op may not return one of its inputs, but some
+    gradients, such as that of ``gate + up``, are inputs."""
 
     def call(*arguments: Any) -> Any:
         taken = {storage(a) for a in arguments if isinstance(a, Tensor)}
@@ -158,8 +158,8 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """As if called at top level: a dispatch mode around the call has seen the op, and in its
-    handler functorch's keys are off, without which there is no gradient inside a kernel."""
+    """Run as if called at top level. In the handler of a dispatch mode functorch's keys are off,
+    and without them there is no gradient inside a kernel."""
     full = dispatch_keyset_full()
     include = dispatch_tls_local_include_set()
     with (
@@ -171,5 +171,5 @@ def isolated() -> Iterator[None]:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that statistics are computed in: float32 for half types."""
+    """The dtype that statistics are computed in: float32 for 16-bit types."""
     return torch.promote_types(dtype, torch.float32)

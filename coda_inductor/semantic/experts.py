@@ -2,18 +2,18 @@
 """A mixture's experts: rows of tokens, sorted by expert, times the weights of each expert.
 
 T tokens choose top_k of E experts each: M = T * top_k pairs. ``route`` sorts them by expert;
-``experts_up`` gathers rows of x while it multiplies, ``experts_down`` multiplies and sums what is
-of one token, weighted by its router. Between the two stands what the user wrote. Autograd is given
-their gradients, in the same few ops, so that neither direction writes the rows of tokens, or their
-gradients, beside each other (SonicMoE, arXiv 2512.14080, section 4):
+``experts_up`` gathers rows of x while it multiplies, ``experts_down`` multiplies and sums the rows
+of each token, weighted by its router. Between the two is the user's own code. Their gradients use
+the same few ops, so that neither direction writes the gathered rows of tokens, or their gradients,
+to memory (SonicMoE, arXiv 2512.14080, section 4):
 
     y = a W                                     out_t = sum of w_i y_i over the pairs i of token t
     q_i = dout_t W^T                            one product, rows of dout gathered
     dw_i = y_i dout_t = a_i q_i                 rule R3: y is not needed again
     da = w q;  dW = (w a)^T dout                the weight waits until after the product (R1, R4)
 
-A group of rows may be empty. Pairs of no expert (an id outside of 0 ... E - 1) stand behind all
-groups; what they hold is never read, and they add nothing.
+A group of rows may be empty. Pairs of no expert (an id outside of 0 ... E - 1) come after all
+groups; their values are never read, and they add nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from coda_inductor.semantic.define import compose, define, opaque
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort pairs by expert. ``ids`` (M,) of any integer dtype: the expert of each, those of a token
-    in a row.
+    """Sort pairs by expert. ``ids`` (M,) of any integer dtype: the expert of each pair, with the
+    pairs of a token next to each other.
 
-    Returns, int32: rows (M,), the token of each sorted pair; perm (M,), the pair that stands there,
-    equal ones in order; inverse (M,), where each pair stands; offsets (E + 1,), the first place of
-    each expert, and behind the last.
+    Returns, int32: rows (M,), the token of each sorted pair; perm (M,), its original index, with
+    equal experts in order; inverse (M,), the sorted index of each pair; offsets (E + 1,), the first
+    index of each expert, and the end.
     """
     own = torch.where((ids >= 0) & (ids < experts), ids, experts)
     perm = torch.argsort(own, stable=True)
@@ -72,9 +72,9 @@ def combine(
 def grouped_wgrad(
     a: Tensor, rows: Tensor | None, bs: Sequence[Tensor], offsets: Tensor, turned: bool
 ) -> Tensor:
-    """Of each expert, a^T b over its rows: (E, K, N) of ``a`` (M, K), or (T, K) of which ``rows``
-    (M,) are gathered, and ``bs`` beside each other, each (M, N_j). ``turned``: the result lies in
-    memory as (E, N, K)."""
+    """For each expert, a^T b over its rows: (E, K, N). ``a`` is (M, K), or (T, K) from which
+    ``rows`` (M,) are gathered; b is ``bs``, each (M, N_j), concatenated along columns. ``turned``:
+    the result's memory layout is (E, N, K)."""
     a, b = a if rows is None else a[rows], torch.cat(tuple(bs), 1)
     if not a.shape[0]:
         return wgrad_result(a, bs, offsets, turned).zero_()
@@ -87,7 +87,7 @@ def grouped_wgrad(
 
 
 def wgrad_result(a: Tensor, bs: Sequence[Tensor], offsets: Tensor, turned: bool) -> Tensor:
-    """The uninitialised result of :func:`grouped_wgrad`."""
+    """The uninitialized result of :func:`grouped_wgrad`."""
     e, k, n = offsets.shape[0] - 1, a.shape[1], sum(b.shape[1] for b in bs)
     return a.new_empty(e, n, k).mT if turned else a.new_empty(e, k, n)
 
@@ -122,7 +122,8 @@ WGRAD = opaque(
 
 def grouped_mm_definition(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
     """Row i of ``a`` (M, K), or row rows[i] of it, (T, K), times B of its group: ``b`` (E, K, N)
-    in any layout, ``offsets`` (E + 1,) and ``rows`` (M,) int32. (M, N), anything behind groups."""
+    in any layout, ``offsets`` (E + 1,) and ``rows`` (M,) int32. (M, N), arbitrary after the groups.
+    """
     return grouped_product(a, b, offsets, rows, a.dtype)
 
 
@@ -139,14 +140,14 @@ grouped_mm = define(
 
 
 def group_rows_definition(x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """The row of ``x`` (E, N) of the group of each: x[ids], where ``ids`` (M,) say what ``offsets``
-    (E + 1,) do, but for rows of no expert. (M, N)."""
+    """For each row, the row of ``x`` (E, N) of its group: x[ids], (M, N). ``ids`` (M,) and
+    ``offsets`` (E + 1,) describe the same groups, except for rows of no expert."""
     del offsets
     return x[ids]
 
 
 def _group_rows_gradient(dy: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """Sums over the rows of a group, in order: a product with ones. Rows are of 16 bytes there."""
+    """Sums over the rows of each group, in order: a product with ones, in rows of 16 bytes."""
     del ids
     m, n = dy.shape
     dy = F.pad(dy, (0, -n % 8)) if n % 8 else dy
@@ -165,7 +166,7 @@ group_rows = define(
 class _Up(torch.autograd.Function):
     """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), in parts of
     their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them;
-    without ``rows``, x (M, K) lies in the order of experts."""
+    without ``rows``, x (M, K) is sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, x, rows, inverse, offsets, top_k, parts, *weights) -> tuple[Tensor, ...]:

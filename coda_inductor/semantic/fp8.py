@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 in the semantic vocabulary, as torchao 0.18 defines it in training and in inference: one
-quantization, and one product of two quantized tensors. Neither differentiates: AOTAutograd has run
-before they appear."""
+quantization, and one product of two quantized tensors. Neither is differentiable: they appear only
+after AOTAutograd."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from coda_inductor.semantic.define import LIB, define
 #: The dtypes that Hopper's tensor cores multiply.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-#: Below it an amax counts as this: a row of zeros has a scale (torchao's ``float8_utils.EPS``).
+#: The least amax, so that a row of zeros has a scale too (torchao's ``float8_utils.EPS``).
 EPS = 1e-12
 
 
 def quantize_definition(
     x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``q = cast(x * scale)`` in FP8 ``dtype``, shaped and laid out like x, and ``1 / scale``,
+    """``q = cast(x * scale)`` in FP8 ``dtype``, with shape and layout of x, and ``1 / scale``,
     float32, which undoes it in a product.
 
-    ``scale = max / amax(|x|)`` over ``dims``, which stay with size 1; over everything, with a
-    0-dim scale, where there are none. ``power_of_two``: rounded down to one. Op for op what torchao
-    does (``tensor_to_scale``, ``_ToFloat8ConstrFunc``, ``to_fp8_saturated``): rows of zeros, NaN
-    and inf come out the same.
+    ``scale = max / amax(|x|)`` over ``dims``, which stay with size 1; if there are none, over
+    everything, with a 0-dim scale. ``power_of_two``: rounded down to one. The ops are exactly
+    torchao's (``tensor_to_scale``, ``_ToFloat8ConstrFunc``, ``to_fp8_saturated``), so that rows of
+    zeros, NaN and inf give the same results.
 
-    ``divides``, which inference does (``_choose_scale_float8``, ``_quantize_affine_float8``):
-    ``q = cast(x / scale)`` and the scale itself, ``amax(|x|) / max`` in the dtype of x. Zeros alone
-    have the scale 0 then, and become NaN.
+    ``divides``, for inference (``_choose_scale_float8``, ``_quantize_affine_float8``):
+    ``q = cast(x / scale)`` and the scale itself, ``amax(|x|) / max`` in the dtype of x. If all
+    values are zeros, the scale is 0 and they become NaN.
     """
     magnitude = torch.abs(x)
     amax = torch.amax(magnitude, dim=dims, keepdim=True) if dims else torch.max(magnitude)
@@ -42,15 +42,15 @@ def quantize_definition(
 def quantize_by(
     wide: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same of float32 ``wide``, whose maxima are ``amax``; and the scale."""
+    """The same for float32 ``wide`` with maxima ``amax``; and the scale."""
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
     return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool = False) -> Tensor:
-    """The scale, float32, of what has the maximum ``amax``, in any floating dtype; where it
-    ``divides``, in that of x."""
+    """The scale, float32, for the maximum ``amax`` of any floating dtype; if it ``divides``, in the
+    dtype of x."""
     limit = torch.finfo(dtype).max
     if divides:
         return (amax / limit).to(torch.float32)
@@ -72,9 +72,9 @@ def scaled_mm_definition(
     inv_a float32 (M, 1) or 0-dim, inv_b (1, N) or 0-dim: what undoes the scales of quantizations;
     bias (N,), added before the only rounding, or None.
 
-    ``fast``: the tensor cores' own accumulation all along K. ``after``: scales of one are given to
-    ``torch._scaled_mm``, which rounds, and the true ones multiply its result. Op for op what
-    torchao does (``preprocess_addmm``, ``addmm_float8_unwrapped``).
+    ``fast``: the tensor cores' own accumulation along all of K. ``after``: ``torch._scaled_mm``
+    gets scales of one and rounds, and the true scales multiply its result. The ops are exactly
+    torchao's (``preprocess_addmm``, ``addmm_float8_unwrapped``).
     """
     a = a if _row_major(a) else a.contiguous()
     b = b.t().contiguous().t() if _row_major(b) else b
@@ -127,6 +127,6 @@ LIB.define(
     "fp8_amax(Tensor x, Tensor? factor, bool row, bool col) -> (Tensor rows, Tensor cols)",
     tags=_TAGS,
 )
-#: What must be computed of a whole tensor before it is multiplied (``runtime.fp8_casts``).
+#: Ops on a whole tensor that must run before its product (``runtime.fp8_casts``).
 CAST = torch.ops.coda_inductor.fp8_cast.default
 AMAX = torch.ops.coda_inductor.fp8_amax.default

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer in FP8, by torchao's recipes of training: how each factor of its three products
-is scaled. Autograd is given its two gradients, so that AOTAutograd traces all three products.
+"""A linear layer in FP8, by torchao's training recipes, which tell how each factor of its three
+products is scaled. Its two gradients are defined here, so that AOTAutograd traces all of them.
 
 Source: torchao 0.18, ``float8/config.py`` (``Float8LinearConfig.from_recipe_name``),
 ``float8_linear.py`` (``matmul_with_hp_or_float8_args``) and, for layers that are too small to gain,
@@ -19,14 +19,14 @@ from torch import Tensor
 from coda_inductor.semantic.define import compose
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
-#: FP8 multiplies multiples of this many features.
+#: FP8 products need a multiple of this many features.
 MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe. Of each product, whether its left and its right factor have a scale for each row or
-    column (True), or one for the tensor.
+    """A recipe. For each product: do its left and its right factor have one scale per row or column
+    (True), or one per tensor?
 
     Attributes:
         forward: y = x W^T.
@@ -54,14 +54,14 @@ RECIPES = {
 
 
 def too_small(recipe: str, n: int, k: int) -> bool:
-    """Is a linear layer of K input and N output features one that does not gain from FP8?"""
+    """Is a linear layer of K input and N output features too small to gain from FP8?"""
     if recipe == "tensorwise":
         return k <= 4096 and n <= 1024
     return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
 
 
 def multiplies(size: Any) -> bool:
-    """Does FP8 multiply so many features, or sum over so many rows?"""
+    """Can an FP8 product have ``size`` features, or rows that it sums over?"""
     return isinstance(size, int) and size % MULTIPLE == 0
 
 
@@ -96,7 +96,7 @@ def _product(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Of a (M, K) and b (K, N); ``vectors``: whether each is scaled along K, or as a whole."""
+    """The product of a (M, K) and b (K, N); ``vectors``: is each scaled along K, or as a whole?"""
     q, inv_a = quantize(a, [1] if vectors[0] else [], dtypes[0], how.power_of_two, False)
     r, inv_b = quantize(b, [0] if vectors[1] else [], dtypes[1], how.power_of_two, False)
     after = all(vectors) and not fast

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss's part of the semantic vocabulary: logsumexp of rows, and cross entropy with classes.
 
-``cross_entropy`` takes the logits as the model's last GEMM made them. Widening them, as losses are
-written, would make a float32 copy of the largest tensor of a training step; here only what is
+``cross_entropy`` takes the logits in the dtype of the model's last GEMM. Losses are usually written
+with a cast, which makes a float32 copy of the largest tensor of a training step; here only what is
 computed from a row is float32.
 """
 
@@ -63,7 +63,7 @@ def cross_entropy_definition(
 def row_weights(
     dloss: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """What each row's own gradient is multiplied with, (M,): 0 where the row is ignored."""
+    """The factor of each row's gradient, (M,): 0 if the row is ignored."""
     weight = dloss.to(number.dtype)
     if reduction == "mean":
         weight = weight / number

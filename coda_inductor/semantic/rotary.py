@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings in the semantic vocabulary: by tables of cosines and sines, and of neighbouring
-pairs by complex numbers, which Inductor generates no code for."""
+"""Rotary embeddings in the semantic vocabulary: by tables of cosines and sines, or, for neighboring
+pairs, by complex numbers, for which Inductor generates no code."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def rotate_definition(
     joined: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``x`` (..., D), turned by tables ``cos`` and ``sin`` (..., W) that broadcast against it.
+    """``x`` (..., D), rotated by tables ``cos`` and ``sin`` (..., W) that broadcast against it.
 
-    Of each two columns a and b that are ``distance`` apart, in blocks of twice the distance,
+    For columns a and b at ``distance`` from each other, in blocks of twice the distance,
     y = x * cos + (-b, a) * sin. Halves of W (Hugging Face's ``rotate_half``) have the distance
-    W / 2, neighbouring pairs 1. ``paired``: the tables (..., W / 2) hold one angle a pair.
-    ``inverse`` is the transposed map, dy * cos - turn(dy * sin), which is the rotation back where
-    both columns of a pair have one angle.
+    W / 2, neighboring pairs 1. ``paired``: the tables (..., W / 2) hold one angle per pair.
+    ``inverse`` is the transposed map, dy * cos - turn(dy * sin), which rotates back if both columns
+    of a pair have the same angle.
 
-    ``joined``: only the first W columns are turned; the others, if there are any, are copied, and
-    the result is laid out as Inductor lays out ``torch.cat`` of both, or of the halves of pairs
-    that have one angle. It drops the cat where a part has no columns, and its layout too.
+    ``joined``: only the first W columns are rotated; the others, if there are any, are copied, and
+    the result has the layout that Inductor gives ``torch.cat`` of both, or of the halves of pairs
+    with one angle. If a part has no columns, Inductor drops the cat, and so its layout.
     Computed in float32 (float64 for float64), cast to ``out_dtype``. Source: Su et al., "RoFormer"
     (arXiv 2104.09864), section 3.4.2.
     """
@@ -61,17 +61,17 @@ def each_column(table: Tensor, distance: int, paired: bool) -> Tensor:
 
 
 def turn(x: Tensor, distance: int) -> Tensor:
-    """(-b, a) for each two columns (a, b).
+    """(-b, a) for each pair of columns (a, b).
 
-    As a permutation and signs that are computed: every element is read once. With the usual ``cat``
-    of two slices Inductor counts so many reads that it stores a rotation that two kernels read.
+    It is a permutation with computed signs, so every element is read once. With the usual ``cat``
+    of two slices Inductor counts more reads, and then stores a rotation that two kernels read.
     """
     signs = 2 * torch.arange(2, dtype=x.dtype, device=x.device) - 1
     return (exchange(x, distance).unflatten(-1, (-1, 2, distance)) * signs[:, None]).flatten(-3)
 
 
 def exchange(x: Tensor, distance: int) -> Tensor:
-    """(b, a) for each two columns (a, b)."""
+    """(b, a) for each pair of columns (a, b)."""
     return x.unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
 
 
@@ -109,11 +109,11 @@ def rotate_heads_definition(
     """``rotate`` of the heads of ``x`` (..., H * D), the rows of a projection's product; ``how``:
     its other arguments.
 
-    ``cos`` and ``sin`` broadcast against (..., H, D). ``even`` and ``odd``, each (rows, D), hold
-    the same as kernels read it: y = x * even + s * odd, where s is x with the columns of each pair
-    exchanged. They are not read here, so that nobody makes them for what stays unfused.
+    ``cos`` and ``sin`` broadcast against (..., H, D). ``even`` and ``odd``, each (rows, D), are the
+    same in the form that kernels read: y = x * even + s * odd, where s is x with the columns of
+    each pair exchanged. They are not read here, so they are not computed for what stays unfused.
     """
-    assert even.shape == odd.shape, "two tables of one form"
+    assert even.shape == odd.shape, "tables of the same shape"
     each = x.unflatten(-1, (-1, even.shape[-1]))
     return rotate_definition(each, cos, sin, *how).flatten(-2)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites are measured, once for a GPU model, and everybody reads the result.
+"""Measuring sites, once per GPU model and user.
 
-tuner    what a compilation asks: measure these sites, within so many seconds
-worker   that process: it may crash, hang or run out of memory, and costs nobody anything
-timing   interleaved, from a cold cache, with the clock warm
-inputs   tensors as a site would have them
+tuner    the interface for a compilation: measure these sites, within a number of seconds
+worker   the measuring process: it may crash, hang or run out of memory without harm
+timing   interleaved timing, with a cold cache and a warm clock
+inputs   tensors like those of a site
 """

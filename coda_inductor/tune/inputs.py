@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as a site has them, of random values or of none."""
+"""Tensors like those of a site, with random values or without."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Given = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> Given:
     """(as_, bs, operands) of one call of the op for ``site``, with its dtypes and majors. Without
-    ``values`` they hold anything, and the GPU has nothing to do; on the meta device, which is
-    enough to ask for kernels, nothing."""
+    ``values`` they are not initialized, so the GPU has nothing to do; tensors on the meta device
+    suffice for requesting kernels."""
     normal = torch.randn if values else torch.empty
     program, m, n = site.program, site.m, site.n
 
@@ -54,15 +54,15 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
 
 
 def unfused(site: Site, given: Given) -> Given:
-    """The same as an unfused graph has it."""
+    """The same as in an unfused graph."""
     as_, bs = reading_of(site.program, len(site.ks)).unfused(site.program, *given[:2])
     return list(as_), list(bs), given[2]
 
 
 def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
-    """By the kind of operand: offsets of ``site.groups`` experts, whose rows are spread evenly by
-    half and by Zipf's law by half, as by routers that are not balanced yet: the slowest decides;
-    and tokens in any order."""
+    """By the kind of operand: offsets of ``site.groups`` experts, with half of the rows spread
+    evenly and half by Zipf's law, as by routers that are not balanced yet, because the slowest
+    expert decides; and tokens in random order."""
     if not site.groups:
         return {}
     share = 1 / torch.arange(1, site.groups + 1)
@@ -75,8 +75,8 @@ def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
 
 
 def size(site: Site) -> int:
-    """Bytes that a measurement of ``site`` needs at most, about: inputs, outputs of two candidates
-    at a time, and what plain ops keep between them."""
+    """About the most bytes that a measurement of ``site`` needs: inputs, outputs of two candidates
+    at a time, and intermediate results of plain ops."""
     program = site.program
     experts = max(site.groups, 1)
     factors = sum(site.m * k + experts * len(program.accs) * site.n * k for k in site.ks) * 2
@@ -86,5 +86,5 @@ def size(site: Site) -> int:
 
 
 def _by_address(made: Sequence[Tensor]) -> list[Tensor]:
-    """In the order in which they lie, so that one variant of a kernel serves."""
+    """In the order of their addresses, so that one variant of a kernel suffices."""
     return [*made] if made[0].is_meta else sorted(made, key=Tensor.data_ptr)

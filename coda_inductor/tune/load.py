@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times under load: functions that repeat without pauses, each until the clock has settled.
+"""Times under load: functions that repeat without pauses, each until the clock is stable.
 
-A large product draws more than the board may: within a tenth of a second the clock is kept down, by
-a tenth to a quarter, and what a kernel takes is then rather the energy that it needs than what its
-instructions take. A training step is such a load. Rounds with reads of memory between the calls
-(``timing``) are none, and rank kernels otherwise (docs/gotchas.md, "Power").
+A large product draws more power than the board allows: within a tenth of a second the clock is
+reduced, by a tenth to a quarter, and then a kernel's time depends more on its energy than on its
+instructions. A training step is such a load. Rounds with memory reads between the calls
+(``timing``) are not, and rank kernels differently (docs/gotchas.md, "Power").
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from coda_inductor.tune.timing import Times
 
-#: The shortest call that counts, microseconds: the host must be ahead, and shorter ones seldom
-#: draw that much.
+#: The shortest call that counts, in microseconds: the host must be ahead, and shorter calls seldom
+#: draw that much power.
 LEAST_US = 200.0
-#: By what part a config may be slower with pauses and still be the fastest under load.
+#: How much slower a config may be with pauses and still be the fastest under load.
 NEAR = 0.08
-#: Seconds of each function in a round: until the clock has settled, and that count. With 0.06 and
-#: 0.09, medians of three rounds were off by up to 2 % (docs/gotchas.md).
+#: Seconds of each function in a round: until the clock is stable, and those that count. With 0.06
+#: and 0.09, medians of three rounds were off by up to 2 % (docs/gotchas.md).
 _SETTLE_S, _COUNTED_S = 0.1, 0.15
 _ROUNDS = 2
 #: The expected difference of two normal variables, in their standard deviation.
@@ -36,9 +36,9 @@ Call = Callable[[], object]
 
 
 def contenders(us: Mapping[str, float], configs: Sequence[str]) -> list[str]:
-    """The functions worth a time under load, by their microseconds with pauses: "plain", "unfused"
-    and those of ``configs`` that are near the fastest, at most two and a quarter of them all: each
-    takes half a second. None where any is too short a call."""
+    """The functions to time under load, by their microseconds with pauses: "plain", "unfused" and
+    those of ``configs`` that are near the fastest, at most two and a quarter of all, because each
+    takes half a second. None if any call is too short."""
     tried = sorted((c for c in configs if c in us), key=us.__getitem__)
     if not tried or min(us[tried[0]], us["plain"], us["unfused"]) < LEAST_US:
         return []
@@ -48,13 +48,13 @@ def contenders(us: Mapping[str, float], configs: Sequence[str]) -> list[str]:
 
 
 def sets(bytes_touched: int) -> int:
-    """How many sets of tensors, of so many bytes each, take turns, so that none is in the cache."""
+    """How many sets of tensors, of this many bytes each, alternate so that none is in the cache."""
     l2: Any = torch.cuda.get_device_properties().L2_cache_size
     return max(1, math.ceil(_L2_TIMES * l2 / bytes_touched))
 
 
 def in_turn(calls: Sequence[Call]) -> Call:
-    """Calls one of them, each time the next."""
+    """A function that calls them in turn, one at each call."""
     turn = itertools.cycle(calls)
 
     def call() -> object:
@@ -64,8 +64,8 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 
 def repeated(calls: Mapping[str, Call], us: Mapping[str, float]) -> dict[str, Times]:
-    """Times of ``calls`` under load; ``us``: about what one of each takes. The order turns from one
-    round to the next: what ran before a function is each time another one."""
+    """Times of ``calls`` under load; ``us``: about the time of one call of each. The order rotates
+    from round to round, so that another function runs before each one."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(_ROUNDS):
         events = []
@@ -86,14 +86,14 @@ def repeated(calls: Mapping[str, Call], us: Mapping[str, float]) -> dict[str, Ti
 
 
 def _of_few(values: Sequence[float]) -> Times:
-    """The mean of two, and twice its standard error, as the difference of two tells it."""
+    """The mean of two, and twice its standard error, estimated from their difference."""
     mean = statistics.fmean(values)
     return Times(mean, 2 * (max(values) - min(values)) / _RANGE_OF_TWO / math.sqrt(2) / mean)
 
 
 def under_load(us: Mapping[str, float], loaded: Mapping[str, Times]) -> dict[str, float]:
-    """``us``, microseconds with pauses, with those under load in their place. A config that was too
-    far behind to be measured again stays as far behind the fastest."""
+    """``us``, microseconds with pauses, replaced by those under load. A config that was too slow to
+    be measured again stays as much slower than the fastest."""
     kernels = {name: us[name] for name in loaded if name not in ("plain", "unfused")}
     fastest = min(kernels, key=kernels.__getitem__)
     others = loaded[fastest].median / us[fastest]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of several functions on a GPU that compare with each other.
+"""Comparable times of several functions on a GPU.
 
-Every round runs every function once, in turn, and a time counts as a part of its round's: a clock
-that changes changes all of them. Before each call, a buffer larger than the L2 cache is read: in a
-model, weights and activations of the layer before have left it. It is read so often that this takes
-longer than the host needs for the call, so that no function's time holds a wait for the host.
+Every round runs every function once, in turn, and a time is taken relative to its round's: a change
+of the clock affects all of them. Before each call, a buffer larger than the L2 cache is read,
+because in a model the previous layer's data has left the cache. It is read often enough that this
+takes longer than the host needs for the call, so that no time includes a wait for the host.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-#: Rounds that warm the clock, and the most and fewest that count.
+#: Rounds that warm up the clock, and the most and fewest that count.
 _WARM, _MOST, _FEWEST = 3, 40, 15
 _SECONDS = 0.8
-#: Spread from which on something else runs beside, and how often it is then tried again.
+#: Spread from which on something else must be running, and how often to retry then.
 _CALM, _AGAIN = 0.02, 2
 #: What one read takes at least of an H200's memory, bytes and microseconds; and how much longer
 #: than the host with the slowest of the calls that warm up all reads take together: a busy machine
@@ -68,12 +68,12 @@ def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
 
 
 def reads(host_us: float) -> int:
-    """How often the buffer is read before a call that took the host so many microseconds."""
+    """How often the buffer is read before a call that took the host this many microseconds."""
     return max(1, math.ceil(_AHEAD * host_us / _HOST_US))
 
 
 def steady(measured: Callable[[], dict[str, Times]]) -> dict[str, Times]:
-    """What ``measured`` finds; a few times if something else disturbs it: the calmest counts."""
+    """The result of ``measured``; if something disturbs it, the calmest of a few tries."""
     found = measured()
     for _ in range(_AGAIN):
         if typical(found) <= _CALM:
@@ -88,7 +88,7 @@ def typical(times: Mapping[str, Times]) -> float:
 
 
 def evaluated(samples: Mapping[str, Sequence[float]]) -> dict[str, Times]:
-    """The times that microseconds of several functions, as many of each, say."""
+    """Times from samples in microseconds, equally many for each function."""
     rounds = [statistics.fmean(values) for values in zip(*samples.values(), strict=True)]
     typical = statistics.median(rounds)
     found = {}

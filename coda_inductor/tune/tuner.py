@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure sites while a graph is compiled, within a budget of seconds.
 
-Kernels are compiled side by side in the compile pool while the measuring processes start and
-compile the unfused candidates; only one of them times at a time. What one process has measured, all
-that share its cache know.
+Kernels are compiled in parallel in the compile pool while the measuring processes start and compile
+the unfused candidates; only one of them times at a time. All processes that share a cache share the
+measurements.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from coda_inductor.select.store import Store
 from coda_inductor.tune import inputs
 
 _WORKER = "coda_inductor.tune.worker"
-#: Seconds that measuring takes: in a process where nobody asked for it, for a graph where somebody
-#: did.
+#: Seconds for measuring: per process by default, per graph if the user asked for it.
 BY_DEFAULT, ASKED = 8.0, 60.0
-#: Seconds beyond its own budget that a process waits for another one that is measuring.
+#: Seconds after its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
-#: Seconds that one candidate may take before it counts as hanging: its kernel is compiled, so that
-#: it only has to be loaded and run.
+#: Seconds after which a candidate counts as hanging: its kernel is compiled already, and only has
+#: to be loaded and run.
 _PATIENCE = 20.0
-#: Measuring processes at most. Each holds half a GiB of the GPU's memory.
+#: The most measuring processes. Each holds half a GiB of the GPU's memory.
 _MOST = 4
 _LATE = "no time left to compile it"
 #: Part of the GPU's free memory that a measurement may take.
@@ -52,8 +51,8 @@ _ROOM = 0.8
 
 
 class DeadError(Exception):
-    """The measuring process ended, or was ended: it had no answer in time. ``trying``: what it was
-    at."""
+    """The measuring process ended, or was ended because it did not answer in time. ``trying``: the
+    candidate that it was running."""
 
     def __init__(self, why: str, trying: str = ""):
         super().__init__(why)
@@ -64,9 +63,9 @@ _spent = 0.0
 
 
 def spare() -> float:
-    """Seconds that this process may still measure though nobody asked for it: none before a compile
-    server works, for without it and processes that measure, which start for as long, nothing would
-    be found; none in one of several ranks, which are to run the same kernels."""
+    """Seconds that this process may still measure without a request of the user. None before a
+    compile server works: it and the measuring processes take so long to start that no result would
+    come in time. None in one of several ranks, because all must run the same kernels."""
     return 0.0 if _others() or not pool.serving() else max(0.0, BY_DEFAULT - _spent)
 
 
@@ -74,8 +73,8 @@ class Tuner:
     """Measures on ``device`` for at most ``seconds`` in all, into ``store``.
 
     Attributes:
-        most: configs a site; None for all legal ones.
-        left: sites that there was no time for.
+        most: the most configs per site; None for all legal ones.
+        left: sites for which there was no time.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class Tuner:
         self._seconds = seconds
         self._processes: dict[int, Child] = {}  # by thread
         self._answered: set[Child] = set()
-        self._hopeless = ""  # why no process can work here
+        self._hopeless = ""  # why no process works here
 
     def measure(self, sites: Sequence[Site]) -> bool:
-        """Measure those of ``sites`` that were not; True if any of them now is. Takes no longer
-        than what is left of the budget, and as long again if another process is measuring."""
+        """Measure those of ``sites`` without a measurement; True if any has one now. Takes at most
+        the rest of the budget, and as long again if another process is measuring."""
         global _spent
         often = Counter(map(key_of, sites))
         order = sorted(sites, key=lambda s: -often[key_of(s)] * self._gain(s))
@@ -110,13 +109,13 @@ class Tuner:
                 self._measure_all(missing, time.monotonic() + self._seconds)
                 took = time.monotonic() - start - waited
                 self._seconds, _spent = self._seconds - took, _spent + took
-            # Else another rank was measuring until now, and had no time for what is missing. Then
-            # this one must not measure it either: all ranks run the same kernels.
+            # Else another rank was measuring until now and had no time for the missing ones. Then
+            # this one must not measure them either: all ranks run the same kernels.
         self.left |= {key: s for key, s in wanted.items() if self.store.find(s) is None}
         return len(self.left.keys() & wanted) < len(wanted)
 
     def close(self) -> None:
-        """End the measuring processes: they hold memory of the GPU. Note what is left."""
+        """End the measuring processes, which hold GPU memory. Note the sites that are left."""
         for process in self._processes.values():
             process.end()
         self._processes.clear()
@@ -133,8 +132,8 @@ class Tuner:
         return candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
-        """In their order. Several processes: while one compiles what is not fused, which takes
-        longer than to time it, another one times."""
+        """Measure in order. With several processes, one times while another compiles the unfused
+        candidate, which takes longer than its timing."""
         try:
             kernels = [r for site in sites.values() for c in self._configs(site)
                        for r in _requests(site, c)]  # fmt: skip
@@ -146,8 +145,8 @@ class Tuner:
                     for key, future in found.items():
                         if (figures := future.result()) is not None:
                             self._keep({key: figures})
-            self._compiler.drop(kernels)  # nobody waits for what there was no time for
-        except Exception as error:  # never in the way: what is not measured is estimated
+            self._compiler.drop(kernels)  # there was no time for the rest
+        except Exception as error:  # must not stop a compilation: estimates are used instead
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
 
@@ -158,7 +157,7 @@ class Tuner:
             warn_once("measurements", f"they cannot be kept: {error}", to="this process's memory")
 
     def _measured(self, site: Site, deadline: float) -> Figures | None:
-        """What ``site`` takes; None where that cannot be said."""
+        """The measurements of ``site``; None if there are no reliable ones."""
         text = site_text(site)
         try:
             if not self._fits(site) or "ready" not in self._ask({"site": text}, deadline):
@@ -168,7 +167,7 @@ class Tuner:
             while True:
                 configs = [c for c in wanted if c not in failed]
                 if not configs and _LATE in failed.values():
-                    return None  # else: that none works is a result as well
+                    return None  # else: no working config is a result too
                 try:
                     answer = self._ask({"site": text, "configs": configs}, deadline)
                 except DeadError as error:
@@ -187,13 +186,13 @@ class Tuner:
                     name=site.name,
                     like=signature(site.program),
                 )
-        except Exception as error:  # it costs this site alone
+        except Exception as error:  # only this site is lost
             logger.debug("%s was not measured: %r", key_of(site), error)
             return None
 
     def _ask(self, message: dict, deadline: float) -> dict:
-        """The answer of this thread's process to ``message``. A candidate that it announces has
-        some seconds; what ends the process costs the candidate that it was at."""
+        """The answer of this thread's process to ``message``. Each announced candidate has some
+        seconds; if the process ends, only the current candidate is lost."""
         thread = threading.get_ident()
         if thread not in self._processes:
             if self._hopeless or time.monotonic() > deadline:
@@ -215,7 +214,7 @@ class Tuner:
             dead = DeadError("hangs", trying) if limit < deadline else DeadError("no time left")
         del self._processes[thread]
         if process not in self._answered and time.monotonic() < deadline:
-            # A GPU that takes no second process, say: the next one would die as well.
+            # For example, a GPU that accepts only one process: the next one would die as well.
             self._hopeless = str(dead)
             warn_once("tuning", f"its process {dead}", to="expected times")
         raise dead

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that measures. A candidate that hangs or ends it ends nothing else.
+"""The process that measures, so that a candidate that hangs or crashes harms no other process.
 
-A child (``processes``) that is sent messages, until it ends with its parent:
+A child (``processes``) that receives messages, until it ends with its parent:
 
 - ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
 - ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
-  before each candidate's first run, and before some repeat, ``{"trying": config}``.
+  before each candidate's first run, and before runs under load, ``{"trying": config}``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.site import Site, site_from
 from coda_inductor.tune import inputs, load, timing
 
-#: Seconds to wait for another process that times on this GPU; then beside it.
+#: Seconds to wait for another process that times on this GPU; then both run.
 _PATIENCE = 60.0
 #: Largest error of a candidate's output against the unfused one's, over its norm, and of a single
-#: element over the root of its mean square, where roundings are 0.004 and below 0.1: one tile of
-#: thousands that is not written shows in the second.
+#: element over the root of its mean square, where roundings are 0.004 and below 0.1. The second one
+#: detects a single unwritten tile of thousands.
 _WRONG, _WRONG_ONE = 0.05, 0.5
 
 
@@ -62,12 +62,12 @@ class Worker:
                 unfused(*inputs.unfused(site, inputs.tensors(site, "cuda", values=False)))
                 self._say({"ready": True})
                 return
-            with locks.held(self._alone, _PATIENCE):  # not beside another one of this user's
+            with locks.held(self._alone, _PATIENCE):  # no other process of this user's
                 figures = self._figures(site, asked["configs"], unfused)
             self._say({"figures": to_row("", figures)})
         except Exception as error:
             self._say({"error": f"{type(error).__name__}: {error}"[:500]})
-            torch.cuda.synchronize()  # a context that is lost ends the process here
+            torch.cuda.synchronize()  # a lost context ends the process here
         finally:
             torch.cuda.empty_cache()
 
@@ -115,19 +115,19 @@ class Worker:
                  for name in names}  # fmt: skip
 
         def repeated() -> dict[str, timing.Times]:
-            self._say({"trying": names[-1]})  # what waits for us has patience for one candidate
+            self._say({"trying": names[-1]})  # the parent waits only for one candidate
             return load.repeated(calls, us)
 
         return timing.steady(repeated)
 
 
 def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
-    """The program as Inductor runs it: matrix products of cuBLAS and what it generates."""
+    """The program as Inductor runs it: cuBLAS products and generated kernels."""
 
     def unfused(as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
         return reference.run(program, as_, bs, operands, exact=False)
 
-    # Dynamo counts how often one code object is compiled, and stops: each function gets its own.
+    # Dynamo limits how often one code object is compiled, so each function gets its own.
     code = unfused.__code__.replace(co_name="unfused")
     own = types.FunctionType(code, globals(), "unfused", None, unfused.__closure__)
     return torch.compile(own, dynamic=False, fullgraph=True)
@@ -136,7 +136,7 @@ def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
 def _call(
     site: Site, name: str, given: inputs.Given, unfused: Callable[..., list[Tensor]]
 ) -> Callable[[], list[Tensor]]:
-    """A call of the product alone ("plain"), of ``unfused``, or of the kernel of a config."""
+    """A call of only the product ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
         return reading_of(site.program, len(site.ks)).plain(site.program, *given)
     if name == "unfused":
@@ -148,7 +148,7 @@ def _call(
 def _kernel(
     program: EpilogueProgram, config: str, given: inputs.Given
 ) -> Callable[[], list[Tensor]]:
-    """A call of the op that ends as a graph does: the partials of all tiles are combined."""
+    """A call of the op as in a graph, which then combines the partials of all tiles."""
     text, (as_, bs, operands) = program.to_json(), given
 
     def call() -> list[Tensor]:
@@ -175,7 +175,7 @@ def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) 
             return f"wrong: {output.name} is off by {error:.2g} of its norm"
         of_norm = right.numel() ** 0.5 / norm
         one = (difference.abs().max() * of_norm).item()
-        # In 8 bits the neighbour of a large number is far.
+        # In 8 bits the next value after a large number is far away.
         next_one = torch.finfo(y.dtype).eps * right.abs().max() * of_norm if y.itemsize == 1 else 0
         if not one < _WRONG_ONE + next_one:
             return f"wrong: one of {output.name} is off by {one:.2g} of their mean square's root"

@@ -55,10 +55,10 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["explain"], "give either"),
+        (["explain"], "name either"),
         (["explain", "nowhere.py:make"], "no such file"),
         (["explain", "no_such_module:make"], "No module named"),
-        (["explain", "make"], "names no function"),
+        (["explain", "make"], "does not name a function"),
         (["explain", "TARGET:absent"], "has no function 'absent'"),
         (["explain", "TARGET:wrong"], "must return (model, args)"),
         (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
@@ -88,7 +88,7 @@ def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsy
 def test_sizes_are_positive(command, name, value, capsys):
     with pytest.raises(SystemExit):
         main([command, "--hf", "llama", f"--{name}", value])
-    assert f"{value!r} is no positive number" in capsys.readouterr().err
+    assert f"{value!r} is not a positive number" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")

@@ -55,7 +55,7 @@ def test_a_report_says_what_won_and_by_how_much(full, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
 def test_without_a_gpu_or_a_model_there_is_a_message(cache, capsys):
     assert [main(["tune", "--hf", "llama"]), main(["tune"])] == [1, 1]
-    assert capsys.readouterr().err.count("tune measures on a GPU, and torch sees none") == 2
+    assert capsys.readouterr().err.count("tune measures on a GPU, but torch sees none") == 2
 
 
 TINY = ("hidden_size=2048", "intermediate_size=8192", "num_hidden_layers=1", "vocab_size=512",
@@ -109,7 +109,7 @@ def test_what_was_left_is_measured_once(gpu, cache, monkeypatch, capsys):
     assert measurements.generation()
     assert gpu.busy == 0
     assert main(["tune"]) == 2
-    assert "nothing was left to measure" in capsys.readouterr().err
+    assert "no sites are left to measure" in capsys.readouterr().err
 
 
 def test_options_reach_the_backend(gpu, monkeypatch):

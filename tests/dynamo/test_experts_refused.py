@@ -105,6 +105,7 @@ SUMS = {
         (y * w.reshape(-1, 1))[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
     ),
     "weighted twice": lambda y, w, perm, x, k: viewed(y * w.reshape(-1)[perm, None], w, perm, x, k),
+    "weights of every row": lambda y, w, perm, x, k: (y * w.reshape(-1)[perm, None, None]).sum(1),
     "of two tokens": lambda y, w, perm, x, k: y[inverse_of(perm)].view(-1, 2 * k, D).sum(1),
 }
 #: Name -> (how it is written, the code of a refusal, are rows routed all the same?).
@@ -143,7 +144,8 @@ def inputs(name):
     how, _, _ = OTHERS[name]
     dtype = how.get("dtype", torch.float64)
     few = ("half", "across", "half of the columns", "across the columns")
-    x, ids, w = given(D // 2 if name in few else 8, dtype=dtype)
+    tokens = 1 if name == "weights of every row" else D // 2 if name in few else 8
+    x, ids, w = given(tokens, dtype=dtype)
     if name == "bias behind a mask":
         ids[::3, 1] = E
     if name in ("input changed", "weights changed", "another dtype", "half", "across"):

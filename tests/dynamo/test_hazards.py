@@ -27,7 +27,7 @@ from coda_inductor.semantic.norms import rms_norm
 
 D = 16
 EPS = 1e-5
-BETWEEN = "an in-place op or a grad/autocast mode change lies between its nodes"
+BETWEEN = "an in-place op or a grad/autocast mode change is between its nodes"
 
 
 def split_norm(between):

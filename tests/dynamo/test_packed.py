@@ -169,9 +169,20 @@ def in_two_modes(x, w):
     return F.silu(low) * high
 
 
+def rows_of_a_view(x, w):
+    z = F.linear(x, w).view(-1, 2 * H)
+    return F.silu(z[:, :H]) * z[:, H:]
+
+
+def rows_beside_halves(x, w):
+    low, high, *_ = F.linear(x, w).unflatten(-1, (2, H)).unbind(1)
+    return F.silu(low) * high
+
+
 OTHERS = [
     read_elsewhere, never_meeting, not_k_major, lambda x, w: F.glu(F.linear(x, w), dim=1),
     as_in_gpt_oss, returned, changed, changed_between, in_two_modes,
+    rows_of_a_view, rows_beside_halves,
 ]  # fmt: skip
 
 

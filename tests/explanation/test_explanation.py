@@ -7,15 +7,18 @@ from __future__ import annotations
 import functools
 import html
 import re
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from harness import Harness, Stock
+from passes import aten_graph
 from torch import nn
 
 from coda_inductor import OptionError, explain
+from coda_inductor.explanation import build
 from coda_inductor.explanation.result import Explanation
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import SiteReport, fold, traffic_words
@@ -168,9 +171,7 @@ def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
     with torch.no_grad():
         gated = explain(Residual().bfloat16(), X)
         kernels = explain(Residual().bfloat16(), X, gpu="H200", options={"gate": "always"})
-        with pytest.raises(
-            OptionError, match=r"'h20' \(did you mean 'h200'\?\); there are h100, h2"
-        ):
+        with pytest.raises(OptionError, match=r"'h20' \(did you mean 'h200'\?\), only of h100, h2"):
             explain(Residual(), X, gpu="h20")
     assert not gated.fused
     assert "the host is the limit" in str(gated)
@@ -182,7 +183,7 @@ def test_a_step_has_one_total():
     found = Explanation("m", "cpu", training=True, sites=[site(how="kernel", refusal=None)])
     assert "ms" not in found.summary
     found.ms = (143.4, 36.04)
-    said = "143 -> 36 ms (within 16 %, as found on an H200)"
+    said = "143 -> 36 ms (within 16 %, as measured on an H200)"
     assert f"on an H100 a training step takes about {said}" in found.summary
     assert "143 \u2192 36 ms a step on an H100 (within" in words(found.html())
     found.gpu = "an H200"
@@ -250,7 +251,17 @@ def test_a_loss_on_meta_tensors_has_nothing_to_compare_with():
     assert not said["meta"].comparable
     assert "kept" in said["cpu"].summary
     assert "kept" not in said["meta"].summary
-    assert any("Torch itself finds no gradient" in note for note in said["meta"].notes)
+    assert any("Torch itself has no gradient" in note for note in said["meta"].notes)
+
+
+def test_views_of_one_tensor_are_kept_once():
+    def function(x):
+        y = x.sin()
+        return y, y.view(-1), y.chunk(2)[0], x.view(-1), y.sort().values
+
+    (output,) = aten_graph(function, torch.empty(4, 6)).find_nodes(op="output")
+    kept = build._saved(types.SimpleNamespace(saved=output.args[0]))
+    assert [each.bytes for each in kept] == 2 * [4 * 4 * 6]
 
 
 #: Where a page may fetch something from.

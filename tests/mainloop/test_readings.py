@@ -80,8 +80,8 @@ REFUSED = {
     ),
     "dtypes": (lambda a, b: (a, [b[0], b[1].half()]), "one 16-bit dtype"),
     "float32": (lambda a, b: ([x.float() for x in a], [x.float() for x in b]), "16-bit dtype"),
-    "one matrix twice": (lambda a, b: ([a[0], a[0]], b), "left operands are not a legal"),
-    "an odd address": (lambda a, b: (a, [b[0], off(F, N)]), "right operands are not a legal"),
+    "one matrix twice": (lambda a, b: ([a[0], a[0]], b), "left operands is not a legal"),
+    "an odd address": (lambda a, b: (a, [b[0], off(F, N)]), "right operands is not a legal"),
 }
 
 
@@ -157,8 +157,8 @@ def test_the_order_and_the_distance_of_a_pair(dtype):
     assert pair_order(high, low) == (True, N * F)
     odd = torch.zeros(2 * N, F + 4, dtype=dtype)[:, :F]
     for first, second, why in (
-        (low, low, "stride apart"),
-        (low, off(N, F, dtype).t(), "stride apart"),
+        (low, low, "a legal TMA stride"),
+        (low, off(N, F, dtype).t(), "a legal TMA stride"),
         (low, torch.zeros(N + 8, F, dtype=dtype).t(), "differ in shape"),
         (low, torch.zeros(N, F, dtype=torch.float16).t(), "dtype"),
         (low, torch.zeros(F, N, dtype=dtype), "strides"),

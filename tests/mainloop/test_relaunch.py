@@ -93,6 +93,13 @@ def test_what_was_copied_or_is_of_another_device_is_bound_each_time(kernel, monk
     assert (len(kernel.first), len(kernel.again)) == (6, 0)
 
 
+@pytest.mark.parametrize("name", ["scale", "scale_t", "factor"])
+def test_only_a_weight_may_have_16_bits(kernel, name):
+    cast(weight=torch.ones(1, K).bfloat16())
+    with pytest.raises(ValueError, match="are float32"):
+        cast(**{name: torch.ones(1, K).bfloat16()})
+
+
 def test_maxima_too_and_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
     for rows, cols in ((True, True), (True, True), (True, False)):
         x = torch.randn(M, K).bfloat16()

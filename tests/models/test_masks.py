@@ -92,9 +92,13 @@ def test_attention_skips_what_a_mask_hides(name, settings, batch, masks):
         given["position_ids"] = given["attention_mask"].cumsum(-1).sub(1).clamp(min=0)
     if batch is packed and name == "Llama":
         made.gradient_checkpointing_enable()
+    again = 0
+    if settings is GEMMA:  # of a number on a CPU torch makes a constant, and Dynamo begins anew
+        again, embed = int(batch is plain), made.get_input_embeddings()
+        embed.embed_scale = embed.embed_scale if again else embed.embed_scale[None]
     harness = compare(made, given)
+    assert harness.graphs == 1 + again
     fired = torch._dynamo.utils.counters["coda"]
-    # Dynamo hands us Gemma's graph twice.
     counts = {name: times / harness.graphs for name, times in fired.items() if name in KINDS}
     constant = {"constant_mask": 1} if settings is GEMMA and batch is plain else {}
     blocks = LAYERS - len(constant)

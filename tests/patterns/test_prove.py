@@ -275,13 +275,13 @@ def scaled(c):
 
 MALFORMED = {
     "name": ({"name": "my gate", "meaning": good}, "'my gate' must be an identifier"),
-    "neither": ({"name": "a"}, "give either meaning"),
+    "neither": ({"name": "a"}, "set either meaning"),
     "idioms": ({"name": "a", "meaning": good, "idioms": good}, "idioms must be a tuple"),
     "default": (
         {"name": "a", "meaning": lambda gate, alpha=1.0: gate * alpha}, "without a default",
     ),
     "parameter of the gradient": (
-        {"name": "a", "meaning": lambda dy: dy * 2}, "its gradient has a parameter dy too",
+        {"name": "a", "meaning": lambda dy: dy * 2}, "its gradient also has a parameter dy",
     ),
     "closure": ({"name": "a", "meaning": scaled(2)}, "closes over c"),
 }  # fmt: skip

@@ -165,6 +165,15 @@ def test_terms_of_full_rank_come_first(name):
     rewritten(lambda x: (function(x),), randn(M, M), moves=moves)
 
 
+def test_a_part_of_another_checkpoint_stays_as_it_is():
+    graph = aten_graph(SUMS["of low rank between"][0], randn(M, M))
+    before = str(graph)
+    first = next(n for n in graph.nodes if n.target is aten.add.Tensor)
+    first.meta["ac_graph_id"] = 1
+    run_pass(ADAPTERS, graph)
+    assert str(graph) == before
+
+
 def test_what_is_of_low_rank():
     def ranks(m, n, k):
         graph = aten_graph(lambda a, b: (a @ b,), randn(m, k), randn(k, n))

@@ -160,7 +160,16 @@ def read_elsewhere(a, b):
     return one + reduced(b), one.relu()
 
 
+def waited_for_twice(a, b, first):
+    """A caller may write to the second result."""
+    one = all_reduce(a, "sum", "0")
+    terms = [wait_tensor(one), reduced(b)]
+    return torch.add(*terms[:: 1 if first else -1]), wait_tensor(one)
+
+
 APART = {
+    "waited for twice, left": (lambda a, b: waited_for_twice(a, b, True), {}),
+    "waited for twice, right": (lambda a, b: waited_for_twice(a, b, False), {}),
     "read elsewhere": (read_elsewhere, {}),
     "disabled": (lambda a, b: (reduced(a) + reduced(b),), {"disable": ["collective"]}),
     # A caller may write to one of them.
@@ -173,7 +182,7 @@ def test_what_stays_apart(name):
     function, options = APART[name]
     _, saved, left = merged(function, (M, N), (M, N), **options)
     assert saved == 0
-    assert left[wait_tensor] == 2
+    assert left[all_reduce] + left[all_gather_into_tensor] == 2
 
 
 @pytest.mark.parametrize("key", ["ac_graph_id", "recompute"])

@@ -74,7 +74,7 @@ def test_a_model_that_was_not_moved_to_the_gpu_is_named(warnings, monkeypatch):
     stack(monkeypatch, None)
     compiled(nn.Linear(8, 8), torch.ones(2, 8))
     (said,) = warnings()
-    assert "the model is on no GPU, while this machine has one: model.cuda()" in said
+    assert "the model is not on a GPU, but this machine has one: model.cuda()" in said
 
 
 def test_a_gpu_without_measurements_is_named(monkeypatch):

@@ -225,6 +225,15 @@ def test_the_current_device_and_the_deterministic_mode_are_asked_at_each_call(en
     assert given(entry, call)[1]
 
 
+def test_more_rows_than_lie_apart_in_memory_go_the_long_way(entry):
+    """Columns of A, 64 elements apart, overlap then."""
+    _, bs, (scale,), *how = case("scale", 80)
+    memory = torch.zeros(64 * K + 16, dtype=bs[0].dtype)
+    for m, want in ((64, True), (56, False), (80, True), (80, True)):
+        a = memory.as_strided((m, K), (1, 64))
+        assert given(entry, ([a], bs, [scale[:m]], *how))[1] is want
+
+
 def test_no_rows(entry):
     call = case("rms_partial")
     given(entry, call)

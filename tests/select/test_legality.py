@@ -56,12 +56,12 @@ def test_every_representative_program_is_supported(program):
         (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
         (EXPERTS, 64, 64, {"a_major": "m"}, "grouped-layout", "contiguous"),
         (FP8, 64, 64, {"terms": 2}, "fp8-terms", "a sum of 2 FP8 products"),
-        (ROTARY, 1096, 1024, {}, "head-columns", "N=1096 is not made of heads of 128"),
-        (rotary(112), 1120, 1024, {}, "head-columns", "no kernel's tiles are made of heads of 112"),
+        (ROTARY, 1096, 1024, {}, "head-columns", "N=1096 is not a multiple of a head's 128"),
+        (rotary(112), 1120, 1024, {}, "head-columns", "no kernel has tiles of whole heads of 112"),
         (rotary(80, tables="float32"), 1280, 1024, {}, "head-columns", "heads of 80"),
-        (rotary(96, 24), 1536, 1024, {}, "head-distance", "columns 12 apart"),
+        (rotary(96, 24), 1536, 1024, {}, "head-distance", "columns at distance 12"),
         (rotary(64, 64, 2), 1024, 1024, {}, "head-distance",
-         "2 apart: kernels have neighbours, and multip"),
+         "distance 2: kernels support 1 and multip"),
     ],
 )  # fmt: skip
 def test_reasons(program, n, k, how, code, text):
@@ -83,7 +83,7 @@ MIXED = replace(FP8, a_dtype=E5M2)
 
 @pytest.mark.parametrize(
     ("program", "arch", "code"),
-    [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 12, None),
+    [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 11, "fp8-mixed"), (MIXED, 12, None),
      (EXPERTS, 9, None), (EXPERTS, 10, "grouped-arch"), (EXPERTS, 12, "grouped-arch")],
 )  # fmt: skip
 def test_what_has_no_kernel_on_a_generation(program, arch, code, generation):
@@ -97,8 +97,8 @@ WITHOUT = {
     9: {},
     10: dict.fromkeys(("halves_80", "halves_96", "part_of_80"), "tiles"),
     12: {
-        "halves_80": "40 apart", "part_of_80": "16 apart", "halves_96": "48 apart",
-        "part_of_64": "8 apart", "halves_256": "tiles",
+        "halves_80": "distance 40", "part_of_80": "distance 16", "halves_96": "distance 48",
+        "part_of_64": "distance 8", "halves_256": "tiles",
     },
 }  # fmt: skip
 

@@ -142,12 +142,12 @@ def test_weights_that_vary_by_row_are_none(shape):
     harness = check_gradients(lambda x, w: x * rstd(x) * w, *given)
     (norm,) = (n for n in harness.raised.nodes if n.target is rms_norm)
     assert norm.args[1] is None
-    assert "the weight is not one value a column" in reasons(harness)
+    assert "the weight is not one value per column" in reasons(harness)
 
 
 def test_bias_of_another_shape_is_no_bias():
     harness = check(squared_by_hand, randn(2, 3, D), randn(D), randn(2, 3, D))
-    assert "the bias is not one value a column" in reasons(harness)
+    assert "the bias is not one value per column" in reasons(harness)
     assert raised(harness, layer_norm) == 1
 
 

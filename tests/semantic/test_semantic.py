@@ -74,7 +74,7 @@ def test_dtypes_of_mixed_inputs():
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("mask", itertools.product([True, False], repeat=2), ids=str)
+@pytest.mark.parametrize("mask", [*itertools.product([True, False], repeat=2)], ids=str)
 def test_backward_ops_skip_what_is_not_needed(mask):
     x, weight, dy, up = randn(3, D), randn(D), randn(3, D), randn(3, D)
     _, rstd = rms_norm(x, weight, EPS, x.dtype)

@@ -11,19 +11,19 @@ After::
     lists = block_lists(mask)           # once
     flex_attention(q, k, v, block_mask=(lists, mask))      # in each layer
 
-Why it is valid: whatever the mask holds. The lists are computed at every call from the mask
-itself: a block of scores is left out where the mask is False all over it, and no mask is applied
-where it is True all over; elsewhere it is read. A row that sees nothing is zero, and so are its
-gradients, as in SDPA's kernels but cuDNN's for boolean masks (which show it all).
+Why it is valid: for any content of the mask, because the lists are computed at every call from the
+mask itself. A block of scores is left out if the mask is all False there, and no mask is applied if
+it is all True; elsewhere the mask is read. A row whose mask is all False is zero, and so are its
+gradients, as in SDPA's kernels except cuDNN's for boolean masks (which then ignore the mask).
 
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
 
 Refuses: dropout; a mask for each head; masks of numbers, which are added (ALiBi; 0 and -inf too);
-symbolic sizes; a mask that is written to after it was made; a region that is called several times,
-where lists cannot be handed in; heads of less than 16 or more than 256 values, or no multiple of 8;
-other devices and dtypes than ``DEVICE`` and ``DTYPES``; and less work, over all calls of one mask,
-than ``LEAST``, unless the gate is "always".
+symbolic sizes; a mask that is changed in place after its creation; a region that is called several
+times, which cannot take the lists as inputs; heads of less than 16 or more than 256 values, or not
+a multiple of 8; other devices and dtypes than ``DEVICE`` and ``DTYPES``; and less work, over all
+calls of one mask, than ``LEAST``, unless the gate is "always".
 """
 
 from __future__ import annotations
@@ -48,27 +48,28 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 
 NAME = "block_mask"
-#: Where FlexAttention has kernels for both directions, and for what they are made.
+#: The device and dtypes for which FlexAttention has kernels of both directions.
 DEVICE, DTYPES = "cuda", HALF
-#: Scores of all calls of one mask that make the lists worth it, and queries and keys of each.
+#: The least number of scores over all calls of one mask, and of queries and keys of each, that pay
+#: for the lists.
 LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
 _SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
-#: Elements of a mask, which kernels count in 32 bits.
+#: The most elements of a mask: kernels count them in 32 bits.
 INDICES = 2**31
 
 
-#: (a graph, a node of one around it) -> the placeholder by which that was handed in.
+#: (a graph, a node of an outer graph) -> the placeholder that passes the node in.
 Given = dict[tuple[Body, Node], Node]
 
 
 def _hand(node: Node, home: Body, body: Body, given: Given) -> Node:
-    """``node`` of the graph ``home`` around ``body``, as a node of this one."""
+    """A node in ``body`` for ``node`` of the outer graph ``home``."""
     if body is home:
         return node
     if (body, node) not in given:
-        assert body.around is not None, "the home is around"
+        assert body.around is not None, "home is an outer graph"
         outside = _hand(node, home, body.around, given)
         regions = [n for n in body.around.graph.nodes if _calls(n, body.module)]
         last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
@@ -95,7 +96,7 @@ class _Site:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """As they are now: the query may be the result of a call that was replaced."""
+        """The current ones: the query may be the result of a call that was replaced."""
         arguments = arguments_of(self.call)
         assert arguments is not None, "a site has tensors"
         return arguments
@@ -133,16 +134,16 @@ def skip_blocks(graph: Graph, record: Record) -> None:
 
 
 def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
-    """Why FlexAttention does not take ``call``, whatever the mask is made of."""
+    """Why FlexAttention cannot replace ``call``, whatever the mask is computed from."""
     query, key, val, mask = (value(arguments[name]) for name in (*_TENSORS, "attn_mask"))
     result, scale = value(call), arguments.get("scale")
     if dual is not None:
-        return refuse("forward-mode", f"{dual} differentiates forward")
+        return refuse("forward-mode", f"{dual} uses forward-mode differentiation")
     if getattr(virtualized, "aot_compilation", False):
-        return refuse("aot-inductor", "programs of AOTInductor's keep SDPA's own kernels")
+        return refuse("aot-inductor", "AOTInductor's programs keep SDPA's own kernels")
     tensors = (query, key, val, mask, result)
     if not all(getattr(t, "fake_mode", None) is not None for t in tensors):
-        return refuse("not-recorded", "not all of its tensors are plain ones")
+        return refuse("not-recorded", "not all of its tensors are plain tensors")
     if not all(isinstance(size, int) for t in tensors for size in t.shape):
         return refuse("mask-size", "its size is symbolic")
     if scale is not None and not isinstance(scale, (int, float)):
@@ -154,15 +155,15 @@ def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refu
     if result.dtype not in DTYPES:
         return refuse("mask-dtype", f"in {result.dtype} FlexAttention is not known to be faster")
     if arguments.get("dropout_p"):
-        return refuse("mask-dropout", "FlexAttention drops nothing")
+        return refuse("mask-dropout", "FlexAttention has no dropout")
     if arguments.get("is_causal"):
-        return refuse("mask-unknown", "is_causal is set beside it")
+        return refuse("mask-unknown", "is_causal is set too")
     return _shapes(query, key, val, result)
 
 
 def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
     if query.dim() != 4 or key.dim() != 4 or val.dim() != 4:
-        return refuse("mask-shape", "queries, keys and values have not 4 dimensions each")
+        return refuse("mask-shape", "queries, keys and values do not all have 4 dimensions")
     if not all(t.numel() for t in (query, key, val)):
         return refuse("mask-small", "a tensor of it is empty")
     if widened(result, query, key):
@@ -171,23 +172,22 @@ def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
         return refuse("mask-shape", "its tensors are broadcast to each other")
     widths = query.shape[-1], val.shape[-1]
     if any(width not in _HEADS for width in widths):
-        return refuse("mask-head", f"heads have {max(widths)} values, no multiple of 8 up to 256")
+        text = f"heads have {max(widths)} values, not a multiple of 8 from 16 to 256"
+        return refuse("mask-head", text)
     return None
 
 
 def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refusal:
     mask, home = arguments["attn_mask"], body
     while mask in home.outer and home.around is not None:
-        if _written_to(mask, home.graph):
-            return refuse("mask-mutated", "an in-place op changes it")
         mask, home = home.outer[mask], home.around
     if home.around is not None and mask.op == "placeholder":
-        return refuse("mask-region", "it is handed to a region that is called several times")
+        return refuse("mask-region", "it is passed to a region that is called several times")
     if _written_to(mask, home.graph):
         return refuse("mask-mutated", "an in-place op changes it")
     known = value(mask)
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
-        return refuse("mask-heads", "each head has a mask of its own")
+        return refuse("mask-heads", "each head has its own mask")
     site = _Site(call, body, home, mask)
     if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
         return refuse("mask-large", f"it has more than {INDICES} elements")
@@ -195,7 +195,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
 
 
 def _written_to(mask: Node, graph: Graph) -> bool:
-    """May something change ``mask`` after it was made?"""
+    """May something change ``mask`` after its creation?"""
     return any(node > mask and writes_to(node, (mask,)) for node in graph.nodes)
 
 
@@ -211,7 +211,7 @@ def _too_small(group: list[_Site], record: Record) -> Refusal | None:
 
 
 def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
-    """Make the lists once, and use them in each call of ``group``."""
+    """Compute the lists once, and use them in each call of ``group``."""
     mask, lengths = group[0].mask, group[0].lengths
     before = mask.next
     while before.op == "placeholder":
@@ -232,8 +232,8 @@ def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
 
 
 def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
-    """``mask``, which ``known`` describes, as (Tq, Tk), or (B, Tq, Tk) where that makes a
-    difference."""
+    """``mask``, with the fake value ``known``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
+    the batch."""
     sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
     batched = sizes[0] > 1 and known.stride(0) > 0
     wide = mask.expand(*sizes[:2], *lengths)

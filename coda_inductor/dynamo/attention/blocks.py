@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mask's blocks, found inside the graph, and the call of FlexAttention that walks along them.
+"""A mask's blocks, computed inside the graph, and the call of FlexAttention that uses them.
 
 Before::
 
@@ -11,9 +11,9 @@ After::
     lists = block_lists(plane)                               # once, however many calls read it
     flex_attention(q, k, v, block_mask=(lists, lambda b, h, i, j: plane[b, i, j]))[0]
 
-A block is 128 queries by 128 keys. Those that hold nothing are in no list, so that nobody computes
-them; in those that are full nobody reads the mask. ``flex_attention`` is torch's own operator as
-Dynamo records it: with functions as graphs, and a ``BlockMask`` as a tuple of its parts.
+A block is 128 queries by 128 keys. Empty blocks are in no list, so they are not computed; in full
+blocks the mask is not read. ``flex_attention`` is torch's own operator as Dynamo records it: with
+functions as graphs, and a ``BlockMask`` as a tuple of its parts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.matching import value
 
-#: Queries and keys of a block. Kernels' tiles divide it.
+#: Queries and keys of a block. The kernels' tiles divide it.
 BLOCK = 128
-#: What FlexAttention's own front end would have said, and which kernel: never the decoding one.
+#: The options that FlexAttention's own front end would set, and never the kernel for decoding.
 OPTIONS = {
     "BACKEND": "TRITON",
     "PRESCALE_QK": False,
@@ -45,8 +45,8 @@ OPTIONS = {
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-#: Kernels' tiles for heads of 64 values, measured on an H200 (docs/attention.md): at any other
-#: width torch's own choice was best.
+#: The kernels' tiles for heads of 64 values, measured on an H200 (docs/attention.md): at all other
+#: widths torch's own choice was best.
 WIDTH_64 = {
     "fwd_BLOCK_N": 64,
     **{f"bwd_BLOCK_{size}": 64 for size in ("M1", "N1", "M2", "N2")},
@@ -59,11 +59,11 @@ _PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 
 def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-    """The blocks of a boolean mask that hold anything.
+    """The blocks of a boolean mask that are not empty.
 
     Args:
         plane: the mask, (queries, keys), or (batch, queries, keys).
-        batch: masks; 1 for the former.
+        batch: the number of masks; 1 for the first form.
         queries: rows of a mask.
         keys: columns of a mask.
 
@@ -85,13 +85,14 @@ def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Ten
 
 
 def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """How many each row has, and which: (batch, rows, columns) bool to the shapes of a BlockMask.
+    """How many blocks each row has, and which: from (batch, rows, columns) bool to the shapes of a
+    BlockMask.
 
-    A stable argsort would say which; Triton takes 25 s to compile the four of it (an H100).
+    Not by a stable argsort: Triton takes 25 s to compile the four of them (an H100).
 
-    Kernels find a mask of the batch by the stride of the dimension of heads. Its size is 1, so
-    that Inductor may give it any stride; of ``unsqueeze`` it makes 0, by which all read the first
-    mask's blocks. ``as_strided`` says it, and Inductor lays its input out as recorded.
+    Kernels address a mask of the batch by the stride of the heads' dimension. Its size is 1, so
+    Inductor may give it any stride; for ``unsqueeze`` it uses 0, and then all read the first mask's
+    blocks. ``as_strided`` states the stride, and Inductor keeps the recorded layout of its input.
     """
     before = blocks.cumsum(-1, dtype=torch.int32)
     counts = before[..., -1].contiguous()
@@ -109,18 +110,18 @@ def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tenso
 def attend(
     call: Node, tensors: Sequence[Node], scale: float | None, plane: Node, lists: Sequence[Node]
 ) -> Node:
-    """FlexAttention in front of ``call``, an SDPA of the same result, which stays.
+    """Insert FlexAttention before ``call``, an SDPA with the same result, which stays.
 
     Args:
-        call: says where, and what the result is like: its dtype (autocast decides it) and strides,
-            which a view after it counts on.
+        call: determines the place, and the result's dtype (with autocast) and strides, which a view
+            after it relies on.
         tensors: query, key and value, 4-dimensional; keys and values may have fewer heads.
         scale: of the scores; None for torch's default.
         plane: the mask, (Tq, Tk) or (B, Tq, Tk), bool.
         lists: ``block_lists`` of it.
     """
     graph, known = call.graph, value(call)
-    query, key, val = (  # what autocast gives SDPA
+    query, key, val = (  # as autocast casts them for SDPA
         t if value(t).dtype == known.dtype else Put(call)("to", t, known.dtype) for t in tensors
     )
     queries, keys = value(query).shape[-2], value(key).shape[-2]
@@ -171,7 +172,7 @@ def _mask_mod_b(b, h, i, j, plane):  # noqa: ARG001
 
 
 def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) -> tuple[Any, ...]:
-    """A BlockMask as the tuple that this version of torch makes of one."""
+    """A BlockMask as this version of torch converts it to a tuple."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     with unset_fake_temporarily():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around ``scaled_dot_product_attention`` in Dynamo's graph: masks made of constants, and key/value
-heads repeated for groups of query heads.
+"""``scaled_dot_product_attention`` in Dynamo's graph: masks made of constants, and key/value heads
+repeated for groups of query heads.
 
 Before::
 
-    mask = (arange(T)[:, None] >= arange(T)) & ...           # no tensor of the user's enters
+    mask = (arange(T)[:, None] >= arange(T)) & ...           # from constants only
     k4, v4 = (t[:, :, None].expand(B, H, n, T, D).reshape(B, H * n, T, D) for t in (k, v))
     sdpa(q, k4, v4, attn_mask=mask)
 
@@ -12,19 +12,19 @@ After::
 
     sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
-Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
-mask) stands for, which is ``ones(T, T).tril()`` by torch's definition. The repeated heads are the
-repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
+Why it is valid: the mask is evaluated, and every element equals the mask that ``is_causal`` (or no
+mask) means, which is ``ones(T, T).tril()`` by torch's definition. That the repeated heads are the
+repetition of ``enable_gqa`` is checked by running the graph's own views on indices.
 
-Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
-and saved for the backward pass.
+Why it pays: with a mask tensor SDPA does not use its flash kernels, and repeated heads are written,
+read and saved for the backward pass.
 
-Refuses: a mask that depends on data (padding, packing) or on random numbers; one of symbolic
-size; one that is neither causal nor full (a sliding window shorter than the
-sequence); causal attention of queries and keys of different number. Heads stay
-repeated where flash attention would not run: off CUDA, beside a mask, in float32, or with more than
-256 values a head; and where an in-place op after the repetition may change what is repeated, or
-the mode of gradients or autocast changes before the call.
+Refuses: a mask that depends on data (padding, packing) or on random numbers; one of symbolic size;
+one that is neither causal nor full (a sliding window shorter than the sequence); causal attention
+with different numbers of queries and keys. Heads stay repeated where flash attention would not run:
+not on CUDA, with a mask, in float32, or with more than 256 values per head; and where an in-place
+op after the repetition may change the repeated tensor, or gradients or autocast are switched before
+the call.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, refuse
 
 NAMES = ("constant_mask", "grouped_heads")
-#: Where repeated heads are worth undoing.
+#: The dtypes in which undoing the repetition pays.
 GROUPS_ON = "cuda"
-#: What a mask means to SDPA, if it is one of the two that it has a flag for.
+#: The meaning of a mask, if it is one of the two for which SDPA has a flag.
 CAUSAL, FULL = "causal", "full"
 Verdict = str | Refusal
-#: By mask and by numbers of queries and keys, as texts: SymInts have no hash.
+#: By mask and by the numbers of queries and keys, as texts, because SymInts have no hash.
 Verdicts = dict[tuple[Node, str, str], Verdict]
 
 _TENSORS = ("query", "key", "value")
@@ -100,7 +100,7 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:
-    """What an SDPA is called with, by name; None unless its tensors have 3 dimensions or more."""
+    """The arguments of an SDPA, by name; None unless its tensors have 3 dimensions or more."""
     call = read(node)
     tensors = [] if call is None else [value(call[name]) for name in _TENSORS]
     if call is None or not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors):
@@ -113,9 +113,9 @@ def _verdict(
 ) -> Verdict:
     mask = arguments["attn_mask"]
     if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
-        return refuse("mask-unknown", "it is no tensor of this graph")
+        return refuse("mask-unknown", "it is not a tensor of this graph")
     if arguments.get("is_causal"):
-        return refuse("mask-unknown", "is_causal is set beside it")
+        return refuse("mask-unknown", "is_causal is set too")
     query, key = (value(arguments[name]) for name in ("query", "key"))
     if widened(value(call), query, key):
         return refuse("mask-shape", "scores are broadcast to it")
@@ -131,8 +131,8 @@ def _verdict(
 
 
 def widened(result: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """May ``result`` of attention have more rows or batches than queries and keys make? A mask with
-    more of them does that under compilation; eager SDPA raises."""
+    """May ``result`` of attention have more rows or batches than its queries and keys? A larger
+    mask causes that under compilation; eager SDPA raises."""
     batches = zip(*(reversed(t.shape[:-2]) for t in (result, query, key)), strict=False)
     return (
         result.dim() != query.dim()
@@ -162,7 +162,7 @@ def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
-    """Where ``mask`` lets a query see a key, or why it is no mask."""
+    """Where ``mask`` lets a query see a key, or why that is undefined."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -174,7 +174,7 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
 
 
 def _flash(arguments: dict[str, Any]) -> bool:
-    """Would SDPA run flash attention, and does it not group heads already?"""
+    """Would SDPA run flash attention, without grouping heads already?"""
     query, key, val = (value(arguments[name]) for name in _TENSORS)
     return (
         arguments.get("attn_mask") is None
@@ -197,8 +197,8 @@ def grouped(
     call: Node, arguments: Mapping[str, Any], hazards: Hazards, record: Record
 ) -> list[Node] | None:
     """The keys and values of ``call``, (B, H, T, D), before their heads were repeated; None if they
-    were not, or must stay so. A copy does not see later writes, a view does; what attention saves
-    for the backward pass must not change."""
+    were not, or must stay repeated: later writes would change a view but not a copy, and what
+    attention saves for the backward pass must not change."""
     if not record.enabled("grouped_heads"):
         return None
     found = [_repetition(arguments[name]) for name in ("key", "value")]
@@ -208,7 +208,7 @@ def grouped(
         return None
     after = [node for node in hazards.writes if node > call]
     if hazards.between((*between, call)) or any(writes_to(node, sources) for node in after):
-        text = "heads stay repeated, an in-place op or a mode change concerns what is repeated"
+        text = "heads stay repeated: an in-place op or a mode change affects the repeated tensor"
         record.refuse("grouped_heads", call.name, refuse("heads-mutated", text))
         return None
     record.fire("grouped_heads")
@@ -240,7 +240,7 @@ def _repetition(repeated: Any) -> _Repetition | None:
 
 def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Size) -> bool:
     """Run the views of ``chain`` (last one first) on the indices of a tensor of ``shape``."""
-    # One batch entry and one value a head would do, but sizes stand in the views as literals.
+    # One batch entry and one value per head would suffice, but the views have literal sizes.
     with unset_fake_temporarily():
         indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
         result: Any = indices

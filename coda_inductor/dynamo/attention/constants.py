@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a Dynamo graph that depends on constants only, and its values.
 
-Models build masks and positions out of sizes: ``arange``, comparisons, broadcasts. Where no tensor
-of the user's enters, the values are known while compiling. They are computed on the CPU, by running
-the very nodes of the graph.
+Models build masks and positions from sizes: ``arange``, comparisons, broadcasts. If no tensor of
+the user is involved, the values are constant. They are computed at compile time on the CPU, by
+running the nodes of the graph itself.
 
 Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; random numbers;
-results of in-place ops and what is made of them; more than ``MAX_BYTES`` in one tensor.
+results of in-place ops and what depends on them; more than ``MAX_BYTES`` in one tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Body, changes, value
 from coda_inductor.refusal import Refusal, Refused, refuse
 
-#: Ops of which this argument, if it is a tensor, says only dtype, device and shape.
+#: Ops for which only dtype, device and shape of this argument matter, if it is a tensor.
 _LIKE = {
     **dict.fromkeys(("new_ones", "new_zeros", "new_full"), "input"),
     **dict.fromkeys(("ones_like", "zeros_like", "full_like"), "input"),
@@ -32,13 +32,13 @@ _LIKE = {
 }
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
-#: Of one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
+#: Limit for one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
 MAX_BYTES = 2**30
 
 
 class Constants:
-    """Constant nodes of ``body``, a Dynamo graph or a region in one; ``around``: those of the graph
-    around it."""
+    """Constant nodes of ``body``, a Dynamo graph or a region in one; ``around``: those of its outer
+    graph."""
 
     def __init__(self, body: Body, around: Constants | None = None):
         self._outer, self._around = body.outer, around
@@ -49,8 +49,8 @@ class Constants:
             self._why[node] = self._check(node)
 
     def home(self, node: Node) -> tuple[Node, Constants]:
-        """``node``, or what it is outside of bodies that do not change it; and the constants
-        there."""
+        """``node``, or the outer node that is passed in for it unchanged; and the constants of its
+        graph."""
         if node in self._outer and self._around is not None and node not in self.changed:
             return self._around.home(self._outer[node])
         return node, self
@@ -59,7 +59,7 @@ class Constants:
         if node in self.changed:
             return refuse("mask-mutated", "an in-place op changes it")
         if node in self._outer and self._around is not None:
-            elsewhere = refuse("mask-unknown", "it comes from elsewhere")
+            elsewhere = refuse("mask-unknown", "it comes from outside of the graph")
             return self._around._why.get(self._outer[node], elsewhere)
         known = value(node)
         sizes = known.shape if isinstance(known, torch.Tensor) else [known]
@@ -93,7 +93,7 @@ class Constants:
                 result = self._run(node)
             except Refused:
                 raise
-            except Exception as error:  # an op that the CPU lacks: the mask stays as it was
+            except Exception as error:  # an op that the CPU lacks: the mask stays
                 why = refuse("mask-unknown", f"evaluating it failed: {error}")
                 raise Refused(why) from error
         if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
@@ -137,15 +137,15 @@ def _sources(node: Node) -> list[Node]:
 
 
 def _sample(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and dtype of ``like``; its values do not matter. Nor does a symbolic
-    shape, which what is made of it does not have."""
+    """A tensor with the shape and dtype of ``like``; its values do not matter. Neither does a
+    symbolic shape, because the result does not have it."""
     static = all(isinstance(size, int) for size in like.shape)
     return torch.zeros((), dtype=like.dtype).expand(like.shape if static else ())
 
 
 def _is_torch(node: Node) -> bool:
-    """Tensor methods and plain functions of torch's and Python's; nothing that has a state of its
-    own, as the functions that vmap is made of have."""
+    """Is it a tensor method, or a plain function of torch or Python? Not a function with state,
+    like those that vmap consists of."""
     if node.op == "call_method":
         return True
     module = getattr(node.target, "__module__", None) or ""
@@ -165,8 +165,8 @@ def _on_cpu(arg: Any) -> Any:
 
 
 class _NoRandom(TorchDispatchMode):
-    """Refuses ops that draw random numbers: their values are not known, and the generator's state
-    is the user's."""
+    """Refuses ops that draw random numbers: their values are unknown, and running them would change
+    the user's generator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:

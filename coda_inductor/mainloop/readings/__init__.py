@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels read A and B: a file each, and this list of them.
+"""How kernels read A and B: one file per way, and the list of all.
 
-A reading is all that is known of a way to read operands: when it is legal, how tensors of a call
-become a kernel's A and B, which kernels that takes, what is mixed into QuACK's classes, and what
-its sites are measured with. ``plain`` says what each can be asked.
+A reading describes one way to read operands: when it is legal, how tensors of a call become a
+kernel's A and B, which kernels that needs, what is mixed into QuACK's classes, and the tensors for
+measuring its sites. ``plain`` has the interface.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import Plain
 from coda_inductor.program import EpilogueProgram
 
-#: The first that takes a program reads its operands.
+#: The first one that takes a program reads its operands.
 READINGS = (
     *(GroupedAlternating(), GroupedPair(), GroupedJoin(), Grouped()),
     *(PairedFp8(), Pair(), Fp8(), Join(), Plain()),
@@ -28,7 +28,7 @@ READINGS = (
 
 
 def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:
-    """How calls of ``program`` are read; ``terms``: how many products the accumulator is of."""
+    """The reading for calls of ``program``; ``terms``: the number of products in an accumulator."""
     return next(each for each in READINGS if each.takes(program, terms))
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 operands: read along K alone, one product at a time, into float32 or faster.
+"""FP8 operands: contiguous along K, one product at a time, with exact or fast accumulation.
 
 Fast accumulation on Hopper is that of ``aten._scaled_mm``. The multiplier's accumulator keeps fewer
-bits than float32. QuACK adds it to float32 registers at each step of K, which takes as many again:
-of 128 x 128, shared by two warpgroups, both fit, larger tiles spill. A program that allows fast
-accumulation lets the multiplier sum over all of K in those larger tiles; in the small one there is
-nothing to gain, for that is as fast and more exact (H200: 659, 672, 288 and 206 us, where the best
+bits than float32. QuACK adds it to float32 registers at each step of K, which doubles the
+registers: for 128 x 128, shared by two warpgroups, both fit; larger tiles spill. A program that
+allows fast accumulation lets the multiplier sum over all of K in those larger tiles. In the small
+tile that gains no time, and the exact sum is used (H200: 659, 672, 288 and 206 us, where the best
 fast tile took 654, 702, 315 and 206). QuACK's kernel class has an argument for fast accumulation,
 which none of its functions passes.
 """
@@ -20,12 +20,12 @@ from coda_inductor.mainloop.tensors import tma_matrix
 from coda_inductor.program import EpilogueProgram, reference
 
 _HOPPER = 90
-#: The tile whose sums fit in float32, where two warpgroups share it.
+#: The tile whose float32 sums fit, if two warpgroups share it.
 _SMALL = (128, 128)
-#: An accumulator that is added up in float32 at each step of K has twice the registers: larger
-#: tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
+#: An accumulator that is added up in float32 at each step of K needs twice the registers: larger
+#: tiles spill, and take up to 18x as long (128x192 ping-pong, docs/gotchas.md).
 _EXACT = "128x128:2x1:co 128x128:1x2:co 128x128:1x1:co"
-#: The larger ones need no more registers than in 16 bits then.
+#: With fast accumulation, larger tiles need no more registers than in 16 bits.
 _FAST = (
     "128x128:2x1:co 128x256:2x1:co 128x128:1x2:co 128x192:2x1:pp "
     "256x128:2x1:co 128x256:1x2:co 128x128:2x1:pp"
@@ -41,21 +41,21 @@ class Fp8(Plain):
     def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         for name, major, other in zip(("left", "right"), majors, "MN", strict=True):
             if major != "k":
-                text = f"its {name} operand is contiguous along {other}: FP8 is read along K alone"
+                text = f"its {name} operand is contiguous along {other}: FP8 needs contiguous K"
                 return "fp8-layout", text
         if terms > 1:
-            text = f"a sum of {terms} FP8 products, each with scales of its own"
+            text = f"a sum of {terms} FP8 products, each with its own scales"
             return "fp8-terms", text
         if arch in (10, 11) and program.a_dtype != program.b_dtype:
             mixed = f"{program.a_dtype} times {program.b_dtype}"
-            return "fp8-mixed", f"{mixed} has no kernel on data-centre Blackwell"
+            return "fp8-mixed", f"{mixed} has no kernel on data center Blackwell"
         return super().refuses(program, majors, terms, arch)
 
     def configs(self, program: EpilogueProgram) -> str:
         return _FAST if program.fast else _EXACT
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:
-        return "k", "k"  # whatever lies otherwise is copied
+        return "k", "k"  # other layouts are copied
 
     def left(self, a: Tensor) -> Tensor:
         return tma_matrix(a)
@@ -72,7 +72,7 @@ class Fp8(Plain):
         return (*fast, *super().mixins(program, variant))
 
     def scale(self, k: int) -> float:
-        # Small weights are mostly zeros, which heat nothing: a scale of the product is small.
+        # FP8 rounds small weights to zeros, which need little power: only the product is scaled.
         return 1.0
 
     def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Fp8(Plain):
 
 
 class PairedFp8(Fp8, Pair):
-    """One A times two B's that are read where they lie."""
+    """One A times two B's that are read in place."""
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8 and program.paired
@@ -90,7 +90,7 @@ class PairedFp8(Fp8, Pair):
 
 
 class FastAccumulation:  # a mixin for QuACK kernel classes
-    """Sums over all of K where the products are made, if there is no room for better. Only Hopper's
+    """Sums over all of K in the multiplier, if registers do not suffice for more. Only Hopper's
     class has the choice, and an argument for it."""
 
     arch: int

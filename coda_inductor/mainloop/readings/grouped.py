@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that have a B of their own each, that of their group: a mixture's experts.
+"""Each row is multiplied by the B of its group: a mixture's experts.
 
-A program with an operand "groups" multiplies rows groups[e] to groups[e + 1] of A by B[e]; which
-they are only the GPU knows. With an "index", row i of A is row index[i] of a smaller matrix, which
-the kernel gathers while it loads: nobody writes the rows beside each other. Source: QuACK's GEMMs
-of sequences of several lengths (``cu_seqlens_m``, ``A_idx``).
+A program with an operand "groups" multiplies rows groups[e] to groups[e + 1] of A by B[e]; only the
+GPU has these numbers. With an "index", row i of A is row index[i] of a smaller matrix, which the
+kernel gathers while it loads: the gathered rows are never written. Source: QuACK's GEMMs of
+sequences of several lengths (``cu_seqlens_m``, ``A_idx``).
 
-Two B's that are interleaved, and two terms of one sum, are read as ``pair`` and ``join`` read them:
-each expert's gate and up lie as far apart as every other's, be they halves of one parameter or two.
-Tiles of an operand may be loaded with rows of the next group: those are not stored.
+Two interleaved B's, and two terms of one sum, are read as in ``pair`` and ``join``: the distance of
+gate and up is the same for each expert, in one parameter or in two. Tiles of an operand may be
+loaded with rows of the next group: those are not stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coda_inductor.mainloop.tensors import ALIGN, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.grouped import grouped_product
 
-#: The first that fits runs until a site is measured: those were the fastest of most, on an H100.
+#: The first legal one runs until a site is measured: these were the fastest at most H100 sites.
 _CONFIGS = (
     "128x256:1x2:co 128x256:2x1:co 128x192:2x1:pp 128x128:2x1:pp 256x128:1x2:co "
     "256x192:2x1:co 128x208:2x1:pp 128x160:2x1:pp 256x128:2x1:co"
@@ -44,21 +44,21 @@ _CONFIGS = (
 
 
 class Grouped(Plain):
-    """A (M, K), or (R, K) that rows are gathered from, times B (E, K, N) of either major."""
+    """A (M, K), or (R, K) from which rows are gathered, times B (E, K, N) of either major."""
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.grouped and super().takes(program, terms)
 
     def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         if arch != 9:
-            return "grouped-arch", "rows of experts have kernels on Hopper only"
+            return "grouped-arch", "only Hopper has kernels for rows of experts"
         if majors[0] != "k":
             return "grouped-layout", "rows of experts must be contiguous"
         return super().refuses(program, majors, terms, arch)
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
         if program.routes[1] is not None and (config.cluster_n > 1 or config.dynamic):
-            return False  # rows are gathered by the threads of one CTA, before a tile is dealt out
+            return False  # the threads of one CTA gather rows, before a tile is assigned
         return config.split_k == 1 and super().suits(program, config)
 
     def configs(self, program: EpilogueProgram) -> str:
@@ -95,7 +95,7 @@ class Grouped(Plain):
         return as_, bs
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
-        """One weight, of which a pair has parts of the columns, and terms parts of the rows."""
+        """One weight: the B's of a pair are parts of its columns, those of terms of its rows."""
         if len(bs) == 1:
             return as_, bs
         columns = program.paired
@@ -118,7 +118,7 @@ class GroupedPair(Grouped, Pair):
 
 
 class GroupedAlternating(GroupedPair):
-    """A pair that lies interleaved in one B (E, K, 2N), of either major."""
+    """A pair that is interleaved in one B (E, K, 2N), of either major."""
 
     variants, distances = ("",), ()
     bind, reads = Grouped.bind, Grouped.reads

@@ -2,19 +2,19 @@
 """Two products summed as one GEMM over both K's, read in place by two TMA descriptors.
 
 The gradient through gate and up is ``dh = dG Wg + dU Wu``: four separately allocated matrices, one
-sum. It is one product over a K twice as long, if A is [dG, dU] side by side and B is [Wg; Wu] one
-above the other. Nothing has to be copied for that, by the trick of ``pair``: a stride may be *the
-distance between two allocations*. With f the K of one term::
+sum. It is one product over a K twice as long, if A is [dG, dU] and B is [Wg; Wu]. Nothing is copied
+for that, by the trick of ``pair``: a stride may be *the distance between two allocations*. With f
+the K of one term::
 
     A[i, (k, term)]  at  a + term * delta_a + i * lda + k        shape (M, (f, 2))
     B[(k, term), j]  at  b + term * delta_b + k * ldb + j        shape ((f, 2), N)
 
 where a and b are the lower of the two addresses each. The main loop walks K in steps of 64, so f
-must be a multiple of that: a step then lies in one term. It sees 2 f / 64 steps and nothing else.
+must be a multiple of that: each step is then in one term. It only sees 2 f / 64 steps.
 
-Strides are unsigned, so each operand starts at its lower allocation. A sum does not mind the order,
-as long as both operands have the same: if they do not ("crossed"), B is walked half a turn ahead.
-That is a second variant of the kernel; which one runs is known at the launch. The distances are
+Strides are unsigned, so each operand starts at its lower allocation. The order of a sum does not
+matter if both operands have the same; if not ("crossed"), B is read half of K ahead, cyclically.
+That is a second variant of the kernel; the launch determines which one runs. The distances are
 launch arguments, so one compiled kernel of each variant serves all matrices. Conditions, checked at
 run time: see ``unjoinable``.
 """
@@ -33,13 +33,13 @@ from coda_inductor.program.dtypes import HALF
 
 #: One step of the main loop along K, in elements of a 16-bit type.
 _STEP = 64
-_ORDER = "the order of the sum is the allocator's choice"
+_ORDER = "the order of the sum would depend on the allocator"
 
 
 class Join(Plain):
     """The sum of two terms, each (M, f) times (f, N) or (E, f, N), of 16 bits. Terms that cannot be
-    read in place are copied into one; so are all under ``torch.use_deterministic_algorithms``, for
-    in place the sum starts with the term at the lower address, which is the allocator's choice."""
+    read in place are concatenated. So are all with ``torch.use_deterministic_algorithms``, because
+    in place the sum starts with the term at the lower address, which the allocator chooses."""
 
     variants = ("straight", "crossed")
     distances = ("join_delta_a", "join_delta_b")
@@ -49,12 +49,12 @@ class Join(Plain):
         return terms > 1
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        # Crossed terms are walked half a turn apart: half of a part of K is not half of K.
+        # Crossed terms are read half of K apart, which a part of K does not allow.
         return config.split_k == 1
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
         if _deterministic() or unjoinable(as_, bs) is not None:
-            return [("k", "n", "")]  # of what torch.cat makes
+            return [("k", "n", "")]  # for the results of torch.cat
         return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
     def bind(self, as_: Tensors, bs: Tensors) -> Bound:
@@ -84,7 +84,8 @@ class Join(Plain):
 
 def unjoinable(as_: Tensors, bs: Tensors) -> str | None:
     """Why the sum of ``as_[j] @ bs[j]`` cannot be one product over both K's that is read in place,
-    or None if it can, addresses aside. Asks for K, N, strides and dtypes: fake tensors will do."""
+    or None if it can, apart from addresses. Reads only K, N, strides and dtypes: fake tensors
+    suffice."""
     if len(as_) != 2:
         return f"{len(as_)} terms: only two are read in place"
     (a0, a1), (b0, b1) = as_, bs
@@ -115,7 +116,7 @@ _deterministic = torch.are_deterministic_algorithms_enabled
 
 
 class JoinedTerms:  # a mixin for QuACK kernel classes
-    """Lays K of A and B out as (f, 2) right after they have crossed into the trace with K = f."""
+    """Changes K of A and B to (f, 2), right after they enter the trace with K = f."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
@@ -127,7 +128,7 @@ class JoinedTerms:  # a mixin for QuACK kernel classes
 
 
 class CrossedTerms(JoinedTerms):
-    """As JoinedTerms, where the terms of A and B lie in opposite orders."""
+    """As JoinedTerms, for terms of A and B with opposite orders of addresses."""
 
     def load_tma(self, pipeline, producer_state, copy_fns, k_tile_cnt, k_tile_start=0):
         copy_a, copy_b, *others = copy_fns

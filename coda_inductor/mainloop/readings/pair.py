@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two separately allocated weights, read interleaved by one TMA descriptor, zero-copy.
 
-A gated MLP needs ``g = X Wg`` and ``u = X Wu`` at the same place: column j of both must meet in one
+A gated MLP needs ``g = X Wg`` and ``u = X Wu`` at the same place: column j of both must be in one
 tile (rule R6 of the design). Models keep the two weights as separate parameters, each (N, K) and
 contiguous. Packing them would copy them, or move a trained parameter's storage.
 
@@ -12,13 +12,13 @@ and ``delta`` the distance to the other one, in elements. Then
     B[(lane, j), k]  at  w0 + lane * delta + j * ldb + k          shape ((2, N), K)
 
 is one legal tensor whose rows alternate between the two weights: row 2j is row j of the first,
-row 2j + 1 row j of the second. Nothing between the two allocations is ever touched, for every
-element of the tensor lies in one of them. The GEMM over it has N' = 2N columns, neighbouring
+row 2j + 1 row j of the second. Memory between the two allocations is never accessed, because every
+element of the tensor is in one of them. The GEMM over it has N' = 2N columns, neighboring
 accumulator columns are (g_j, u_j), and QuACK's paired epilogue consumes them.
 
-What crosses into the kernel is an ordinary 2N x K tensor that starts at ``w0`` (its second half is
-never addressed) and ``delta``, a runtime Int64, so that one
-compiled kernel serves every pair of weights. Conditions, checked at run time: equal shape and
+The kernel's argument is an ordinary 2N x K tensor that starts at ``w0`` (its second half is never
+addressed), and ``delta``, a runtime Int64, so that one compiled kernel
+serves every pair of weights. Conditions, checked at run time: equal shape and
 strides, K-major, delta positive (strides are unsigned, hence two variants of the kernel with
 the lanes swapped), a multiple of 16 bytes and below 2**40 bytes.
 """
@@ -61,8 +61,7 @@ class Pair(Plain):
         return super().refuses(program, majors, terms, arch)
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has
-        # none.
+        # A split K keeps unfinished sums in D, but a pair has none: its stores are half as wide.
         return config.tile_n % 32 == 0 and config.tile_m != 192 and config.split_k == 1
 
     def bind(self, as_: Tensors, bs: Tensors) -> Bound:
@@ -107,8 +106,8 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
 
 @functools.lru_cache(maxsize=1024)
 def foreign_view(pointer: int, shape, strides, dtype: torch.dtype, device) -> Tensor:
-    """A non-owning view, (K, N) or (E, K, N), of device memory that is (N, K) or (E, N, K) there;
-    what lies between is never touched."""
+    """A non-owning view, (K, N) or (E, K, N), of device memory with the layout (N, K) or (E, N, K);
+    memory in between is never accessed."""
     size = dtype.itemsize
     memory = types.SimpleNamespace(
         __cuda_array_interface__={
@@ -123,7 +122,7 @@ def foreign_view(pointer: int, shape, strides, dtype: torch.dtype, device) -> Te
 
 
 class PairedWeights:  # a mixin for QuACK kernel classes
-    """Lays B out as ((2, N), K) right after it has crossed into the trace."""
+    """Changes B to ((2, N), K), right after it enters the trace."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
@@ -131,7 +130,7 @@ class PairedWeights:  # a mixin for QuACK kernel classes
         )
         import cutlass.cute as cute
 
-        # 16 bytes, as TMA wants.
+        # 16 bytes, as TMA requires.
         delta = cute.assume(epilogue_args.pair_delta, divby=128 // mB.element_type.width)
         columns = cute.size(mB, mode=[0]) // 2
         layout = cute.make_layout(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One A and one B, read where they lie if TMA can; and what every reading can be asked."""
+"""One A and one B, read in place if TMA can; and the interface of all readings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Tensors = Sequence[Tensor]
 Majors = tuple[str, str]
 #: A kernel's A and B, its variant, and its distances.
 Bound = tuple[Tensor, Tensor, str, tuple[int, ...]]
-#: (as_, bs) of a call -> the same. Raises UnpairableError if it is to be bound the long way.
+#: (as_, bs) of a call -> the same. Raises UnpairableError if the call must be bound the full way.
 Read = Callable[[Tensors, Tensors], Bound]
-#: Of a refusal, its code and text.
+#: Code and text of a refusal.
 Why = tuple[str, str] | None
-#: From a dtype and a scale to what makes tensors.
+#: (dtype, scale) -> a function that creates tensors.
 Makes = Callable[[str, float], Callable[..., Tensor]]
 #: as_ and bs.
 Factors = tuple[Tensors, Tensors]
@@ -42,29 +42,29 @@ class Plain:
     terms = 1
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
-        """Does it read ``terms`` products of ``program``, if none before it does?"""
+        """Does it read ``terms`` products of ``program``, if no earlier reading does?"""
         return True
 
     def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
-        """Why there is no kernel that reads so, or None."""
+        """Why there is no kernel with this reading, or None."""
         del program, majors, terms, arch
         return None
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        """Can a kernel with this config read so?"""
+        """Can a kernel with this config have this reading?"""
         return True
 
     def configs(self, program: EpilogueProgram) -> str:
-        """Its own configs on Hopper; "" for those of all."""
+        """Its own configs on Hopper; "" for the common ones."""
         return ""
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:
-        """The majors of A and B as a kernel gets them; fake tensors will do."""
+        """The majors of A and B as a kernel gets them; fake tensors suffice."""
         return a_major(as_[0]), b_major(bs[0])
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
-        """(A's major, B's, variant) of each kernel that such a call may launch. Addresses are not
-        asked for: fake tensors will do."""
+        """(A's major, B's, variant) of each kernel that such a call may launch. It reads no
+        addresses: fake tensors suffice."""
         return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
     def left(self, a: Tensor) -> Tensor:
@@ -76,25 +76,25 @@ class Plain:
         return tma_matrix(b, either_major=True)
 
     def bind(self, as_: Tensors, bs: Tensors) -> Bound:
-        """The operands of any call, copied where they cannot be read in place.
+        """The operands of any call, copied if they cannot be read in place.
 
         Raises:
-            UnpairableError: they are neither to be read nor copied.
+            UnpairableError: they can neither be read nor copied.
         """
         return self.left(as_[0]), self.right(bs[0]), "", ()
 
     def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
-        """What binds calls that differ from this one in M and in addresses (multiples of 16 bytes)
-        only; None if they are copied.
+        """A function that binds calls which differ from this one only in M and in addresses
+        (multiples of 16 bytes); None if operands are copied.
 
         Raises:
-            UnpairableError: this one is not read in place; others may be.
+            UnpairableError: this call is not read in place; others may be.
         """
         fits = readable(as_[0], either_major=True) and readable(bs[0], either_major=True)
         return self.reads(as_, bs) if fits else None
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
-        """The same of operands that TMA can read."""
+        """The same for operands that TMA can read."""
         return lambda as_, bs: (as_[0], bs[0], "", ())
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
@@ -104,7 +104,7 @@ class Plain:
     def dummies(
         self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
     ) -> tuple[Tensor, Tensor]:
-        """A and B to compile a kernel with, of ``n`` columns of each accumulator."""
+        """A and B for compiling a kernel, with ``n`` columns of each accumulator."""
         empty = functools.partial(torch.empty, device=device)
         a = functools.partial(empty, dtype=getattr(torch, program.a_dtype))
         b = functools.partial(empty, dtype=getattr(torch, program.b_dtype))
@@ -112,7 +112,7 @@ class Plain:
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
     def inputs(self, site: Any, made: Makes) -> Factors:
-        """Those of a call of ``site`` (``select.site``)."""
+        """as_ and bs of a call of ``site`` (``select.site``)."""
         program, a = site.program, made(site.program.a_dtype, 1.0)
         as_ = [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks]
         bs = []
@@ -122,28 +122,28 @@ class Plain:
         return as_, bs
 
     def scale(self, k: int) -> float:
-        """Of the weights that a site is measured with: products are then of order one."""
+        """The scale of weights in measurements, so that products are of order one."""
         return k**-0.5
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
-        """The factors as an unfused graph has them, for ``reference.run``."""
+        """The factors as in an unfused graph, for ``reference.run``."""
         del program
         return as_, bs
 
     def plain(
         self, program: EpilogueProgram, as_: Tensors, bs: Tensors, operands: Tensors
     ) -> Callable[[], list[Tensor]]:
-        """A call of the products alone, as an unfused graph makes them."""
+        """A call of only the products, as in an unfused graph."""
         del operands
         factors = self.factors(as_, bs)
         return lambda: [self.product(program, a, b) for a, b in factors]
 
     def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
-        """The two of each product that an unfused graph has."""
+        """The two factors of each product in an unfused graph."""
         return list(zip(as_, bs, strict=True))
 
     def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
-        """What it asks cuBLAS for."""
+        """The product as cuBLAS computes it."""
         return torch.mm(a, b)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizations become maxima, where epilogues can make them, and one cast for each tensor.
+"""Quantizations become maxima, where epilogues can compute them, and one cast for each tensor.
 
 Before::
 
@@ -13,13 +13,14 @@ After::
     p = scaled_mm(q, w.t(), 1 / s, ...); p2 = scaled_mm(qt2, y, 1 / s2.t(), ...)
 
 Why it is valid: the maxima and the casts are those of the definition, bit for bit. A factor that a
-product reads transposed is written transposed: tensor cores multiply FP8 along K only. Where the
-backward pass quantizes what the forward has, the maximum is taken in the forward pass, which reads
-or makes the tensor anyway; the backward may compute the tensor itself anew, from rounded values,
-and what exceeds the maximum by such a rounding saturates. A norm in front waits (``norms``).
+product reads transposed is written transposed: tensor cores multiply FP8 along K only. If the
+backward pass quantizes a tensor of the forward pass, the forward pass computes the maximum, because
+it reads or computes the tensor anyway. The backward pass may recompute the tensor from rounded
+values; what then exceeds the maximum by a rounding saturates. A norm before it is deferred
+(``norms``).
 
-Where no kernels run, quantizations are left to be decomposed; so are those of inference, by rows,
-of what no epilogue makes (attention's result): Inductor reads it once.
+Without kernels, quantizations are left to be decomposed. So are those in inference, by rows, of a
+tensor that no epilogue computes (attention's result): Inductor reads it once.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from coda_inductor.semantic.fp8 import CAST, quantize, scaled_mm
 
 
 def expand_quantizations(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every quantization, in place, where kernels run, or what stands for
-    them, or none do and it is asked what they would be."""
+    """Apply the rewrite to every quantization, in place, if kernels or their reference run, or in a
+    dry run."""
     plan = record.plan
     runs = plan.compiles or plan.options.reference or record.dry
     if not (runs and plan.fuses and _quantizations(graph)):
@@ -65,7 +66,7 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
             scope.refresh(graph)
         else:
             make_again(graph, waiting)
-            scope = Scope(graph)  # for what is made again in the backward pass
+            scope = Scope(graph)  # for what the backward pass recomputes
     graph.eliminate_dead_code()
 
 
@@ -78,7 +79,7 @@ def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope, plan:
     in_epilogue = gemm is not None and plan.absorbs(gemm, x, scope)
     given = {node: arguments(node) for node in nodes}
     if not in_epilogue and all(g["divides"] and tuple(g["dims"]) == ROW for g in given.values()):
-        return  # one kernel of Inductor's makes the tensor, maxima of its rows, and the cast
+        return  # one of Inductor's kernels computes the tensor, its rows' maxima and the cast
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])
     scale = scales(put, nodes, source, in_epilogue=in_epilogue, early=x not in scope.graded)
     places: dict[tuple, list[Node]] = {}
@@ -90,8 +91,8 @@ def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope, plan:
 
 
 def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
-    """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
-    alike in whether they divide by their scales."""
+    """One cast for every pair of results of ``nodes``, one in the tensor's layout and one
+    transposed. Either all divide by their scales or none does."""
     put, divide = Put(graph, like=nodes[0]), arguments(nodes[0])["divides"]
     layouts: list[list[tuple[Any, Any]]] = [[], []]
     for node in nodes:
@@ -122,7 +123,7 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Nod
 
 
 def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
-    """(reader, what it reads) of those that want rows of the result in FP8, and of those that want
+    """(reader, what it reads) of those that need rows of the result in FP8, and of those that need
     columns: products multiply along the dimension with stride one."""
     found: list[list[tuple[Node, Node]]] = [[], []]
     if (q := parts(node).get(0)) is not None:

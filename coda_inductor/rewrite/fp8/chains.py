@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one quantization in an aten graph, as torchao 0.18 writes it: the definition of the op
+"""Read one quantization in an aten graph, as torchao 0.18 writes it. The definition of the op
 (``semantic.fp8.quantize_by``) is traced and compared, so that a chain with another eps or maximum
-is another function. What it is of is read by hand: ``abs(x)``, and a maximum of it over ``dims``.
+does not match. Its input is read separately: ``abs(x)``, and a maximum of it over ``dims``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, parts
 from coda_inductor.semantic.fp8 import quantize, quantize_by
 
-#: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the last does
-#: not matter, for they are cast to float64.
+#: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the dtype does
+#: not matter, because the maxima are cast to float64.
 _KINDS = (
     (False, False, torch.float32),
     (True, False, torch.float32),
@@ -40,10 +40,10 @@ class Chain:
     Attributes:
         q: the last node.
         x: what is quantized, as the chain reads it.
-        dims: what the amax is taken over, counted from the front; none: everything.
+        dims: the dimensions of the amax, counted from the front; empty: everything.
         kind: the other arguments of ``quantize``.
         scale: the node that holds the scale.
-        undone: is it the scale itself that undoes it in a product, and not its reciprocal?
+        undone: does a product undo it with the scale itself, and not with its reciprocal?
     """
 
     q: Node
@@ -54,7 +54,7 @@ class Chain:
     undone: bool
 
     def is_undone_by(self, node: Node) -> bool:
-        """Is ``node`` what undoes the scale, laid out in some way?"""
+        """Does ``node``, in any layout, undo the scale?"""
         node = base(node, relaid)
         if not self.undone and node.target is aten.reciprocal.default:
             return base(node.all_input_nodes[0], relaid) is self.scale
@@ -62,19 +62,19 @@ class Chain:
 
 
 def relaid(node: Any) -> bool:
-    """Are the elements of ``node``, a vector or a number that is repeated, those it reads?"""
+    """Does ``node`` only repeat or rearrange the vector or number that it reads?"""
     if isinstance(node, Node) and node.target in _REPEATS:
         return single(node.all_input_nodes[0])
     return renames(node) or (is_transpose(node) and 1 in fake(node).shape)
 
 
 def single(node: Node) -> bool:
-    """Is ``node`` one number, whatever its shape?"""
+    """Is ``node`` one number, in any shape?"""
     return all(isinstance(size, int) and size == 1 for size in fake(node).shape)
 
 
 def chain_of(q: Node) -> Chain | None:
-    """The quantization that ends in ``q``, one of torchao's or of ours; None if it is neither."""
+    """The quantization that ends in ``q``, torchao's or ours; None if there is none."""
     if q.target is operator.getitem and q.all_input_nodes[0].target is quantize:
         both = q.all_input_nodes[0]
         x, dims, *how = arguments(both).values()
@@ -99,7 +99,7 @@ def chain_of(q: Node) -> Chain | None:
 def _definition(
     dtype: torch.dtype, power_of_two: bool, divides: bool, maxima: torch.dtype
 ) -> list[Node]:
-    """What ``quantize_by`` is traced to: the nodes of x and of its maxima, of its results."""
+    """The trace of ``quantize_by``: the nodes of x and of its maxima, and those of its results."""
 
     def chain(wide: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         return quantize_by(wide, amax, dtype, power_of_two, divides)
@@ -111,7 +111,7 @@ def _definition(
 
 
 def _alike(pattern: Any, node: Any, found: dict[Node, Any]) -> bool:
-    """Is ``node`` computed as ``pattern`` is, up to views? ``found``: what each of its nodes is."""
+    """Is ``node`` computed like ``pattern``, up to views? ``found``: pattern node -> graph node."""
     node = base(node)
     if not isinstance(pattern, Node) or pattern in found:
         return found.get(pattern, pattern) == node
@@ -125,8 +125,8 @@ def _alike(pattern: Any, node: Any, found: dict[Node, Any]) -> bool:
 
 
 def _all_but_ones(dims: tuple[int, ...], shape: Any) -> tuple[int, ...]:
-    """``dims``, or none where the maximum is over everything: in inference torchao leaves out
-    dimensions of size one, a batch of one for instance."""
+    """``dims``, or none if the maximum is over everything: in inference torchao leaves out
+    dimensions of size one, for example a batch of one."""
     others = [size for dim, size in enumerate(shape) if dim not in dims]
     everything = all(isinstance(size, int) and size == 1 for size in others)
     return () if everything and dims != (len(shape) - 1,) else dims

@@ -11,15 +11,15 @@ After::
     s = scale(r * amax(abs(h), 1)); q = fp8_cast(x, r, gamma, s)
 
 Why it is valid: n = r h with one positive r a row, so that max |n| = r max |h|, and the cast
-multiplies with r, gamma and s at once. Nothing is left of r in the product: its scale is that of n.
-What rounds otherwise: eager rounds n to 16 bits before it is quantized, this rounds x alone. Only
-maxima read h, so that it stays on the tile, and memory has x, which others read as well. Maxima of
-columns need r first: x is read once for them. The norm's gradient stays as it is; its row
-sums are those of the gradient that is there (rule R3 holds of exact operands only). Another reader
-in the backward pass (a weight's gradient in 16 bits) reads n, made anew.
-So it is where n is float32 and its casts to 16 bits, one a layer under autocast, are quantized.
+multiplies with r, gamma and s at once. The product does not contain r: its scale is that of n.
+Different rounding: eager rounds n to 16 bits before it is quantized, this rounds only x. Only
+maxima read h, so it stays on the tile, and memory has x, which others read as well. Maxima of
+columns need r first: x is read once for them. The norm's gradient does not change; its row sums are
+those of the existing gradient (rule R3 needs exact operands). Another reader in the backward pass
+(a weight gradient in 16 bits) reads n, which is recomputed.
+The same holds if n is float32 and its casts to 16 bits (one per layer in autocast) are quantized.
 
-Refuses, beside what ``rewrite.norm`` refuses: another reader in the forward pass.
+Refuses, besides what ``rewrite.norm`` refuses: another reader in the forward pass.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from coda_inductor.semantic.norms import NORMS
 
 
 def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Source | None:
-    """Let the norm whose result ``nodes``, all its quantizations, read, wait for them; None where
-    there is none, or it stays."""
+    """Defer the norm whose result ``nodes``, all its quantizations, read; None if there is no norm,
+    or it stays."""
     quantized = fake(arguments(nodes[0])["x"]).dtype
     result = base(arguments(nodes[0])["x"])
     if is_cast(result) and fake(result.all_input_nodes[0]).dtype == torch.float32:
@@ -75,7 +75,7 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Sourc
 
 
 def make_again(graph: Graph, source: Source) -> None:
-    """Let the others read the norm's result made anew, once a checkpoint."""
+    """Let the other readers read the recomputed result of the norm, one for each checkpoint."""
     made: dict[tuple, Node] = {}
     for user, name in sorted(source.others):
         if (key := checkpoint(user)) not in made:
@@ -90,7 +90,7 @@ def make_again(graph: Graph, source: Source) -> None:
 
 
 def _reads(result: Node) -> list[tuple[Node, Node]]:
-    """Who reads ``result``, each with the name that it reads."""
+    """The readers of ``result``, each with the view or cast that it reads."""
     names, users = readers(result)
     return [(user, name) for user in users for name in names if name in user.all_input_nodes]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled products, and the quantizations of their factors, become two semantic ops
-(``semantic.fp8``): those of torchao's modules, those of ``options["fp8"]``.
+(``semantic.fp8``), for torchao's modules and for ``options["fp8"]``.
 
 Before (one Linear, forward; the second product where torchao's rowwise kernel would be slow)::
 
@@ -13,15 +13,14 @@ After::
     q, i = quantize(x, [1], float8_e4m3fn, True); r, j = quantize(W, [1], ...)
     y = scaled_mm(q, r.t(), i, j.t(), bfloat16, True, after)
 
-Valid because the ops are defined as these very chains: decomposed, they are what was there, bit for
-bit, copies of factors that ``_scaled_mm`` wants included. Equal quantizations become one, wherever
-they lie and whichever view or transpose they are of, where the graph would compute them in the same
-pass (forward, backward, or recomputed there) and in the same checkpoint. One scale that torchao
-repeats for every column stays one number.
+Valid because the ops are defined as exactly these chains: decomposed, they give the same bits,
+including the copies of factors that ``_scaled_mm`` needs. Equal quantizations become one, also of
+different views or transposes of a tensor, if they belong to the same pass (forward, backward, or
+recomputed there) and the same checkpoint. One scale that torchao repeats for every column stays one
+number.
 
-Refuses what it does not know: a cast to FP8 by another chain (a maximum over all ranks; bounds for
-it; a scale that is given), whose product is raised all the same; a product with a scale for its
-result.
+Refuses: a cast to FP8 by another chain (a maximum over all ranks; bounds for it; a scale that is an
+argument), though its product is still raised; a product with a scale for its result.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 
 def raise_fp8(graph: Graph, record: Record) -> None:
-    """Apply the rewrite, in place. What is torchao's counts."""
+    """Apply the rewrite, in place. Only torchao's ops count."""
     products = [n for n in graph.nodes if n.target in (aten_scaled_mm, scaled_mm)]
     if not products or not record.enabled("fp8_product"):
         return
@@ -73,8 +72,8 @@ def raise_fp8(graph: Graph, record: Record) -> None:
 
 
 def origin(node: Node) -> Any:
-    """Equal for nodes that hold the same elements in the same order: the tensor that both are views
-    of, and through which dtypes it went."""
+    """Equal for nodes with the same elements in the same order: the tensor that they are views of,
+    and the dtypes of the casts between."""
     node = base(node)
     if is_cast(node):
         return (origin(node.all_input_nodes[0]), fake(node).dtype)
@@ -83,8 +82,8 @@ def origin(node: Node) -> Any:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product of ``a`` and ``b``: the node that ``end`` s it, what multiplies ``rows`` and
-    ``columns``, ``after`` it or in it; its ``bias``, if any."""
+    """A product of ``a`` and ``b``: its last node ``end``; the factors of its ``rows`` and
+    ``columns``, applied ``after`` it or in it; its ``bias``, if any."""
 
     a: Node
     b: Node
@@ -105,7 +104,7 @@ def _product(node: Node) -> _Product | Refusal:
     if given["scale_result"] is not None:
         return refuse("fp8-form", f"{node.name} has a scale_result")
     if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return refuse("fp8-form", f"{node.name} makes {fake(node).dtype}")
+        return refuse("fp8-form", f"the result of {node.name} is {fake(node).dtype}")
     rows, columns = fake(node).shape
     if not isinstance(columns, int):
         return refuse("symbolic-features", f"{node.name} has a symbolic width")
@@ -117,12 +116,12 @@ def _product(node: Node) -> _Product | Refusal:
         alike = single(scale) or same(fake(scale).shape, wanted)
         if fake(scale).dtype != torch.float32 or not alike:
             text = f"{scale.name} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
-            return refuse("fp8-form", f"{node.name}: {text}, no scale of rows or columns")
+            return refuse("fp8-form", f"{node.name}: {text}, not a scale of rows or columns")
     return _Product(a, b, node, scales[0], scales[1], fast, False, bias)
 
 
 def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
-    """(the result, rows' factors, columns' factors) where the product is multiplied with both, and
+    """(the result, rows' factors, columns' factors) if the product is multiplied with both, and
     rounded again."""
     scaled = next(iter(node.users), node)
     end = next(iter(scaled.users), node)
@@ -139,7 +138,7 @@ def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _raise(graph: Graph, node: Node, found: _Product, factors: _Factors) -> None:
-    """Put the semantic op in place of the product ``node``, which is ``found``."""
+    """Replace the product ``node``, read as ``found``, by the semantic op."""
     put, out = Put(graph, like=node), fake(node).dtype
     with graph.inserting_before(found.end):
         a, rows = factors(put, found.a, found.rows, [-1, 1])
@@ -152,7 +151,7 @@ def _raise(graph: Graph, node: Node, found: _Product, factors: _Factors) -> None
 
 
 class _Factors:
-    """The factors of a graph's products; what is quantized alike is so once."""
+    """The factors of a graph's products; equal quantizations are made once."""
 
     def __init__(self, graph: Graph, record: Record):
         self.graph, self.record, self.scope = graph, record, Scope(graph)
@@ -160,8 +159,8 @@ class _Factors:
         self.refused: set[Node] = set()
 
     def __call__(self, put: Put, factor: Node, scale: Node, vector: list[int]) -> tuple[Node, Node]:
-        """``factor`` without what only lays it out anew, and what undoes its scale: 0-dim, or of
-        the shape ``vector``. A copy stays where no cast of ours can write the factor so."""
+        """``factor`` without steps that only change its layout, and what undoes its scale: 0-dim,
+        or of the shape ``vector``. A copy stays if no cast of ours can write that layout."""
         node, turned, copied = _lies(factor)
         q = base(node, lambda n: renames(n) or n.target is aten.clone.default)
         chain = chain_of(q) if self.record.enabled("fp8_quantize") else None
@@ -182,8 +181,8 @@ class _Factors:
         return put.transpose(node) if turned else node, scale
 
     def _quantized(self, chain: Chain, shape: Any) -> tuple[tuple[Node, Node], bool] | None:
-        """The quantization, of a matrix, and whether the chain's, which is multiplied in ``shape``,
-        is of its transpose; None where there is no such matrix."""
+        """The quantization of a matrix, and whether the chain quantizes its transpose; None if the
+        chain, which is multiplied in ``shape``, has no such matrix."""
         x, dims = chain.x, chain.dims
         if flipped := is_transpose(x):
             x, dims = x.all_input_nodes[0], tuple(sorted(1 - d for d in dims))
@@ -207,16 +206,16 @@ class _Factors:
         return self.known[key], flipped
 
     def _refuse(self, q: Node) -> None:
-        """Say, once, why ``q`` is no quantization of ours, if it casts to FP8 at all."""
+        """Note, once, why ``q`` is not a supported quantization, if it casts to FP8 at all."""
         if q in self.refused or not converts(q):
             return
         self.refused.add(q)
-        text = f"{q.name} casts to FP8, and not as torchao's dynamic scaling does"
+        text = f"{q.name} casts to FP8 in another way than torchao's dynamic scaling"
         self.record.refuse("fp8", place(q), refuse("fp8-cast", text))
 
 
 def _lies(node: Node) -> tuple[Node, bool, bool]:
-    """(what ``node`` is laid out anew of, whether it is its transpose, whether it is a copy)."""
+    """(the tensor whose layout ``node`` changes, is it transposed, is it a copy)."""
     turned = copied = False
     while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
         turned ^= is_transpose(node)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 after fusing: products that stayed unfused are given their scales, where cuBLAS multiplies
-with them.
+"""FP8 after fusing: unfused products get their scales as arguments, where cuBLAS supports that.
 
 Before::
 
@@ -11,9 +10,9 @@ After::
     p = scaled_mm(q, r, 1 / s, 1 / t, bfloat16, fast, after=False)   _scaled_mm(q, r, 1 / s, 1 / t)
 
 Why it is valid: the same product, rounded once instead of twice. Why it pays: torchao multiplies
-after the product for the sake of a kernel that was slow with scales of rows; cuBLAS's, for bfloat16
-alone, takes 3 % longer with them than without (docs/gotchas.md), and the multiplication reads and
-writes the product once more.
+after the product because of a kernel that was slow with scales of rows. cuBLAS's kernel, for
+bfloat16 only, takes 3 % longer with them than without (docs/gotchas.md), and the multiplication
+reads and writes the product once more.
 """
 
 from __future__ import annotations

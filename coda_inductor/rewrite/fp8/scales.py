@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scales of a tensor: its maxima, and the little that is computed of them.
+"""The scales of a tensor: its maxima, and the small computation on them.
 
-A maximum over rows or columns of a tensor that a GEMM's epilogue makes is a reduction there (rule
-R2): plain ``abs`` and ``amax`` nodes, which the fuser absorbs. Any other tensor is read once for
-all its maxima. A tensor's own maximum is that of its rows' or its columns'.
+If a GEMM's epilogue computes a tensor, a maximum over its rows or columns is a reduction there
+(rule R2): plain ``abs`` and ``amax`` nodes, which the fuser absorbs. Any other tensor is read once
+for all its maxima. A tensor's own maximum is that of its rows' or its columns' maxima.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ ALL: Kind = ()
 
 @dataclass(frozen=True)
 class Source:
-    """What is quantized: ``x``, or behind a norm that waits ``read * factor * weight``, with
+    """What is quantized: ``x``, or, after a deferred norm, ``read * factor * weight`` with
     ``x = read * weight``.
 
     Attributes:
-        x: (M, K), what the maxima of rows are of.
+        x: (M, K), the tensor for the maxima of rows.
         read: (M, K), what is in memory.
         factor: None, or (M, 1), positive.
         weight: None, or (1, K).
-        others: (reader, what it reads) of the norm's result beside quantizations.
+        others: (reader, what it reads) for other readers of the norm's result.
     """
 
     x: Node
@@ -50,7 +50,7 @@ def scales(
     put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, early: bool
 ) -> dict[Node, Node]:
     """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
-    0-dim, made in front of the first. ``in_epilogue``: of a GEMM, which makes the source;
+    0-dim, computed before the first. ``in_epilogue``: a GEMM's epilogue computes the source;
     ``early``: the forward pass has it."""
     graph, before = put.graph, nodes[0]
     given = {node: arguments(node) for node in nodes}

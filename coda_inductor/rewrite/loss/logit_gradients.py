@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the gradient of a loss's logits and an LM head's, as Inductor's
-decompositions write it.
+"""The ops between the gradient of a loss's logits and an LM head's, as Inductor's decompositions
+write them.
 
 The gradient of a log-sum-exp b of the same logits (a z-loss), per row a times the softmax::
 
@@ -11,10 +11,10 @@ The gradient of soft-capped logits, ``c * tanh(z / c)``::
     t = tanh(z / c);  logits = t * c
     dz = ((dlogits * c) * (1 - t * t)) / c
 
-As ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. The gradient of logits that
-are a number times the head's (Granite, Cohere) is that number times theirs. All are elementwise in
-the gradient, the logits and values a row, so that they need nothing else of the logits' size. Casts
-may stand between the steps, as 16-bit tensors have them; views too.
+Because ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. If the logits are a
+number times the head's (Granite, Cohere), the head's gradient is that number times theirs. All are
+elementwise in the gradient, the logits and vectors of rows, so they need no other tensor of the
+logits' size. Casts (of 16-bit tensors) and views may be between the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_inductor.graph.walk import bare, base, readers
 
 
 def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
-    """(total, (a, b)) where ``total`` is ``gradient + a * exp(logits - b)`` with a and b (..., 1);
+    """(total, (a, b)) if ``total`` is ``gradient + a * exp(logits - b)`` with a and b (..., 1);
     else ``gradient`` itself and None."""
     total, columns = _reader(gradient), fake(logits).shape[-1]
     others = [x for x in map(bare, _args(total, aten.add.Tensor)) if x is not gradient]
@@ -47,9 +47,9 @@ def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node]
 
 
 def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
-    """(dz, c) where ``gradient`` is that of ``logits``, soft-capped by c; else ``gradient`` itself
-    and 0. A cap whose tanh was kept more precisely than ``logits`` are is none: the derivative
-    would lose from being made of them."""
+    """(dz, c) if ``gradient`` is that of ``logits``, soft-capped by c; else ``gradient`` itself and
+    0. A cap whose tanh is kept with more bits than ``logits`` does not count: the derivative would
+    be less exact if it were computed from the logits."""
     capped = base(logits)
     cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
     scaled = _reader(gradient)
@@ -64,7 +64,7 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
 
 
 def through_factor(gradient: Node) -> tuple[Node, float]:
-    """(dz, f) where ``gradient`` is only read to be ``dz = f * gradient``; else itself and 1."""
+    """(dz, f) if the only reader of ``gradient`` is ``dz = f * gradient``; else itself and 1."""
     scaled = _reader(gradient)
     factor = _factor(scaled)
     return (gradient, 1.0) if scaled is None or factor is None else (scaled, factor)
@@ -89,7 +89,7 @@ def _is_column(node: Any, rows: Any, columns: Any) -> bool:
 
 
 def _args(node: Any, target: Any) -> tuple[Any, ...]:
-    """The arguments of ``node`` where it is a plain call of ``target``; else none."""
+    """The arguments of ``node`` if it is a plain call of ``target``; else empty."""
     plain = isinstance(node, Node) and node.target is target and not node.kwargs
     return node.args if plain else ()
 

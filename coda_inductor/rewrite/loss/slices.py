@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a language model's logits is used as it is made, a slice of the vocabulary at a
+"""The gradient of a language model's logits is computed and used one slice of the vocabulary at a
 time.
 
 Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule R7)::
@@ -15,14 +15,14 @@ After::
     dh, dW, db = linear_cross_entropy_backward(dloss', logits, target, lse, number, W, h, a', c)
     where dloss' = f * dloss, a' = f * a * exp(lse - b), f * a for b = lse
 
-Why it is valid: column j of dz needs column j of the logits and values a row only, dh is the sum of
-the products of the slices, and each slice makes rows of dW and elements of db of its own. dz is
-linear in dloss and a, so that a factor is theirs.
+Why it is valid: column j of dz needs only column j of the logits and one value per row, dh is the
+sum of the products of the slices, and each slice gives its own rows of dW and elements of db. dz is
+linear in dloss and a, so a factor can be applied to these.
 
-Why it pays: a second tensor of the logits' size is the peak of a training step.
+Why it pays: a second tensor of the logits' size is the memory peak of a training step.
 
-Refuses logits of less than two slices (``runtime.linear_cross_entropy``); a gradient that something
-else reads; one with more between it and the linear layer than ``logit_gradients`` knows.
+Refuses logits of less than two slices (``runtime.linear_cross_entropy``); a gradient with other
+readers; other ops between it and the linear layer than those of ``logit_gradients``.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
 def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
     given = arguments(node)
     logits = fake(given["logits"])
-    # Each size has a hint of its own: of rows that a mask picks, the product would have none.
+    # Each size has its own hint: with rows that a mask selects, their product would have none.
     size = math.prod(map(hint, logits.shape)) * logits.element_size()
     columns = logits.shape[-1]
     if size < 2 * slice_bytes:
-        return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
+        return refuse("logits-small", f"its logits take only {size / 2**20:.0f} MiB")
     gradient, penalty = with_row_term(node, given["logits"])
     gradient, cap = through_soft_cap(gradient, given["logits"])
     gradient, factor = through_factor(gradient)
@@ -86,7 +86,7 @@ def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
         return refuse("logits-form", "it is not the gradient of one linear layer")
     lefts = [(fake(factors[p][0]).shape, p in dgrads) for p in (*dgrads, *wgrads)]
     if not all(same(shape[is_dgrad], columns) for shape, is_dgrad in lefts):
-        return refuse("logits-form", "its linear layer makes several rows of logits at once")
+        return refuse("logits-form", "its linear layer computes several rows of logits at once")
     weight, x = (factors[found[0]][1] if found else None for found in (dgrads, wgrads))
     dtypes = {logits.dtype, *(fake(t).dtype for t in (weight, x) if t is not None)}
     if len(dtypes) != 1:
@@ -119,8 +119,8 @@ def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
 
 
 def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
-    """``a * exp(lse - b)`` (M,): what the softmax is multiplied with to be ``a * exp(logits - b)``,
-    for b of (..., 1). It is a wherever b is a log-sum-exp of the logits too."""
+    """``a * exp(lse - b)`` (M,), for b of (..., 1): softmax times this is ``a * exp(logits - b)``.
+    It is ``a`` if b is a log-sum-exp of the logits too."""
     dtype = fake(lse).dtype
     a, b = (put.cast(put(aten.reshape.default, n, [-1]), dtype) for n in (a, b))
     shift = put(aten.exp.default, put(aten.sub.Tensor, lse, b))
@@ -128,7 +128,7 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
 
 
 def _sums_rows(node: Node, columns: Any) -> bool:
-    """Is ``node`` the sum of each column of a gradient with ``columns`` columns: a bias's?"""
+    """Is ``node`` the sum of each column of a gradient with ``columns`` columns (a bias's)?"""
     if node.target is not aten.sum.dim_IntList or node.kwargs:
         return False
     given = arguments(node)

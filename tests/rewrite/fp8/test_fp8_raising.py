@@ -81,6 +81,20 @@ def test_a_tensor_whose_rows_lie_apart_is_a_matrix_too():
     assert_bits(torch.fx.GraphModule({}, graph)(a, b), function(a, b))
 
 
+def test_a_view_of_other_rows_is_read_as_it_is():
+    def function(a, b):
+        q, s = quantize_definition(a, [], E4M3, True)
+        r, t = quantize_definition(b.t(), [], E4M3, True)
+        return aten._scaled_mm(q.view(32, 64), r, s, t, None, None, torch.bfloat16)
+
+    needs_scaled_mm()
+    a, b = matrices()
+    a = a.view(16, 128)
+    graph = aten_graph(function, a, b)
+    assert run_pass(raise_fp8, graph).fired == {"fp8_quantize": 1, "fp8_product": 1}
+    assert_bits(torch.fx.GraphModule({}, graph)(a, b), function(a, b))
+
+
 def chain(change):
     """Of training, or of inference, which divides by its scale; with one ``change``."""
     limit = 440.0 if "limit" in change else 448.0

@@ -310,6 +310,22 @@ def test_in_training_layer_norms_stay_with_eagers_gradients():
     assert harness.counts["layer_norm"] == 0
 
 
+@pytest.mark.parametrize("term", [torch.bfloat16, torch.float32])
+def test_a_layer_norm_of_what_float32_was_added_to_stays(term):
+    """In 16 bits its operand would round at the size of what was added."""
+
+    def function(x, w, a):
+        x = F.linear(x, w)
+        n, x = F.layer_norm(x, (D,)).cumsum(0), x + x.to(term).sin()
+        return n, F.linear(F.layer_norm(x, (D,)).bfloat16(), a)
+
+    harness = Harness(reference=True)
+    harness.run(function, *(randn(*s, dtype=torch.bfloat16) for s in ((6, D), (D, D), (HIDDEN, D))))
+    stays = term == torch.float32
+    assert harness.counts["layer_norm"] == (not stays)
+    assert ("layer-norm-wide" in codes(harness)) == stays
+
+
 def test_a_dynamic_size_stays_dynamic():
     """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
     (function, *_), harness, graphs = case("layer: rows flattened"), Harness(), set()
