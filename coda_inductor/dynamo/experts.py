@@ -50,7 +50,7 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, grou
 #: Those of torch, and those of transformers where it does not use torch's.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: Ops that may compute a weight from parameters.
-_MADE = ("transpose", "getattr", "to", "bfloat16", "half", "float", "permute", "contiguous",
+_MADE = ("transpose", "getattr", "mT", "to", "bfloat16", "half", "float", "permute", "contiguous",
          "type_as")  # fmt: skip
 
 
