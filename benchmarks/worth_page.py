@@ -57,7 +57,8 @@ def lines(feature: str) -> tuple[int, int]:
     tests = [path.read_text() for path in sorted((REPOSITORY / "tests").rglob("*.py"))]
     tests = [text for text in tests if any(name in text for name in names)]
     texts = [path.read_text() for path in files]
-    return tuple(sum(len(text.splitlines()) for text in each) for each in (texts, tests))
+    lines, of_tests = (sum(len(text.splitlines()) for text in each) for each in (texts, tests))
+    return lines, of_tests
 
 
 def _home(feature: str) -> Path | None:
