@@ -54,7 +54,7 @@ def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (found := _lookup(node)) is not None:
             old, args = found
-            old.replace_all_uses_with(splice(graph, old, _gradient, args, like=old))
+            old.replace_all_uses_with(splice(old, _gradient, args))
             prune([old])
             record.fire("embedding_backward")
 
