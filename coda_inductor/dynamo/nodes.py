@@ -29,6 +29,10 @@ class Put:
             made.meta = {**self.like.meta, "example_value": run(target, *known)}
         return made
 
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``; itself if that is its dtype."""
+        return node if value(node).dtype == dtype else self("to", node, dtype)
+
     def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
         """The nodes that ``function``, plain torch code, returns for ``source``."""
         known: dict[Node, Node] = {}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -141,12 +141,15 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
     node.graph.erase_node(node)
 
 
-def prune(nodes: Sequence[Node]) -> None:
-    """Erase those of ``nodes`` without readers, and then what only they read."""
+def prune(nodes: Sequence[Node], also: Callable[[Node], bool] = lambda _: False) -> None:
+    """Erase those of ``nodes`` without readers, and then what only they read; of impure nodes those
+    for which ``also`` holds."""
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if erased(node) or node.users or node.op != "call_function" or node.is_impure():
+        if erased(node) or node.users or node.op != "call_function":
+            continue
+        if node.is_impure() and not also(node):
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)

@@ -92,6 +92,13 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
     return names, [u for name in names for u in name.users if u not in names]
 
 
+def only_reader(node: Node | None, through: Callable[[Any], bool] = lambda _: False) -> Node | None:
+    """The one reader of ``node``, apart from nodes for which ``through`` holds, whose readers count
+    instead; None if there are several, or none."""
+    users = [] if node is None else readers(node, through)[1]
+    return users[0] if len(users) == 1 else None
+
+
 def leaves(node: Node) -> bool:
     """Is ``node``, or a view of it, an output of the graph? Then callers see its strides and what
     it shares memory with."""

@@ -33,7 +33,7 @@ from coda_inductor.graph.gemms import is_sum, low_rank
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import hint
-from coda_inductor.graph.walk import base, readers
+from coda_inductor.graph.walk import base, only_reader, readers
 from coda_inductor.record import Record
 
 #: The tensor that is no longer scaled must be at least this many times as large as a product.
@@ -71,8 +71,8 @@ def _scale_products(scaled: Node) -> None:
 
 def _full_rank_first(total: Node) -> None:
     """Let ``total`` begin with its terms of full rank."""
-    users = [*total.users]
-    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0]):
+    reader = only_reader(total)
+    if reader is not None and is_sum(reader) and _alike(total, reader):
         return  # a part of a longer sum
     terms = _terms(total, total)
     products = {t: base(t) for t in terms if base(t).target is aten.mm.default}

@@ -115,21 +115,8 @@ def _merge_sum(total: Node, scope: Scope) -> bool:
     if not same(fake(result).shape, fake(total).shape):
         result = put.reshape(result, put.sizes(total))
     total.replace_all_uses_with(result)
-    _erase(total)
+    prune([total], also=lambda node: is_wait(node) or node.target in COLLECTIVES)
     return True
-
-
-def _erase(total: Node) -> None:
-    """Erase ``total``, which has no readers, with its collectives, which ``prune`` leaves."""
-    todo = [total]
-    while todo:
-        node = todo.pop()
-        ours = node is total or is_wait(node) or node.target in COLLECTIVES or renames(node)
-        if node.users or not ours:
-            prune([node])
-            continue
-        todo += node.all_input_nodes
-        node.graph.erase_node(node)
 
 
 def _unnamed(term: Any) -> Node | None:

@@ -47,7 +47,7 @@ from coda_inductor.graph.nodes import (
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
-from coda_inductor.graph.walk import base, chain, leaves
+from coda_inductor.graph.walk import base, chain, leaves, only_reader
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.tables import KEEP
@@ -101,8 +101,8 @@ def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
     """Apply the rewrite to ``node``, or return why not."""
     rows, heads, order = found
     _, cos, sin, distance, paired, inverse, joined, _ = node.args
-    users, size, form = list(node.users), fake(heads).shape[-1], (distance, paired, inverse)
-    root = users[0] if len(users) == 1 and is_cast(users[0]) else node  # what an epilogue stores
+    size, form, reader = fake(heads).shape[-1], (distance, paired, inverse), only_reader(node)
+    root = reader if reader is not None and is_cast(reader) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
         return refuse("heads-layout", "its readers rely on another layout of its result")

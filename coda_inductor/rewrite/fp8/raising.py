@@ -48,7 +48,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base
+from coda_inductor.graph.walk import base, only_reader
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, chain_of, relaid, single
@@ -123,9 +123,9 @@ def _product(node: Node) -> _Product | Refusal:
 def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
     """(the result, rows' factors, columns' factors) if the product is multiplied with both, and
     rounded again."""
-    scaled = next(iter(node.users), node)
-    end = next(iter(scaled.users), node)
-    if scaled.target is not aten.mul.Tensor or len(node.users) != 1 or len(scaled.users) != 1:
+    scaled = only_reader(node)
+    end = only_reader(scaled)
+    if scaled is None or end is None or scaled.target is not aten.mul.Tensor:
         return None
     outer = next((x for x in scaled.args if x is not node), None)
     if not is_cast(end) or fake(end).dtype != fake(node).dtype:
