@@ -325,24 +325,24 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
         record.refuse("experts", place(node), refuse("experts-sum", text))
         return
     kept = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]
-    if hazards.between((node, *kept), sum_.result):
+    if hazards.between((node, *kept), sum_.node):
         why = refuse("mutation", "memory or a mode changes between its product and its sum")
         record.refuse("experts", place(node), why)
         return
-    put = Put(sum_.result)
+    put = Put(sum_.node)
     w = sum_.weights
     if w is not None and value(w).dim() != 2:
         w = put("view", w, -1, own.pairs.top_k)
     routes = own.rows, own.perm, own.inverse, own.offsets
-    dtype = value(sum_.result).dtype
+    dtype = value(sum_.node).dtype
     out = put(experts_down, a, w, *routes, b, own.pairs.top_k, dtype)
     if sum_.bias is not None:
         out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
     out = put.cast(out, dtype)
     if sum_.onto is not None:
         out = put(operator.add, sum_.onto, out)
-    if not same(value(out).shape, value(sum_.result).shape):
-        out = put("reshape", out, value(sum_.result).shape)
-    sum_.result.replace_all_uses_with(out)
-    erase(sum_.result)
+    if not same(value(out).shape, value(sum_.node).shape):
+        out = put("reshape", out, value(sum_.node).shape)
+    sum_.node.replace_all_uses_with(out)
+    erase(sum_.node)
     record.fire("experts")

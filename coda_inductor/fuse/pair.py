@@ -60,16 +60,10 @@ def _lane(node: Node, product: Node) -> int | None:
 def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
     """Regions of ``anchor`` and each later GEMM of the same A with a weight of the same form."""
     a, b = gemm_inputs(anchor)
-    for other in sorted(_readers(a)):
-        if other is anchor:
-            continue
-        if other < anchor or not scope.same_side(anchor, other):
-            continue
-        if fast_accumulation(other) != fast_accumulation(anchor):
-            continue
-        if routes_of(other) != routes_of(anchor):
-            continue
-        if not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
+    for other in sorted(n for n in _readers(a) if anchor < n):
+        alike = fast_accumulation(other) == fast_accumulation(anchor)
+        alike = alike and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
+        if not alike or not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
             continue
         with contextlib.suppress(Refused):
             yield grow((anchor, other), scope, banned)

@@ -111,12 +111,10 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     put = Put(region.anchors[-1], before)
     columns.install()
     a, b = put(columns.COLUMNS, left), put(aten.cat.default, right, 0)
-    between = _between(left)
-    start = 0
+    between, end = _between(left), 0
     for part in left:
-        end = start + fake(part).shape[1]
+        start, end = end, end + fake(part).shape[1]
         if not _written_elementwise(part):
-            start = end
             continue
         piece = Put(part, before)(aten.slice.Tensor, a, 1, start, end)
         part.replace_all_uses_with(
@@ -125,7 +123,6 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
                 user not in (a, *region.anchors) and user not in between and not _is_shown(user)
             ),
         )
-        start = end
     return [a], [b]
 
 

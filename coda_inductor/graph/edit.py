@@ -141,15 +141,14 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
     node.graph.erase_node(node)
 
 
-def prune(nodes: Sequence[Node], also: Callable[[Node], bool] = lambda _: False) -> None:
-    """Erase those of ``nodes`` without readers, and then what only they read; of impure nodes those
-    for which ``also`` holds."""
+def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure) -> None:
+    """Erase those of ``nodes`` without readers, and then what only they read, except for nodes that
+    ``keeps`` tells to keep."""
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if erased(node) or node.users or node.op != "call_function":
-            continue
-        if node.is_impure() and not also(node):
+        called = node.op in ("call_function", "call_method")
+        if erased(node) or node.users or not called or keeps(node):
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)

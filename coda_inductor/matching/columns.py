@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from coda_inductor.compat import storage
-from coda_inductor.graph.read import Call, read
+from coda_inductor.graph.read import Call, called, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching.canon import Canon, value
 
@@ -63,9 +63,9 @@ def _taken(part: Tensor, whole: Tensor) -> tuple[int, int | None, int] | None:
     if not numbers or not alike or not unit or not n:
         return None
     (start, odd), (step, rest) = divmod(first, unit), divmod(part.stride(-1), unit)
-    last = start + step * (n - 1)
-    if odd or rest or not step or start < 0 or last >= width:
+    if odd or rest or not step:
         return None
+    last = start + step * (n - 1)
     ends = last + step >= width and (start or step > 1)
     return start, None if ends else last + 1, step
 
@@ -85,7 +85,8 @@ def merged(call: Call) -> Canon | None:
     """A stack, or the two parts of complex numbers, with the last two dimensions merged; None for
     any other ``flatten``, ``view`` or ``reshape``."""
     source = read(call["input"])
-    if source is None or not _merges(call):
+    written = (call.get("start_dim"), call.get("end_dim")) == (-2, -1)
+    if source is None or not _unfolds(call.node, source.node, written):
         return None
     if source.op == "view_as_real":
         return Canon("complex_as_columns", (source["input"],), (source.node,))
@@ -98,52 +99,31 @@ def merged(call: Call) -> Canon | None:
     return Canon("cat", (-1, *tensors), (source.node,))
 
 
-def complex_columns(call: Call) -> Canon | None:
+def complex_columns(call: Call) -> Canon:
     """``view_as_complex`` of columns as pairs."""
-    source, width = _unfolds(call["input"])
-    if width == 2:
-        return Canon("columns_as_complex", (source,), (call["input"],))
+    view = called(call["input"], "view", "unflatten")
+    if view is not None:
+        written = (view.get("dim"), view.get("sizes")) == (-1, (-1, 2))
+        if _unfolds(view["input"], view.node, written):
+            return Canon("columns_as_complex", (view["input"],), (view.node,))
     return Canon("view_as_complex", (call["input"],))
 
 
-def _unfolds(view: Any) -> tuple[Any, int | None]:
-    """What ``view`` is a view of, and the size of its last dimension, if the last two come from one
-    dimension; else None."""
-    call = read(view)
-    if call is None or call.op not in ("view", "unflatten"):
-        return None, None
-    before, after = value(call["input"]), value(view)
-    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        return call["input"], after.shape[-1] if _unfolding(before, after) else None
-    # A node of an idiom has no recorded value.
-    sizes: Any = call["sizes"] if call.get("dim") == -1 else ()
-    inner = sizes[1] if len(sizes) == 2 else None
-    return call["input"], inner if isinstance(inner, int) and inner > 0 else None
-
-
-def _merges(call: Call) -> bool:
-    """Does a view merge the last two dimensions?"""
-    before, after = value(call["input"]), value(call.node)
-    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        return before.dtype == after.dtype and _unfolding(after, before)
-    return (call.get("start_dim"), call.get("end_dim")) == (-2, -1)
-
-
-def _unfolding(folded: torch.Tensor, unfolded: torch.Tensor) -> bool:
-    """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size?"""
-    if unfolded.dim() != folded.dim() + 1 or not folded.dim():
+def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
+    """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size? Of nodes
+    of an idiom, of which nothing is recorded, ``written`` tells."""
+    before, after = value(folded), value(unfolded)
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return written
+    if before.dtype != after.dtype or not before.dim() or after.dim() != before.dim() + 1:
         return False
-    (*rows, width), (*lead, n, k) = folded.shape, unfolded.shape
-    if not all(isinstance(size, int) for size in (width, n, k)) or n * k != width:
-        return False
-    return same(rows, lead)
+    static = all(isinstance(size, int) for size in (before.shape[-1], *after.shape[-2:]))
+    return static and same(before.shape[:-1], after.shape[:-2])
 
 
 def _empty(part: Any, dim: int) -> bool:
     known = value(part)
-    if not isinstance(known, torch.Tensor) or known.dim() < -dim:
-        return False
-    return isinstance(known.shape[dim], int) and known.shape[dim] == 0
+    return isinstance(known, Tensor) and known.dim() >= -dim and same(known.shape[dim], 0)
 
 
 def _from_end(dim: Any, tensor: Any) -> int | None:
@@ -151,4 +131,4 @@ def _from_end(dim: Any, tensor: Any) -> int | None:
     if not isinstance(dim, int) or dim < 0:
         return dim if isinstance(dim, int) else None
     known = value(tensor)
-    return dim - known.dim() if isinstance(known, torch.Tensor) else None
+    return dim - known.dim() if isinstance(known, Tensor) else None

@@ -115,7 +115,7 @@ def _merge_sum(total: Node, scope: Scope) -> bool:
     if not same(fake(result).shape, fake(total).shape):
         result = put.reshape(result, put.sizes(total))
     total.replace_all_uses_with(result)
-    prune([total], also=lambda node: is_wait(node) or node.target in COLLECTIVES)
+    prune([total], lambda n: n.is_impure() and not is_wait(n) and n.target not in COLLECTIVES)
     return True
 
 
