@@ -28,7 +28,7 @@ from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, rou
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.graph.walk import back_to, base, readers
 from coda_inductor.refusal import Refused
 
 
@@ -63,16 +63,11 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
     for other in sorted(n for n in _readers(a) if anchor < n):
         alike = fast_accumulation(other) == fast_accumulation(anchor)
         alike = alike and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
-        if not alike or not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
+        alike = alike and _alike(b, gemm_inputs(other)[1])
+        if not alike or anchor in back_to(anchor, [other]):  # by its weight: A is the same
             continue
         with contextlib.suppress(Refused):
             yield grow((anchor, other), scope, banned)
-
-
-def _needs(later: Node, earlier: Node) -> bool:
-    """Does ``later`` depend on ``earlier``? By its weight: the left operand is the same."""
-    made_of = closure([later], lambda n: [i for i in n.all_input_nodes if not i < earlier])
-    return earlier in made_of
 
 
 def _readers(a: Node) -> set[Node]:

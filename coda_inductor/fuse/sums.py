@@ -34,7 +34,7 @@ from coda_inductor.graph.gemms import (
 from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
-from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.graph.walk import back_to, base, readers
 from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.select.site import Site
@@ -111,7 +111,7 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     put = Put(region.anchors[-1], before)
     columns.install()
     a, b = put(columns.COLUMNS, left), put(aten.cat.default, right, 0)
-    between, end = _between(left), 0
+    between, end = back_to(min(left), left), 0
     for part in left:
         start, end = end, end + fake(part).shape[1]
         if not _written_elementwise(part):
@@ -124,12 +124,6 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
             ),
         )
     return [a], [b]
-
-
-def _between(nodes: list[Node]) -> set[Node]:
-    """``nodes`` and what they are computed from, as far back as the first of them."""
-    first = min(nodes)
-    return set(closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first]))
 
 
 def _is_shown(node: Node) -> bool:

@@ -35,6 +35,11 @@ def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[
     return found
 
 
+def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
+    """``nodes`` and what they are computed from, as far back as ``first``."""
+    return closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first])
+
+
 def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
     """``node``, its input, and so on, while ``through`` holds: by default, the views up to the
     tensor that owns the memory."""
