@@ -6,6 +6,7 @@ nested regions more than once."""
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from coda_inductor import patterns
-from coda_inductor.compat import CustomGraphPass
+from coda_inductor.compat import CustomGraphPass, inductor_config
 from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
@@ -37,10 +38,12 @@ class Chained(CustomGraphPass):
     Attributes:
         options: what it runs with.
         was: the user's: a pass, a list or tuple of them, or None. They run first.
+        by_mode: the mode of torch.compile decides whether sites are measured, because neither the
+            option ``tune`` nor ``CODA_TUNE`` does.
     """
 
-    def __init__(self, options: Options, was: Any = None):
-        self.options, self.was = options, was
+    def __init__(self, options: Options, was: Any = None, *, by_mode: bool = False):
+        self._options, self.was, self.by_mode = options, was, by_mode
         several = isinstance(was, (list, tuple))
         self.before = tuple(was) if several else () if was is None else (was,)
 
@@ -53,6 +56,13 @@ class Chained(CustomGraphPass):
         """Itself: ``torch.compile`` copies Inductor's configuration deeply, also in the middle of a
         pass, when QuACK is imported and decorates a function with it."""
         return self
+
+    @property
+    def options(self) -> Options:
+        """As they are now: ``mode="max-autotune"`` is in Inductor's configuration."""
+        if self.by_mode and inductor_config.max_autotune:
+            return dataclasses.replace(self._options, tune="always")
+        return self._options
 
     @abc.abstractmethod
     def run(self, graph: Graph) -> None:

@@ -73,23 +73,7 @@ _compiling = _Compiling()
 
 
 class _Enabled(Chained):
-    """One of the two passes. ``by_mode``: the mode of torch.compile decides whether sites are
-    measured, because neither the option ``tune`` nor ``CODA_TUNE`` does."""
-
-    def __init__(self, options: Options, was: Any, by_mode: bool):
-        super().__init__(options, was)
-        self.chosen, self.by_mode = options, by_mode
-
-    @property
-    def options(self) -> Options:
-        """As they are now: ``mode="max-autotune"`` is in Inductor's configuration."""
-        if self.by_mode and inductor_config.max_autotune:
-            return dataclasses.replace(self.chosen, tune="always")
-        return self.chosen
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self.chosen = options
+    """One of the two passes."""
 
 
 class _DynamoPass(_Enabled):
@@ -184,8 +168,8 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return {}
     return {
-        DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode),
-        JOINT: _JointPass(settings, theirs[JOINT], by_mode),
+        DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode=by_mode),
+        JOINT: _JointPass(settings, theirs[JOINT], by_mode=by_mode),
     }
 
 

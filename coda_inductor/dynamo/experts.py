@@ -38,10 +38,10 @@ from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
 from coda_inductor.graph.nodes import erased, place
-from coda_inductor.graph.read import Call, read, target_name
+from coda_inductor.graph.read import Call, called, read, target_name
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, chain, closure
-from coda_inductor.matching import Hazards, bodies, is_cast, memory, mutates, value
+from coda_inductor.graph.walk import base, chain, closure, only_reader
+from coda_inductor.matching import Hazards, bodies, is_cast, memory, mutates, plain, value
 from coda_inductor.matching.guards import written
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -104,7 +104,7 @@ class _Routed:
         self.rows, self.perm, self.inverse, self.offsets = (
             put(operator.getitem, found, i) for i in range(4)
         )
-        pairs.perm.replace_all_uses_with(put("to", self.perm, value(pairs.perm).dtype))
+        pairs.perm.replace_all_uses_with(put.cast(self.perm, value(pairs.perm).dtype))
         pairs.perm = self.perm
 
 
@@ -114,10 +114,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node] | None:
     if call is None or any(call.get(name) is not None for name in ("bias", "out_dtype")):
         return None
     (a, b, *_), offs = call.args.values(), call.get("offs")
-    known = [value(x) for x in (a, b, offs)]
-    if not all(hasattr(x, "fake_mode") for x in known) or [x.dim() for x in known] != [2, 3, 1]:
-        return None
-    return a, b, offs
+    known = plain(a, b, offs)
+    return (a, b, offs) if known and [x.dim() for x in known] == [2, 3, 1] else None
 
 
 def _ends(product: Node) -> Node | None:
@@ -181,7 +179,7 @@ def _raise_up(
         own = _Routed(pairs, value(b).shape[0])
         routed.append(own)
     put = Put(product)
-    x = x if value(x).dtype == value(a).dtype else put("to", x, value(a).dtype)
+    x = put.cast(x, value(a).dtype)
     for each in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
         _open_bias(each, own, offs, hazards, whole=whole)
     if whole:
@@ -208,6 +206,7 @@ def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
     """Drop masks that zero the rows of no expert in ``node``: these rows are not read."""
     for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
+        node.meta["example_value"] = value(user)  # of which what reads it is recorded as a view
         user.replace_all_uses_with(node)
         erase(user)
 
@@ -216,8 +215,8 @@ def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, who
     """Add the bias of each expert to the selected columns of ``product``, as rows of its groups,
     and not to ``product``: then a gate that reads both can be in one tile. ``whole`` as in
     :func:`_raise_up`."""
-    call = read(next(iter(product.users))) if len(product.users) == 1 else None
-    if call is None or call.op != "add" or call.get("alpha") not in (None, 1):
+    call = called(only_reader(product), "add")
+    if call is None or call.get("alpha") not in (None, 1):
         return
     total, rows = call.node, call["other"] if call["input"] is product else call["input"]
     found = own.pairs.bias(rows)
@@ -283,9 +282,9 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
     (T, d)."""
     ids = put("view", pairs.ids, -1, pairs.top_k)
     none = put(operator.ge, ids, pairs.experts)
-    weights = put("to", put("logical_not", none), value(bias).dtype)
+    weights = put.cast(put("logical_not", none), value(bias).dtype)
     if w is not None:
-        weights = put(operator.mul, weights, put("to", w, value(bias).dtype))
+        weights = put(operator.mul, weights, put.cast(w, value(bias).dtype))
     rows = put(operator.getitem, bias, put("masked_fill", ids, none, 0))
     return put("squeeze", put(torch.bmm, put("unsqueeze", weights, 1), rows), 1)
 
@@ -326,25 +325,24 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
         record.refuse("experts", place(node), refuse("experts-sum", text))
         return
     kept = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]
-    if hazards.between((node, *kept), sum_.result):
+    if hazards.between((node, *kept), sum_.node):
         why = refuse("mutation", "memory or a mode changes between its product and its sum")
         record.refuse("experts", place(node), why)
         return
-    put = Put(sum_.result)
+    put = Put(sum_.node)
     w = sum_.weights
     if w is not None and value(w).dim() != 2:
         w = put("view", w, -1, own.pairs.top_k)
     routes = own.rows, own.perm, own.inverse, own.offsets
-    dtype = value(sum_.result).dtype
+    dtype = value(sum_.node).dtype
     out = put(experts_down, a, w, *routes, b, own.pairs.top_k, dtype)
     if sum_.bias is not None:
         out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
-    if value(out).dtype != dtype:
-        out = put("to", out, dtype)
+    out = put.cast(out, dtype)
     if sum_.onto is not None:
         out = put(operator.add, sum_.onto, out)
-    if not same(value(out).shape, value(sum_.result).shape):
-        out = put("reshape", out, value(sum_.result).shape)
-    sum_.result.replace_all_uses_with(out)
-    erase(sum_.result)
+    if not same(value(out).shape, value(sum_.node).shape):
+        out = put("reshape", out, value(sum_.node).shape)
+    sum_.node.replace_all_uses_with(out)
+    erase(sum_.node)
     record.fire("experts")

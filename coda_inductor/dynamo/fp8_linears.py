@@ -35,7 +35,7 @@ from coda_inductor.graph.nodes import of_linear, place
 from coda_inductor.graph.read import read, target_name
 from coda_inductor.graph.sizes import at_least_one, same
 from coda_inductor.graph.walk import base
-from coda_inductor.matching import bodies, forward_mode, is_cast, value
+from coda_inductor.matching import bodies, forward_mode, is_cast, plain, value
 from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -101,8 +101,8 @@ def _refusal(node: Node, layer: tuple[Any, ...], options: Options) -> Refusal | 
             return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
     if base(layer[1], is_cast).op not in ("placeholder", "get_attr"):
         return refuse("fp8-computed", "its weight is computed")
-    known = [value(n) for n in (node, *layer[:2])]
-    if not all(hasattr(tensor, "fake_mode") for tensor in known):
+    known = plain(node, *layer[:2])
+    if known is None:
         return refuse("not-recorded", "not all of its tensors are plain tensors")
     if known[0].dtype != torch.bfloat16:
         return refuse("fp8-dtype", f"it multiplies {known[0].dtype}, not bfloat16")

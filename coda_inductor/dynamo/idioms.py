@@ -203,7 +203,7 @@ def _replace(pattern: Pattern, match: Match) -> None:
     new = put(pattern.op, *arguments)
     if pattern.result is not None:
         new = put(operator.getitem, new, pattern.result)
-        new.meta = dict(root.meta)
+    new.meta = dict(root.meta)  # views of it are recorded as views of this value
     root.replace_all_uses_with(new)
     erase(root)
     logger.debug("raise: %s at %s", pattern.name, new.name)

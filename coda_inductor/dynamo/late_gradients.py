@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
@@ -117,10 +118,7 @@ def separate(graph: Graph, record: Record) -> None:
         parameters = {p for p in (head.w, head.b) if p is not None}
         if not parameters <= set(inputs) or changed & _read(logits, {head.h, *parameters}):
             continue
-        with graph.inserting_before(output):
-            detached = graph.call_method("detach", (logits,))
-        detached.meta = {**logits.meta, "example_value": value(logits).detach()}
-        results[place] = detached
+        results[place] = Put(logits, output)("detach", logits)
         results.append(head.h)
         bias = None if head.b is None else inputs.index(head.b)
         found.append((place, inputs.index(head.w), bias, head.cap))

@@ -42,7 +42,16 @@ from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.graph.read import Call, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
-from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize, target_name, value
+from coda_inductor.matching import (
+    Hazards,
+    bodies,
+    is_cast,
+    is_view,
+    normalize,
+    plain,
+    target_name,
+    value,
+)
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
@@ -87,9 +96,10 @@ def _under_softmax(gather: Call) -> Node | None:
     if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
         return None
     (logits,) = canon.args
-    x, rows, index = value(logits), value(softmax), value(gather["index"])
-    if not all(hasattr(t, "fake_mode") for t in (x, rows, index)) or index.dtype != torch.int64:
+    known = plain(logits, softmax, gather["index"])
+    if known is None or known[2].dtype != torch.int64:
         return None
+    x, rows, index = known
     one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
     last = is_last(gather["dim"], softmax) and not gather.get("sparse_grad")
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
@@ -100,9 +110,8 @@ def _of_all_rows(
     put: Put, logits: Node, classes: Node, dtype: torch.dtype, how: dict[str, Any]
 ) -> Node:
     """The cross entropy of all rows of ``logits`` (..., V), computed in ``dtype``."""
-    if value(logits).dtype != dtype:
-        logits = put("to", logits, dtype)
-    return put(F.cross_entropy, put("flatten", logits, 0, -2), classes, **how)
+    rows = put("flatten", put.cast(logits, dtype), 0, -2)
+    return put(F.cross_entropy, rows, classes, **how)
 
 
 def _of_some_rows(given: Call, hazards: Hazards) -> None:
@@ -119,11 +128,10 @@ def _of_some_rows(given: Call, hazards: Hazards) -> None:
 
 def _of_classes(given: Call) -> bool:
     """Are the targets classes and the options numbers, without weights?"""
-    logits, target = value(given["input"]), value(given["target"])
-    if not all(hasattr(t, "fake_mode") for t in (logits, target)):
-        return False
-    plain = all(given[key] is None for key in ("weight", "size_average", "reduce"))
-    return plain and isinstance(given["ignore_index"], int) and target.dtype == torch.int64
+    known = plain(given["input"], given["target"])
+    bare = all(given[key] is None for key in ("weight", "size_average", "reduce"))
+    classes = known is not None and known[1].dtype == torch.int64
+    return classes and bare and isinstance(given["ignore_index"], int)
 
 
 def _classes_second(node: Node) -> Node | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import erased
+from coda_inductor.graph.edit import prune
 from coda_inductor.matching import mutates, value
 
 
@@ -29,6 +29,10 @@ class Put:
             made.meta = {**self.like.meta, "example_value": run(target, *known)}
         return made
 
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``; itself if that is its dtype."""
+        return node if value(node).dtype == dtype else self("to", node, dtype)
+
     def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
         """The nodes that ``function``, plain torch code, returns for ``source``."""
         known: dict[Node, Node] = {}
@@ -43,13 +47,7 @@ class Put:
 def erase(node: Node) -> None:
     """Erase ``node``, if nothing reads it, and then what only it read, except for nodes that change
     memory."""
-    todo = [node]
-    while todo:
-        top = todo.pop()
-        called = top.op in ("call_function", "call_method")
-        if called and not erased(top) and not top.users and not mutates(top):
-            todo += top.all_input_nodes
-            top.graph.erase_node(top)
+    prune([node], mutates)
 
 
 def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -41,7 +41,7 @@ from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.graph.nodes import arguments, place
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
-from coda_inductor.matching import Hazards, bodies, normalize, target_name, value
+from coda_inductor.matching import Hazards, bodies, normalize, plain, target_name, value
 from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
@@ -76,21 +76,20 @@ def _plan(graph: Graph, record: Record) -> Plan:
 
 def _product(node: Node) -> bool:
     """Is ``node`` a product of matrices (..., 2F)?"""
-    known = value(node)
-    if target_name(node) not in _PRODUCTS or not hasattr(known, "fake_mode") or not known.dim():
+    if target_name(node) not in _PRODUCTS or not (known := plain(node)) or not known[0].dim():
         return False
-    width = known.shape[-1]
+    width = known[0].shape[-1]
     return isinstance(width, int) and width > 0 and width % 2 == 0
 
 
 def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
     """(M, K) and (K, N) of a linear layer, in the dtype that it computes in; None if they are not
     plain tensors."""
-    known = [value(n) for n in _layer(node)[:2]]
-    if not all(hasattr(t, "fake_mode") for t in (value(node), *known)) or known[1].dim() != 2:
+    known = plain(node, *_layer(node)[:2])
+    if known is None or known[2].dim() != 2:
         return None
-    with value(node).fake_mode, torch.no_grad():
-        x, w = (t.to(value(node).dtype) for t in known)
+    with known[0].fake_mode, torch.no_grad():
+        x, w = (t.to(known[0].dtype) for t in known[1:])
         return x.reshape(-1, x.shape[-1]), w.t()
 
 
@@ -199,11 +198,8 @@ def _elementwise(node: Node) -> bool:
 def _split(product: Node) -> list[Node]:
     """The products with the halves of its weight, inserted before ``product``."""
     put, dtype = Put(product), value(product).dtype
-    x, *factors = (  # cast once, where autocast would cast each half
-        node if value(node).dtype == dtype else put("to", node, dtype)
-        for node in _layer(product)
-        if node is not None
-    )
+    # Cast once, where autocast would cast each half.
+    x, *factors = (put.cast(node, dtype) for node in _layer(product) if node is not None)
     pairs = [_chunk(put, node, 0) for node in factors]
     return [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
 

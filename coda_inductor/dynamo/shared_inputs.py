@@ -34,7 +34,7 @@ from coda_inductor.graph.gemms import LOW_RANK as MOST
 from coda_inductor.graph.gemms import LOW_RANK_RATIO
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, target_name, value
+from coda_inductor.matching import Hazards, bodies, plain, target_name, value
 from coda_inductor.record import Record
 
 #: The least number of rows of x: reading fewer is faster than starting a kernel.
@@ -62,14 +62,12 @@ def share_inputs(graph: Graph, record: Record) -> None:
 def _small(node: Node) -> bool:
     """Is ``node`` a low-rank layer whose weight is a graph input?"""
     x, weight, bias = arguments(node).values()
-    known = value(weight)
+    known = plain(weight, x, node)
     if bias is not None or weight.op not in ("placeholder", "get_attr"):
         return False
-    if not all(hasattr(each, "fake_mode") for each in (value(x), value(node), known)):
+    if known is None or known[0].dim() != 2:
         return False
-    if known.dim() != 2:
-        return False
-    rank, width = map(hint, known.shape)
+    rank, width = map(hint, known[0].shape)
     return rank > 0 and hint(value(x).numel()) >= LEAST * width and LOW_RANK_RATIO * rank <= width
 
 

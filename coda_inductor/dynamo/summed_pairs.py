@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.read import Call, called, read, target_name
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base
+from coda_inductor.graph.walk import base, only_reader
 from coda_inductor.matching import is_cast, value
 
 #: Ops that only rename the same numbers, or cast them.
@@ -159,24 +159,21 @@ def _sorted(perm: Any) -> Node | None:
     return call["input"]
 
 
-@dataclass
-class Sum:
-    """A sum of rows by token: its ``result``, the ``weights`` of pairs (T, top_k) or (M,) in the
-    order of tokens, the tensor that the sum is added ``onto``, and a ``bias`` (E, d) per expert."""
-
-    result: Node
-    weights: Node | None
-    onto: Node | None
-    bias: Node | None
-
-
 def summed(product: Node, pairs: Pairs) -> Sum | None:
     """How the rows of ``product`` (M, d), sorted by expert, are summed by token, or None."""
-    return _Follower(product, pairs).run()
+    found = Sum(product, pairs)
+    return found if found.follow() else None
 
 
-class _Follower:
-    """Walks from a product down to the sum of its rows."""
+class Sum:
+    """A sum of rows by token, found by walking down from their product.
+
+    Attributes:
+        node: where the walk is, at last the result.
+        weights: of pairs, (T, top_k) or (M,) in the order of tokens, if any.
+        onto: the tensor that the sum is added to, if any.
+        bias: (E, d), one row per expert, if any.
+    """
 
     def __init__(self, product: Node, pairs: Pairs):
         self.node, self.pairs = product, pairs
@@ -187,23 +184,20 @@ class _Follower:
         self.emptied = self.done = False
         self.dtype = value(product).dtype
 
-    def run(self) -> Sum | None:
+    def follow(self) -> bool:
+        """Walk down to the result; False if there is none."""
         while not self.done:
-            users = list(self.node.users)
-            if len(users) != 1 or not self._step(users[0]):
-                return None
-        result = self.node
-        if value(result).dtype != self.dtype:
-            rounded = [u for u in result.users if is_cast(u) and value(u).dtype == self.dtype]
-            if len(result.users) == len(rounded) == 1:  # summed in float32, then rounded
-                (result,) = rounded
-            elif torch.promote_types(value(result).dtype, self.dtype) != value(result).dtype:
-                return None
-        return Sum(result, self.weights, self.onto, self.bias)
+            if not self._step(only_reader(self.node)):
+                return False
+        dtype, rounded = value(self.node).dtype, only_reader(self.node)
+        if is_cast(rounded) and value(rounded).dtype == self.dtype != dtype:
+            self.node = rounded  # summed in float32, then rounded
+            return True
+        return torch.promote_types(dtype, self.dtype) == dtype
 
-    def _step(self, user: Node) -> bool:
+    def _step(self, user: Node | None) -> bool:
         call = read(user)
-        if call is None:
+        if user is None or call is None:
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
@@ -277,15 +271,10 @@ class _Follower:
         return self.done
 
     def _scatter_add(self, call: Call) -> bool:
-        return self._added(call["input"], call["index"], call["src"], call["dim"])
-
-    def _index_add(self, call: Call) -> bool:
-        one = call.get("alpha") in (None, 1)
-        return one and self._added(call["input"], call["index"], call["source"], call["dim"])
-
-    def _added(self, onto: Node, index: Node, rows: Node, dim: int) -> bool:
         """Rows added to the row of their token."""
-        if self.back or rows is not self.node or dim not in (0, -2) or not by_row(index, rows):
+        onto, dim, index, rows = list(call.args.values())[:4]
+        plain = call.get("alpha") in (None, 1) and dim in (0, -2) and rows is self.node
+        if self.back or not plain or not by_row(index, rows):
             return False
         if tokens(index) != (self.pairs.perm, self.pairs.top_k):
             return False
@@ -304,4 +293,4 @@ class _Follower:
         self.weights, self.done = base(w, _passes), True
         return self._of_pairs(self.weights)
 
-    _scatter_add_, _index_add_ = _scatter_add, _index_add
+    _scatter_add_ = _index_add = _index_add_ = _scatter_add

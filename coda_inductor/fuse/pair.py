@@ -28,7 +28,7 @@ from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, rou
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.graph.walk import back_to, base, readers
 from coda_inductor.refusal import Refused
 
 
@@ -60,25 +60,14 @@ def _lane(node: Node, product: Node) -> int | None:
 def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
     """Regions of ``anchor`` and each later GEMM of the same A with a weight of the same form."""
     a, b = gemm_inputs(anchor)
-    for other in sorted(_readers(a)):
-        if other is anchor:
-            continue
-        if other < anchor or not scope.same_side(anchor, other):
-            continue
-        if fast_accumulation(other) != fast_accumulation(anchor):
-            continue
-        if routes_of(other) != routes_of(anchor):
-            continue
-        if not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
+    for other in sorted(n for n in _readers(a) if anchor < n):
+        alike = fast_accumulation(other) == fast_accumulation(anchor)
+        alike = alike and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
+        alike = alike and _alike(b, gemm_inputs(other)[1])
+        if not alike or anchor in back_to(anchor, [other]):  # by its weight: A is the same
             continue
         with contextlib.suppress(Refused):
             yield grow((anchor, other), scope, banned)
-
-
-def _needs(later: Node, earlier: Node) -> bool:
-    """Does ``later`` depend on ``earlier``? By its weight: the left operand is the same."""
-    made_of = closure([later], lambda n: [i for i in n.all_input_nodes if not i < earlier])
-    return earlier in made_of
 
 
 def _readers(a: Node) -> set[Node]:

@@ -17,11 +17,11 @@ copied, or at least read them anyway, as for the gradients of q, k and v.
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from coda_inductor.fuse import columns
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.edit import insert
+from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import (
     Legal,
     b_major,
@@ -34,7 +34,7 @@ from coda_inductor.graph.gemms import (
 from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
-from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.graph.walk import back_to, base, readers
 from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.select.site import Site
@@ -97,8 +97,8 @@ def _written_elementwise(node: Node) -> bool:
     return elementwise(node) and producer(node) is None
 
 
-def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
-    """The A and B operands of a region's GEMM at the graph's insertion point. Operands that cannot
+def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
+    """The A and B operands of a region's GEMM, put in front of ``before``. Operands that cannot
     be read in place are concatenated. A left operand that an elementwise kernel writes is then not
     written twice: its other readers read a slice of the concatenation. The exceptions are graph
     outputs, each of which is its own tensor, and readers that another left operand depends on."""
@@ -108,32 +108,22 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
         return left[:1], right
     if in_place(region.anchors):
         return left, right
-    like = region.anchors[-1]
+    put = Put(region.anchors[-1], before)
     columns.install()
-    a = insert(graph, columns.COLUMNS, (left,), like=like)
-    b = insert(graph, aten.cat.default, (right, 0), like=like)
-    before = _between(left)
-    start = 0
+    a, b = put(columns.COLUMNS, left), put(aten.cat.default, right, 0)
+    between, end = back_to(min(left), left), 0
     for part in left:
-        end = start + fake(part).shape[1]
+        start, end = end, end + fake(part).shape[1]
         if not _written_elementwise(part):
-            start = end
             continue
-        piece = insert(graph, aten.slice.Tensor, (a, 1, start, end), like=part)
+        piece = Put(part, before)(aten.slice.Tensor, a, 1, start, end)
         part.replace_all_uses_with(
             piece,
             delete_user_cb=lambda user: (
-                user not in (a, *region.anchors) and user not in before and not _is_shown(user)
+                user not in (a, *region.anchors) and user not in between and not _is_shown(user)
             ),
         )
-        start = end
     return [a], [b]
-
-
-def _between(nodes: list[Node]) -> set[Node]:
-    """``nodes`` and what they are computed from, as far back as the first of them."""
-    first = min(nodes)
-    return set(closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first]))
 
 
 def _is_shown(node: Node) -> bool:

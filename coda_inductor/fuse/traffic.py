@@ -10,6 +10,7 @@ concatenated.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -56,10 +57,7 @@ def size(node: Node) -> int:
     tensor: Any = fake(node)
     if not isinstance(tensor, torch.Tensor):
         return 0
-    total = tensor.element_size()
-    for extent in tensor.shape:
-        total *= hint(extent)
-    return total
+    return tensor.element_size() * math.prod(map(hint, tensor.shape))
 
 
 def _partials(region: Region, config: str) -> int:

@@ -125,7 +125,7 @@ def _fused(graph: Graph, record: Record) -> _Fused:
             done |= set(region.anchors)
             fired |= _patterns(region, planner.scope)
             strict = record.options.strict
-            call = emit(graph, region, site.program, choice.config, site=site.site, strict=strict)
+            call = emit(region, site.program, choice.config, site=site.site, strict=strict)
             calls[call] = first + len(sites)
             planner.scope.refresh(graph)
         call.meta[SITE] = first + len(sites)

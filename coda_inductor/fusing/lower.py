@@ -43,9 +43,9 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     if record.later:
         pool.submit([request for call in kernels for request in _requests(call)])
     else:
-        _settle(graph, kernels, record)
+        _settle(kernels, record)
     for call in plain:
-        expand(graph, call, exact=not plan.rounds(_left(call)))
+        expand(call, exact=not plan.rounds(_left(call)))
 
 
 def settle(graph: Graph, record: Record) -> bool:
@@ -55,10 +55,10 @@ def settle(graph: Graph, record: Record) -> bool:
     Raises:
         FallbackError: with ``options["strict"]``, if there are any.
     """
-    return _settle(graph, [node for node in graph.nodes if node.target in (OP, WGRAD)], record)
+    return _settle([node for node in graph.nodes if node.target in (OP, WGRAD)], record)
 
 
-def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
+def _settle(calls: list[Node], record: Record) -> bool:
     needed = {call: _requests(call) for call in calls}
     errors = pool.wait([r for group in needed.values() for r in group]) if needed else {}
     sites, changed = record.report.sites, False
@@ -77,7 +77,7 @@ def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
         if i is not None:
             sites[i] = replace(sites[i], how="reference", refusal=why)
         record.failed = changed = True
-        expand(graph, call, exact=not record.plan.rounds(_left(call)))
+        expand(call, exact=not record.plan.rounds(_left(call)))
     return changed
 
 

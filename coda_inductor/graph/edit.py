@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from coda_inductor.compat import storage, tree_leaves
@@ -21,22 +21,6 @@ KEPT_META = (
     "partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "stack_trace", "nn_module_stack",
     "fwd_nn_module_stack", "original_aten", "from_node", "custom", "autograd_backward",
 )  # fmt: skip
-
-
-def insert(graph: Graph, target: Any, args: tuple, *, like: Node) -> Node:
-    """Call ``target`` at the graph's insertion point, with value and meta like a traced node.
-
-    Meta for the partitioner and the source line is copied from ``like``. A reshape that copies
-    nothing becomes a view, because the partitioner does not know reshapes: it would save a tensor
-    and its view as two, and let the backward pass overwrite one while the other is still needed
-    (seen in GPT-2 on a CPU, torch 2.13).
-    """
-    node = graph.call_function(target, args)
-    node.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
-    node.meta["val"] = computed(target, args, {}, like=like)
-    if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
-        node.target = aten.view.default
-    return node
 
 
 def computed(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
@@ -56,14 +40,28 @@ def fake_mode(args: Sequence[Any]) -> Any:
 
 
 class Put:
-    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, counts
-    as fired when an epilogue absorbs one of them."""
+    """Puts calls in front of ``like``, or of another node, ``before``, with the meta of ``like``.
+    ``pattern``, a name and an occurrence, counts as fired when an epilogue absorbs one of them."""
 
-    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
-        self.graph, self.like, self.pattern = graph, like, pattern
+    def __init__(
+        self, like: Node, before: Node | None = None, *, pattern: tuple[str, str] | None = None
+    ):
+        self.like, self.before, self.pattern = like, before or like, pattern
 
     def __call__(self, target: Any, *args: Any) -> Node:
-        node = insert(self.graph, target, args, like=self.like)
+        """A call of ``target``, with meta for the partitioner and the source line.
+
+        A reshape that copies nothing becomes a view, because the partitioner does not know
+        reshapes: it would save a tensor and its view as two, and let the backward pass overwrite
+        one while the other is still needed (seen in GPT-2 on a CPU, torch 2.13).
+        """
+        graph = self.like.graph
+        with graph.inserting_before(self.before):
+            node = graph.call_function(target, args)
+        node.meta = {key: self.like.meta[key] for key in KEPT_META if key in self.like.meta}
+        node.meta["val"] = computed(target, args, {}, like=self.like)
+        if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
+            node.target = aten.view.default
         if self.pattern is not None:
             node.meta["coda_pattern"] = self.pattern
         return node
@@ -143,12 +141,14 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
     node.graph.erase_node(node)
 
 
-def prune(nodes: Sequence[Node]) -> None:
-    """Erase those of ``nodes`` without readers, and then what only they read."""
+def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure) -> None:
+    """Erase those of ``nodes`` without readers, and then what only they read, except for nodes that
+    ``keeps`` tells to keep."""
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if erased(node) or node.users or node.op != "call_function" or node.is_impure():
+        called = node.op in ("call_function", "call_method")
+        if erased(node) or node.users or not called or keeps(node):
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)

@@ -33,22 +33,23 @@ _TRACED = "coda_traced"
 
 
 def splice(
-    graph: Graph,
     before: Node,
     function: Callable[..., Any],
     args: Sequence[Any],
     *,
-    like: Node,
+    like: Node | None = None,
     meta: dict[str, Any] | None = None,
 ) -> Any:
     """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
 
-    Returns the function's results as nodes; ``meta`` is added to each node. Decompositions are
+    Returns the function's results as nodes. Each has the meta of ``like``, by default of
+    ``before``, and ``meta``. Decompositions are
     Inductor's: the nodes are what it would compile if the user had written the function's body.
 
     Raises:
         RuntimeError: the function created a constant tensor.
     """
+    graph, like = before.graph, like or before
     flat, spec = tree_flatten(list(args))
     nodes = [a for a in flat if isinstance(a, Node)]
     mode, key = fake_mode(nodes), _key(function, flat, spec)

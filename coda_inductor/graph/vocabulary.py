@@ -70,18 +70,16 @@ def _where(emit: Emit, condition: Value, x: Value, y: Value) -> Value:
     return x if condition else y
 
 
-def _and(emit: Emit, x: Value, y: Value) -> Value:
-    for known, other in ((x, y), (y, x)):
-        if not isinstance(known, str):
-            return other if known else 0.0
-    return emit("logical_and", x, y)
+def _logical(op: str, decides: bool) -> Callable[..., Value]:
+    """``op`` of two truth values: one that ``decides`` is its result, whatever the other one is."""
 
+    def lowering(emit: Emit, x: Value, y: Value) -> Value:
+        for known, other in ((x, y), (y, x)):
+            if not isinstance(known, str):
+                return float(decides) if bool(known) == decides else other
+        return emit(op, x, y)
 
-def _or(emit: Emit, x: Value, y: Value) -> Value:
-    for known, other in ((x, y), (y, x)):
-        if not isinstance(known, str):
-            return 1.0 if known else other
-    return emit("logical_or", x, y)
+    return lowering
 
 
 _UNARY = (
@@ -112,8 +110,8 @@ LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     aten.silu.default: lambda emit, x: emit("mul", x, emit("sigmoid", x)),
     aten.gelu.default: _gelu,
     aten.where.self: _where,
-    aten.logical_and.default: _and,
-    aten.logical_or.default: _or,
+    aten.logical_and.default: _logical("logical_and", decides=False),
+    aten.logical_or.default: _logical("logical_or", decides=True),
     **{getattr(aten, name).default: _plain(name) for name in _UNARY},
     # Not eq and ne: a tile's value is not rounded, so x == amax(x), for example, would never hold.
     **{getattr(aten, name).Tensor: _plain(name) for name in _COMPARE[:4]},

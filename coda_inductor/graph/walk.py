@@ -35,6 +35,11 @@ def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[
     return found
 
 
+def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
+    """``nodes`` and what they are computed from, as far back as ``first``."""
+    return closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first])
+
+
 def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
     """``node``, its input, and so on, while ``through`` holds: by default, the views up to the
     tensor that owns the memory."""
@@ -90,6 +95,13 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
     for name in names:
         names += [u for u in name.users if through(u) and u not in names]
     return names, [u for name in names for u in name.users if u not in names]
+
+
+def only_reader(node: Node | None, through: Callable[[Any], bool] = lambda _: False) -> Node | None:
+    """The one reader of ``node``, apart from nodes for which ``through`` holds, whose readers count
+    instead; None if there are several, or none."""
+    users = [] if node is None else readers(node, through)[1]
+    return users[0] if len(users) == 1 else None
 
 
 def leaves(node: Node) -> bool:

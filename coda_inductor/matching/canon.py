@@ -33,6 +33,12 @@ def value(node: Any) -> Any:
     return None
 
 
+def plain(*nodes: Any) -> list[Any] | None:
+    """The values of ``nodes``, if all of them are recorded and plain tensors; else None."""
+    known = [value(node) for node in nodes]
+    return known if all(hasattr(each, "fake_mode") for each in known) else None
+
+
 def is_view(node: Node, tensor: Any) -> bool:
     """Does ``node``, in any spelling, have exactly the elements of ``tensor``: the same memory,
     sizes and strides?"""

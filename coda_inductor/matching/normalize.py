@@ -186,7 +186,7 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "cat": columns.joined,
     "stack": columns.joined,
     "flatten": lambda call: columns.merged(call) or _plain(call),
-    "getitem": lambda call: columns.item(call["input"], call["index"]),
+    "getitem": columns.item,
     "view_as_complex": columns.complex_columns,
     "add": _sum,
     "sub": _sum,

@@ -34,9 +34,6 @@ _START = 60  # seconds for a process to import torch, on a busy machine
 _FOLDER = Path(__file__).resolve().parent
 SHIPPED = _FOLDER / "proven.json"
 
-_refused: dict[tuple[str, str], str] = {}
-_proven: set[str] = set()
-
 
 def require_proof(source: Source) -> None:
     """Return if the file is proven, now or before.
@@ -44,26 +41,24 @@ def require_proof(source: Source) -> None:
     Raises:
         PatternError: it cannot be run or proven, or takes longer than :data:`LIMIT`.
     """
-    key = _key(source)
-    if source.digest in _shipped() or key in _proven:
-        return
-    if (refusal := _refused.get((key, str(source.path)))) is not None:
-        raise PatternError(refusal)
-    if not _recorded(source):
-        refusal = _prove_elsewhere(source)
-        if refusal is not None:
-            _refused[key, str(source.path)] = refusal
-            raise PatternError(refusal)
-    record(source)
+    if source.digest not in _shipped() and (why := refusal(source)) is not None:
+        raise PatternError(why)
+
+
+@functools.lru_cache(maxsize=256)
+def refusal(source: Source) -> str | None:
+    """Why the file is refused, or None. A proof is kept on disk."""
+    if _recorded(source):
+        return None
+    if (why := _prove_elsewhere(source)) is None:
+        record(source)
+    return why
 
 
 def record(source: Source) -> None:
     """Remember that the file is proven."""
-    key = _key(source)
-    _proven.add(key)
     with contextlib.suppress(OSError):  # without a writable cache it only takes longer
-        if not _recorded(source):
-            write(cache_dir() / "proofs" / key, _record(source))
+        write(cache_dir() / "proofs" / _key(source), _record(source))
 
 
 def _recorded(source: Source) -> bool:

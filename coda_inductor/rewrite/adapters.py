@@ -28,12 +28,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import insert, prune
+from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import is_sum, low_rank
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import hint
-from coda_inductor.graph.walk import base, readers
+from coda_inductor.graph.walk import base, only_reader, readers
 from coda_inductor.record import Record
 
 #: The tensor that is no longer scaled must be at least this many times as large as a product.
@@ -44,12 +44,12 @@ def unburden(graph: Graph, record: Record) -> None:
     """Apply both rewrites to an aten graph, in place."""
     del record
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
-        _scale_products(graph, node)
+        _scale_products(node)
     for node in [n for n in graph.nodes if is_sum(n)]:
-        _full_rank_first(graph, node)
+        _full_rank_first(node)
 
 
-def _scale_products(graph: Graph, scaled: Node) -> None:
+def _scale_products(scaled: Node) -> None:
     """Scale the products of ``scaled``, a tensor times a number, instead of the tensor."""
     x, number = scaled.args
     if not isinstance(number, (int, float)) or fake(scaled).dtype == torch.float16:
@@ -64,16 +64,15 @@ def _scale_products(graph: Graph, scaled: Node) -> None:
             return
     scaled.replace_all_uses_with(x)
     for product in products:
-        with graph.inserting_after(product):
-            times = insert(graph, aten.mul.Tensor, (product, number), like=product)
+        times = Put(product, product.next).mul(product, number)
         product.replace_all_uses_with(times, delete_user_cb=lambda user, own=times: user is not own)
     prune([scaled])
 
 
-def _full_rank_first(graph: Graph, total: Node) -> None:
+def _full_rank_first(total: Node) -> None:
     """Let ``total`` begin with its terms of full rank."""
-    users = [*total.users]
-    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0]):
+    reader = only_reader(total)
+    if reader is not None and is_sum(reader) and _alike(total, reader):
         return  # a part of a longer sum
     terms = _terms(total, total)
     products = {t: base(t) for t in terms if base(t).target is aten.mm.default}
@@ -81,9 +80,8 @@ def _full_rank_first(graph: Graph, total: Node) -> None:
     if len(full) < 2 or len(full) == len(products) or terms[: len(full)] == full:
         return
     first, *rest = full + [t for t in terms if t not in full]
-    with graph.inserting_before(total):
-        for term in rest:
-            first = insert(graph, aten.add.Tensor, (first, term), like=total)
+    for term in rest:
+        first = Put(total).add(first, term)
     total.replace_all_uses_with(first)
     prune([total])
 

@@ -55,7 +55,7 @@ def merge_collectives(graph: Graph, record: Record) -> None:
     scope = Scope(graph)
     saved = _merge_equal(graph, scope)
     for node in [] if micro_pipeline() else list(graph.nodes):
-        if is_sum(node) and _merge_sum(graph, node, scope):
+        if is_sum(node) and _merge_sum(node, scope):
             scope.refresh(graph)
             saved += 1
     record.fire("collective", saved)
@@ -91,7 +91,7 @@ def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
     return (*what, node in scope.forward, scope.recomputed(node), checkpoint(node))
 
 
-def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
+def _merge_sum(total: Node, scope: Scope) -> bool:
     """Replace ``total``: add first, then reduce over ranks. True if that was possible."""
     names = [_unnamed(term) for term in total.args]
     waits = [term for term in names if term is not None]
@@ -109,28 +109,14 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
         return False
     if fake(terms[0]).dtype != fake(terms[1]).dtype or fake(total).dtype != fake(left).dtype:
         return False
-    with graph.inserting_before(total):
-        put = Put(graph, like=total)
-        reduced = Put(graph, like=left)(left.target, _added(put, *terms), *hows[0].values())
-        result = Put(graph, like=waits[0])(wait_tensor, reduced)
-        if not same(fake(result).shape, fake(total).shape):
-            result = put.reshape(result, put.sizes(total))
+    put = Put(total)
+    reduced = Put(left, total)(left.target, _added(put, *terms), *hows[0].values())
+    result = Put(waits[0], total)(wait_tensor, reduced)
+    if not same(fake(result).shape, fake(total).shape):
+        result = put.reshape(result, put.sizes(total))
     total.replace_all_uses_with(result)
-    _erase(total)
+    prune([total], lambda n: n.is_impure() and not is_wait(n) and n.target not in COLLECTIVES)
     return True
-
-
-def _erase(total: Node) -> None:
-    """Erase ``total``, which has no readers, with its collectives, which ``prune`` leaves."""
-    todo = [total]
-    while todo:
-        node = todo.pop()
-        ours = node is total or is_wait(node) or node.target in COLLECTIVES or renames(node)
-        if node.users or not ours:
-            prune([node])
-            continue
-        todo += node.all_input_nodes
-        node.graph.erase_node(node)
 
 
 def _unnamed(term: Any) -> Node | None:

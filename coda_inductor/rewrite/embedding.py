@@ -34,9 +34,11 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_index_put, unsafe_masked_index_put_accumulate
 from coda_inductor.graph.edit import prune
+from coda_inductor.graph.gemms import is_sum
 from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, is_zeros
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import only_reader
 from coda_inductor.record import Record
 
 #: Passes over the tokens' rows replace about as many passes over the table, so the table must be
@@ -54,7 +56,7 @@ def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (found := _lookup(node)) is not None:
             old, args = found
-            old.replace_all_uses_with(splice(graph, old, _gradient, args, like=old))
+            old.replace_all_uses_with(splice(old, _gradient, args))
             prune([old])
             record.fire("embedding_backward")
 
@@ -103,27 +105,17 @@ def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
         return None
     if hint(table.shape[0]) < LEAST_ROWS * hint(fake(tokens).numel()):
         return None
-    result = _only_reader(node) if is_cast(_only_reader(node)) else node
-    assert result is not None
-    added = _only_reader(result)
-    other = None
-    if added is not None and added.target is aten.add.Tensor and not added.kwargs:
-        other = next(
-            (a for a in added.args if a is not result and _can_take(a, result, added)), None
-        )
-    if other is None and result is node:
-        return None
-    made = result if other is None else added
-    return made, (tokens, dy, mask, other, rows, fake(result).dtype)
+    reader = only_reader(node)
+    result = reader if reader is not None and is_cast(reader) else node
+    added = only_reader(result)
+    for other in added.args if added is not None and is_sum(added) else ():
+        if other is not result and _can_take(other, result):
+            return added, (tokens, dy, mask, other, rows, fake(result).dtype)
+    return None if result is node else (result, (tokens, dy, mask, None, rows, fake(result).dtype))
 
 
-def _can_take(other: Any, result: Node, added: Node) -> bool:
+def _can_take(other: Node, result: Node) -> bool:
     """May the rows be written into the memory of ``other``?"""
-    if not isinstance(other, Node) or other.op != "call_function" or len(other.users) != 1:
-        return False
-    alike = fake(other).dtype == fake(result).dtype == fake(added).dtype
-    return alike and same(fake(other).shape, fake(result).shape)
-
-
-def _only_reader(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
+    own = other.op == "call_function" and len(other.users) == 1
+    alike = fake(other).dtype == fake(result).dtype
+    return own and alike and same(fake(other).shape, fake(result).shape)

@@ -34,9 +34,9 @@ def finish_experts(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to the remaining grouped products, in place."""
     for node in [n for n in graph.nodes if is_sum(n)]:
         if all(isinstance(t, Node) and t.target is grouped_mm for t in node.args):
-            _merge_terms(graph, node)
+            _merge_terms(node)
     for node in [n for n in graph.nodes if n.target is aten.split.Tensor]:
-        _merge_columns(graph, node)
+        _merge_columns(node)
 
 
 def _parts(split: Node) -> list[Node]:
@@ -46,7 +46,7 @@ def _parts(split: Node) -> list[Node]:
     return [found[i] for i in range(len(found))] if whole else []
 
 
-def _merge_columns(graph: Graph, split: Node) -> None:
+def _merge_columns(split: Node) -> None:
     """Merge products of one A with all parts of one weight's columns."""
     weight, size, dim = (arguments(split)[name] for name in ("input", "split_size", "dim"))
     products = [u for part in _parts(split) for u in part.users if u.target is grouped_mm]
@@ -56,17 +56,14 @@ def _merge_columns(graph: Graph, split: Node) -> None:
     if len(alike) != 1 or fake(weight).dim() != 3:
         return
     (a, (offsets, rows)) = alike.pop()
-    first = min(products)
-    with graph.inserting_before(first):
-        put = Put(graph, like=first)
-        whole = put(grouped_mm, a, weight, offsets, rows)
-        found = put(aten.split.Tensor, whole, size, 1)
-        for i, product in enumerate(products):
-            product.replace_all_uses_with(put(operator.getitem, found, i))
+    put = Put(min(products))
+    found = put(aten.split.Tensor, put(grouped_mm, a, weight, offsets, rows), size, 1)
+    for i, product in enumerate(products):
+        product.replace_all_uses_with(put(operator.getitem, found, i))
     prune(products)
 
 
-def _merge_terms(graph: Graph, total: Node) -> None:
+def _merge_terms(total: Node) -> None:
     """Merge the sum of products with both parts of one weight's rows."""
     turned = {gemm_inputs(t)[1]: t for t in total.args}
     halves = {n.args[0]: t for n, t in turned.items() if n.target is aten.permute.default}
@@ -77,10 +74,8 @@ def _merge_terms(graph: Graph, total: Node) -> None:
     terms = [halves[half] for half in _parts(split)]
     if len({routes_of(t) for t in terms}) != 1:
         return
-    with graph.inserting_before(total):
-        put = Put(graph, like=total)
-        a = put(aten.cat.default, [gemm_inputs(t)[0] for t in terms], 1)
-        b = put(aten.permute.default, arguments(split)["input"], [0, 2, 1])
-        new = put(grouped_mm, a, b, *routes_of(terms[0]))
-    total.replace_all_uses_with(new)
+    put = Put(total)
+    a = put(aten.cat.default, [gemm_inputs(t)[0] for t in terms], 1)
+    b = put(aten.permute.default, arguments(split)["input"], [0, 2, 1])
+    total.replace_all_uses_with(put(grouped_mm, a, b, *routes_of(terms[0])))
     prune([total])

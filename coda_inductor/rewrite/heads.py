@@ -47,7 +47,7 @@ from coda_inductor.graph.nodes import (
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
-from coda_inductor.graph.walk import base, chain, leaves
+from coda_inductor.graph.walk import base, chain, leaves, only_reader
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.tables import KEEP
@@ -71,7 +71,7 @@ def rotate_rows(graph: Graph, record: Record) -> None:
     made: Made = {}
     for node in [n for n in graph.nodes if n.target is rotate and n in scope.forward]:
         found = _place(arguments(node)["x"], scope, record)
-        why = found if isinstance(found, Refusal) else _rewrite(graph, node, found, made)
+        why = found if isinstance(found, Refusal) else _rewrite(node, found, made)
         if why is not None:
             record.refuse("rotary", place(node), why)
         scope.refresh(graph)
@@ -97,12 +97,12 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     return rows, heads, list(order)
 
 
-def _rewrite(graph: Graph, node: Node, found: Place, made: Made) -> Refusal | None:
+def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
     """Apply the rewrite to ``node``, or return why not."""
     rows, heads, order = found
     _, cos, sin, distance, paired, inverse, joined, _ = node.args
-    users, size, form = list(node.users), fake(heads).shape[-1], (distance, paired, inverse)
-    root = users[0] if len(users) == 1 and is_cast(users[0]) else node  # what an epilogue stores
+    size, form, reader = fake(heads).shape[-1], (distance, paired, inverse), only_reader(node)
+    root = reader if reader is not None and is_cast(reader) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
         return refuse("heads-layout", "its readers rely on another layout of its result")
@@ -114,22 +114,21 @@ def _rewrite(graph: Graph, node: Node, found: Place, made: Made) -> Refusal | No
             return refuse("float64-mixed", f"{table.name} is float64, but what it rotates is not")
     key = (_spelled(cos), _spelled(sin), *order, *form, size, str(fake(heads).shape[:-2]))
     like = max(_spelled(cos)[0], _spelled(sin)[0])  # for its meta: all layers share the tables
-    tables = splice(graph, node, _as_rows, (cos, sin, order), like=like)
-    put, free = Put(graph, like=node), Put(graph, like=like)
-    with graph.inserting_before(node):
-        lead = _lead(put, heads)
-        if key not in made:
-            made[key] = []
-            for table in splice(graph, node, _even_odd, (*tables, size, *form), like=like):
-                each = free(aten.expand.default, table, [*lead, 1, size])
-                made[key].append(free(KEEP, free.reshape(each, [-1, size])))
-        if not same(fake(rows).shape[:-1], fake(heads).shape[:-2]):
-            rows = put.reshape(rows, [*lead, fake(rows).shape[-1]])
-        rotated = Put(graph, like=node, pattern=("rotary", node.name))
-        args = (rows, *tables, *made[key], *form, joined, fake(root).dtype)
-        new = put(aten.view.default, rotated(rotate_heads, *args), [*lead, *fake(heads).shape[-2:]])
-        if order != sorted(order):
-            new = put(aten.permute.default, new, order)
+    tables = splice(node, _as_rows, (cos, sin, order), like=like)
+    put, free = Put(node), Put(like, node)
+    lead = _lead(put, heads)
+    if key not in made:
+        made[key] = []
+        for table in splice(node, _even_odd, (*tables, size, *form), like=like):
+            each = free(aten.expand.default, table, [*lead, 1, size])
+            made[key].append(free(KEEP, free.reshape(each, [-1, size])))
+    if not same(fake(rows).shape[:-1], fake(heads).shape[:-2]):
+        rows = put.reshape(rows, [*lead, fake(rows).shape[-1]])
+    args = (rows, *tables, *made[key], *form, joined, fake(root).dtype)
+    rotated = Put(node, pattern=("rotary", node.name))(rotate_heads, *args)
+    new = put(aten.view.default, rotated, [*lead, *fake(heads).shape[-2:]])
+    if order != sorted(order):
+        new = put(aten.permute.default, new, order)
     root.replace_all_uses_with(new)
     prune([root, heads])
     return None

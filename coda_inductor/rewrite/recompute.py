@@ -55,7 +55,7 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
     bases = _Bases({source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:
-        if _elementwise(node) and not _is_vector(node) and bases.derivable(node):
+        if bases.derivable(node):
             for user in _backward_readers(node, scope):
                 if _compares(user, scope):
                     continue
@@ -86,34 +86,29 @@ class _Bases:
         self.known: dict[Node, frozenset[Node] | None] = {}
 
     def derivable(self, node: Node) -> bool:
-        """Can ``node`` be computed from others that the backward pass has?"""
+        """Should ``node`` be computed from others that the backward pass has?"""
         return self._inputs(node) is not None
 
-    def of(self, node: Node) -> frozenset[Node] | None:
-        """The tensors that ``node`` would be computed from; None if they are more than the backward
-        pass has or should read."""
-        if node not in self.known:
-            self.known[node] = self._find(node)
-        return self.known[node]
-
-    def _find(self, node: Node) -> frozenset[Node] | None:
-        if _is_vector(node):
-            return frozenset()
-        if _elementwise(node) and not node.meta.get(KEEP):
-            inputs = self._inputs(node)
-            if inputs is not None:
-                return inputs
-        # Not every input: it may be changed in place before the backward pass.
-        return frozenset({node}) if source(node) in self.read else None
-
     def _inputs(self, node: Node) -> frozenset[Node] | None:
-        if node.meta.get(KEEP):
+        """The tensors that ``node`` would be computed from; None if it should not be, or if they
+        are more than the backward pass should read."""
+        if not _elementwise(node) or _is_vector(node) or node.meta.get(KEEP):
             return None
-        found = [self.of(n) for n in node.all_input_nodes]
+        found = [self._of(n) for n in node.all_input_nodes]
         if not found or any(f is None for f in found):
             return None
         union = frozenset().union(*(f for f in found if f is not None))
         return union if len(union) <= _MOST_TENSORS else None
+
+    def _of(self, node: Node) -> frozenset[Node] | None:
+        """The same for a value that others are computed from: it may also be read itself."""
+        if node not in self.known:
+            found = frozenset[Node]() if _is_vector(node) else self._inputs(node)
+            # Not every input: it may be changed in place before the backward pass.
+            if found is None and source(node) in self.read:
+                found = frozenset({node})
+            self.known[node] = found
+        return self.known[node]
 
 
 def _is_vector(node: Node) -> bool:
@@ -130,7 +125,7 @@ def _copy(
         inputs = {
             n: _copy(graph, n, bases, copies, before, scope)
             for n in node.all_input_nodes
-            if _elementwise(n) and not _is_vector(n) and bases.derivable(n)
+            if bases.derivable(n)
         }
         with graph.inserting_before(before):
             new = graph.node_copy(node, lambda n: inputs.get(n, n))

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_flatten
-from coda_inductor.graph.edit import insert
+from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, renames_or_casts
 from coda_inductor.graph.sizes import hint
-from coda_inductor.graph.walk import readers
+from coda_inductor.graph.walk import only_reader, readers
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import opaque
 from coda_inductor.semantic.rotary import rotate_heads
@@ -48,16 +48,14 @@ def keep_tables(graph: Graph, _record: Record) -> None:
         table = _end(node)
         if table.target is KEEP or not _read_often(table):
             continue
-        with graph.inserting_after(table):
-            kept = insert(graph, KEEP, (table,), like=table)
+        kept = Put(table, table.next)(KEEP, table)
         table.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 
 def _end(node: Node) -> Node:
     """The last cast, scaling or view of ``node`` that all its readers go through; or its copy, if
     one is kept already."""
-    while len(node.users) == 1 and node.target is not KEEP:
-        (user,) = node.users
+    while (user := only_reader(node)) is not None and node.target is not KEEP:
         scales = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
         if not (scales or renames_or_casts(user) or user.target is KEEP):
             break

@@ -20,10 +20,9 @@ aten = torch.ops.aten
 def test_put_records_values_and_prune_takes_them_out():
     graph = aten_graph(lambda x: x.t(), torch.randn(3, 4))
     (x,) = graph.find_nodes(op="placeholder")
-    put = Put(graph, like=x, pattern=("name", "here"))
-    with graph.inserting_before(graph.output_node()):
-        node = put.row_sum(put.mul(put.cast(x, torch.float64), 2.0))
-        turned = put.transpose(put.reshape(put.column_sum(x), [2, 2]))
+    put = Put(x, graph.output_node(), pattern=("name", "here"))
+    node = put.row_sum(put.mul(put.cast(x, torch.float64), 2.0))
+    turned = put.transpose(put.reshape(put.column_sum(x), [2, 2]))
     assert (fake(node).shape, fake(node).dtype) == ((3, 1), torch.float64)
     assert is_transpose(turned)
     assert fake(turned).shape == (2, 2)
@@ -36,10 +35,9 @@ def test_put_records_values_and_prune_takes_them_out():
 def test_a_reshape_that_copies_nothing_is_a_view():
     graph = aten_graph(lambda x: x, torch.randn(4, 6).t())
     (x,) = graph.find_nodes(op="placeholder")
-    put = Put(graph, like=x)
-    with graph.inserting_before(graph.output_node()):
-        shapes = [2, 3, 4], [6, 2, 2], [24]
-        targets = [put.reshape(x, shape).target for shape in shapes]
+    put = Put(x, graph.output_node())
+    shapes = [2, 3, 4], [6, 2, 2], [24]
+    targets = [put.reshape(x, shape).target for shape in shapes]
     assert targets == [aten.view.default] * 2 + [aten.reshape.default]
 
 

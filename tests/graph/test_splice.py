@@ -50,7 +50,7 @@ def graph_of(*values, mode=None):
 
 
 def put(graph, nodes, output, *more):
-    return splice(graph, output, function, (*nodes, *more), like=nodes[0])
+    return splice(output, function, (*nodes, *more), like=nodes[0])
 
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
@@ -105,16 +105,16 @@ def test_other_tensors_are_traced_anew(traces, other):
 
 
 def test_one_memory_twice_and_symbolic_sizes_are_traced_each_time(traces):
-    graph, (x, _), output = graph_of(X, Y)
+    _, (x, _), output = graph_of(X, Y)
     for _ in range(2):
-        splice(graph, output, function, (x, x, 2.0), like=x)
+        splice(output, function, (x, x, 2.0), like=x)
     assert traces.count == 2
 
     symbolic = make_fx(lambda x, y: x + y, tracing_mode="symbolic")(X, Y).graph
     nodes = symbolic.find_nodes(op="placeholder")
     with nodes[0].meta["val"].fake_mode:
         for _ in range(2):
-            splice(symbolic, symbolic.output_node(), function, (*nodes, 2.0), like=nodes[0])
+            splice(symbolic.output_node(), function, (*nodes, 2.0), like=nodes[0])
     assert traces.count == 4
 
 
@@ -128,6 +128,6 @@ def test_nothing_outlives_its_graph():
 
 
 def test_a_constant_tensor_is_an_error():
-    graph, (x, _), output = graph_of(X, Y)
+    _, (x, _), output = graph_of(X, Y)
     with pytest.raises(RuntimeError, match="captured a constant"):
-        splice(graph, output, lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), (x,), like=x)
+        splice(output, lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), (x,), like=x)

@@ -12,9 +12,6 @@ from coda_inductor.patterns import loading, verdict
 def fresh(monkeypatch, tmp_path):
     """No files of other tests, and no verdicts."""
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "cache"))
-    for module, name, value in (
-        (loading, "_registered", {}), (verdict, "_proven", set()), (verdict, "_refused", {}),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
-    loading._load.cache_clear()
-    loading._warn_once.cache_clear()
+    monkeypatch.setattr(loading, "_registered", {})
+    for cached in (loading._load, loading._warn_once, verdict.refusal):
+        cached.cache_clear()

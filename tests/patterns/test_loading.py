@@ -105,7 +105,7 @@ def test_files_are_proven_in_a_process_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(verdict, "_prove_elsewhere", started)
     with pytest.raises(PatternError, match=r"takes longer than 0\.5 s"):
         patterns.load_file(slow)  # refused once, refused for this process
-    for forget in (loading._load.cache_clear, verdict._proven.clear):
+    for forget in (loading._load.cache_clear, verdict.refusal.cache_clear):
         forget()
         assert names(patterns.load_file(good)) == ["mine"]
     with pytest.raises(AssertionError, match="proven again"):  # another content

@@ -41,7 +41,7 @@ from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.dynamo.nodes import Put
-from coda_inductor.matching import Body, Hazards, bodies, forward_mode, value, writes_to
+from coda_inductor.matching import Body, Hazards, bodies, forward_mode, plain, value, writes_to
 from coda_inductor.matching.bodies import nested
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -135,19 +135,19 @@ def skip_blocks(graph: Graph, record: Record) -> None:
 
 def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
     """Why FlexAttention cannot replace ``call``, whatever the mask is computed from."""
-    query, key, val, mask = (value(arguments[name]) for name in (*_TENSORS, "attn_mask"))
-    result, scale = value(call), arguments.get("scale")
+    tensors = plain(*(arguments[name] for name in (*_TENSORS, "attn_mask")), call)
+    scale = arguments["scale"]
     if dual is not None:
         return refuse("forward-mode", f"{dual} uses forward-mode differentiation")
     if getattr(virtualized, "aot_compilation", False):
         return refuse("aot-inductor", "AOTInductor's programs keep SDPA's own kernels")
-    tensors = (query, key, val, mask, result)
-    if not all(getattr(t, "fake_mode", None) is not None for t in tensors):
+    if tensors is None:
         return refuse("not-recorded", "not all of its tensors are plain tensors")
     if not all(isinstance(size, int) for t in tensors for size in t.shape):
         return refuse("mask-size", "its size is symbolic")
     if scale is not None and not isinstance(scale, (int, float)):
         return refuse("mask-size", "its scale is symbolic")
+    query, key, val, mask, result = tensors
     if query.device.type != DEVICE or mask.device != query.device:
         return refuse("mask-device", f"on {query.device.type} FlexAttention has no backward pass")
     if mask.dtype != torch.bool:

@@ -121,9 +121,8 @@ def attend(
         lists: ``block_lists`` of it.
     """
     graph, known = call.graph, value(call)
-    query, key, val = (  # as autocast casts them for SDPA
-        t if value(t).dtype == known.dtype else Put(call)("to", t, known.dtype) for t in tensors
-    )
+    # As autocast casts them for SDPA.
+    query, key, val = (Put(call).cast(t, known.dtype) for t in tensors)
     queries, keys = value(query).shape[-2], value(key).shape[-2]
     score_mod = _function(call, _score_mod)
     mask_mod = _function(call, _mask_mod_b if value(plane).dim() == 3 else _mask_mod)

@@ -11,7 +11,6 @@ results of in-place ops and what depends on them; more than ``MAX_BYTES`` in one
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.fx import Node
 
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.dynamo.nodes import run
-from coda_inductor.graph.read import read
+from coda_inductor.graph.read import of_torch, read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Body, changes, value
 from coda_inductor.refusal import Refusal, Refused, refuse
@@ -146,17 +145,8 @@ def _sample(like: torch.Tensor) -> torch.Tensor:
 def _is_torch(node: Node) -> bool:
     """Is it a tensor method, or a plain function of torch or Python? Not a function with state,
     like those that vmap consists of."""
-    if node.op == "call_method":
-        return True
-    module = getattr(node.target, "__module__", None) or ""
-    name = getattr(node.target, "__name__", "")
-    plain = module in ("_operator", "torch") or module.startswith("torch._C._")
-    known = (
-        getattr(torch, name, None) is node.target or getattr(operator, name, None) is node.target
-    )
-    return node.op == "call_function" and (
-        known or (plain and not module.startswith("torch._C._f"))
-    )
+    state = "functorch" in (getattr(node.target, "__module__", None) or "")
+    return node.op == "call_method" or (of_torch(node.target) and not state)
 
 
 def _on_cpu(arg: Any) -> Any:

@@ -58,14 +58,14 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
         groups.setdefault(origin(arguments(node)["x"]), []).append(node)
     scope = Scope(graph)
     for nodes in groups.values():
-        waiting = wait(graph, nodes, scope, record)
+        waiting = wait(nodes, scope, record)
         scope.refresh(graph)
         x = arguments(nodes[0])["x"]
-        _expand(graph, nodes, waiting or Source(x, x), scope, plan)
+        _expand(nodes, waiting or Source(x, x), scope, plan)
         if waiting is None:
             scope.refresh(graph)
         else:
-            make_again(graph, waiting)
+            make_again(waiting)
             scope = Scope(graph)  # for what the backward pass recomputes
     graph.eliminate_dead_code()
 
@@ -74,26 +74,26 @@ def _quantizations(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=quantize))
 
 
-def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
+def _expand(nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
     x, gemm = source.x, producer(source.x)
     in_epilogue = gemm is not None and plan.absorbs(gemm, x, scope)
     given = {node: arguments(node) for node in nodes}
     if not in_epilogue and all(g["divides"] and tuple(g["dims"]) == ROW for g in given.values()):
         return  # one of Inductor's kernels computes the tensor, its rows' maxima and the cast
-    put = Put(graph, like=x if x.op == "call_function" else nodes[0])
+    put = Put(x if x.op == "call_function" else nodes[0], nodes[0])
     scale = scales(put, nodes, source, in_epilogue=in_epilogue, early=x not in scope.graded)
     places: dict[tuple, list[Node]] = {}
     for node, how in given.items():
         key = (node in scope.forward, node in scope.graded, checkpoint(node), how["divides"])
         places.setdefault(key, []).append(node)
     for same in places.values():
-        _cast(graph, same, source, scale)
+        _cast(same, source, scale)
 
 
-def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
+def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
     """One cast for every pair of results of ``nodes``, one in the tensor's layout and one
     transposed. Either all divide by their scales or none does."""
-    put, divide = Put(graph, like=nodes[0]), arguments(nodes[0])["divides"]
+    put, divide = Put(nodes[0]), arguments(nodes[0])["divides"]
     layouts: list[list[tuple[Any, Any]]] = [[], []]
     for node in nodes:
         for i, readers in enumerate(_readers(node)):
@@ -104,21 +104,19 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Nod
             (None, None) if node is None else (scale[node], arguments(node)["dtype"])
             for node, _ in pair
         ]
-        with graph.inserting_before(nodes[0]):
-            how = source.factor, *given[0], *given[1], divide, source.weight
-            both = put(CAST, source.read, *how)
-            for i, (node, readers) in enumerate(pair):
-                if node is not None:
-                    one = put(operator.getitem, both, i)
-                    other = put.transpose(one)
-                for reader, old in readers:
-                    reader.replace_input_with(old, one if is_transpose(old) == bool(i) else other)
+        how = source.factor, *given[0], *given[1], divide, source.weight
+        both = put(CAST, source.read, *how)
+        for i, (node, readers) in enumerate(pair):
+            if node is not None:
+                one = put(operator.getitem, both, i)
+                other = put.transpose(one)
+            for reader, old in readers:
+                reader.replace_input_with(old, one if is_transpose(old) == bool(i) else other)
     for node in nodes:
         if (inverse := parts(node).get(1)) is not None:
             undoes = scale[node]
             if not divide:
-                with graph.inserting_before(inverse):
-                    undoes = Put(graph, like=inverse)(aten.reciprocal.default, undoes)
+                undoes = Put(inverse)(aten.reciprocal.default, undoes)
             inverse.replace_all_uses_with(undoes)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.nodes import arguments, fake, is_cast, place
@@ -41,7 +41,7 @@ from coda_inductor.rewrite.norm.uses import input_refusal
 from coda_inductor.semantic.norms import NORMS
 
 
-def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Source | None:
+def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     """Defer the norm whose result ``nodes``, all its quantizations, read; None if there is no norm,
     or it stays."""
     quantized = fake(arguments(nodes[0])["x"]).dtype
@@ -61,31 +61,28 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Sourc
     if why is not None:
         record.refuse(known.name, place(norm), why)
         return None
-    put = Put(graph, like=norm, pattern=(known.name, norm.name))
-    made = statistics(put, norm, fake(result).dtype, [])
+    put = Put(norm, pattern=(known.name, norm.name))
+    made = statistics(put, norm, fake(result).dtype)
     kept = [part for i, part in parts(norm).items() if i > 0]
     for part in kept:
         part.replace_all_uses_with(made.statistics[arguments(part)["index"] - 1])
     prune(kept)
-    with graph.inserting_before(norm):
-        x = arguments(norm)["x"]
-        x = put.reshape(x, [-1, fake(x).shape[-1]])
-        weight = put.reshape(made.gamma[0], [1, -1]) if made.gamma else None
+    x = arguments(norm)["x"]
+    x = put.reshape(x, [-1, fake(x).shape[-1]])
+    weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
     return Source(made.h, x, made.flat, weight, others)
 
 
-def make_again(graph: Graph, source: Source) -> None:
+def make_again(source: Source) -> None:
     """Let the other readers read the recomputed result of the norm, one for each checkpoint."""
     made: dict[tuple, Node] = {}
     for user, name in sorted(source.others):
         if (key := checkpoint(user)) not in made:
-            put = Put(graph, like=user)
-            with graph.inserting_before(user):
-                dtype = fake(source.factor).dtype
-                wide = put.mul(put.cast(source.read, dtype), source.factor)
-                if source.weight is not None:
-                    wide = put.mul(wide, put.cast(source.weight, dtype))
-                made[key] = put.cast(wide, fake(name).dtype)
+            put, dtype = Put(user), fake(source.factor).dtype
+            wide = put.mul(put.cast(source.read, dtype), source.factor)
+            if source.weight is not None:
+                wide = put.mul(wide, put.cast(source.weight, dtype))
+            made[key] = put.cast(wide, fake(name).dtype)
         user.replace_input_with(name, made[key])
 
 

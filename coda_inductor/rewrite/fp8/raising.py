@@ -48,7 +48,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base
+from coda_inductor.graph.walk import base, only_reader
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, chain_of, relaid, single
@@ -66,7 +66,7 @@ def raise_fp8(graph: Graph, record: Record) -> None:
         if isinstance(found, Refusal):
             record.refuse("fp8", place(node), found)
         else:
-            _raise(graph, node, found, factors)
+            _raise(node, found, factors)
             record.fire("fp8_product", node.target is aten_scaled_mm)
     graph.eliminate_dead_code()
 
@@ -123,9 +123,9 @@ def _product(node: Node) -> _Product | Refusal:
 def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
     """(the result, rows' factors, columns' factors) if the product is multiplied with both, and
     rounded again."""
-    scaled = next(iter(node.users), node)
-    end = next(iter(scaled.users), node)
-    if scaled.target is not aten.mul.Tensor or len(node.users) != 1 or len(scaled.users) != 1:
+    scaled = only_reader(node)
+    end = only_reader(scaled)
+    if scaled is None or end is None or scaled.target is not aten.mul.Tensor:
         return None
     outer = next((x for x in scaled.args if x is not node), None)
     if not is_cast(end) or fake(end).dtype != fake(node).dtype:
@@ -137,14 +137,13 @@ def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
     return (end, *outer.args) if same(shapes, [(m, 1), (1, n)]) else None
 
 
-def _raise(graph: Graph, node: Node, found: _Product, factors: _Factors) -> None:
+def _raise(node: Node, found: _Product, factors: _Factors) -> None:
     """Replace the product ``node``, read as ``found``, by the semantic op."""
-    put, out = Put(graph, like=node), fake(node).dtype
-    with graph.inserting_before(found.end):
-        a, rows = factors(put, found.a, found.rows, [-1, 1])
-        b, columns = factors(put, found.b, found.columns, [1, -1])
-        bias = () if found.bias is None else (found.bias,)
-        new = put(scaled_mm, a, b, rows, columns, out, found.fast, found.after, *bias)
+    put, out = Put(node, found.end), fake(node).dtype
+    a, rows = factors(put, found.a, found.rows, [-1, 1])
+    b, columns = factors(put, found.b, found.columns, [1, -1])
+    bias = () if found.bias is None else (found.bias,)
+    new = put(scaled_mm, a, b, rows, columns, out, found.fast, found.after, *bias)
     if _lies(a)[1]:
         new.meta[WEIGHT_GRADIENT] = True
     found.end.replace_all_uses_with(new)
@@ -154,7 +153,7 @@ class _Factors:
     """The factors of a graph's products; equal quantizations are made once."""
 
     def __init__(self, graph: Graph, record: Record):
-        self.graph, self.record, self.scope = graph, record, Scope(graph)
+        self.record, self.scope = record, Scope(graph)
         self.known: dict[tuple, tuple[Node, Node]] = {}
         self.refused: set[Node] = set()
 
@@ -197,11 +196,10 @@ class _Factors:
         side = q in self.scope.forward, q in self.scope.graded, checkpoint(q)
         key = origin(x), str(width), dims, chain.kind, side
         if key not in self.known:
-            put = Put(self.graph, like=q)
-            with self.graph.inserting_before(q):
-                x = x if rank == 2 else put.reshape(x, [-1, width])
-                both = put(quantize, x, list(dims), *chain.kind)
-                self.known[key] = put(operator.getitem, both, 0), put(operator.getitem, both, 1)
+            put = Put(q)
+            x = x if rank == 2 else put.reshape(x, [-1, width])
+            both = put(quantize, x, list(dims), *chain.kind)
+            self.known[key] = put(operator.getitem, both, 0), put(operator.getitem, both, 1)
             self.record.fire("fp8_quantize", converts(q))
         return self.known[key], flipped
 

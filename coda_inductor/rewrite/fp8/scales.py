@@ -50,13 +50,11 @@ def scales(
     put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, early: bool
 ) -> dict[Node, Node]:
     """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
-    0-dim, computed before the first. ``in_epilogue``: a GEMM's epilogue computes the source;
+    0-dim, where ``put`` puts. ``in_epilogue``: a GEMM's epilogue computes the source;
     ``early``: the forward pass has it."""
-    graph, before = put.graph, nodes[0]
     given = {node: arguments(node) for node in nodes}
-    with graph.inserting_before(before):
-        kinds = {tuple(how["dims"]) for how in given.values()}
-        maxima = _maxima(put, source, kinds, in_epilogue=in_epilogue)
+    kinds = {tuple(how["dims"]) for how in given.values()}
+    maxima = _maxima(put, source, kinds, in_epilogue=in_epilogue)
     made: dict[str, Node] = {}
     found: dict[Node, Node] = {}
     for node, how in given.items():
@@ -64,9 +62,8 @@ def scales(
         if (key := str((dims, kind))) not in made:
             amax = maxima[tuple(dims)]
             if how["divides"]:  # in the dtype of x, as its definition says
-                with graph.inserting_before(before):
-                    amax = put.cast(amax, fake(x).dtype)
-            made[key] = splice(graph, before, scale_of, [amax, *kind], like=put.like)
+                amax = put.cast(amax, fake(x).dtype)
+            made[key] = splice(put.before, scale_of, [amax, *kind], like=put.like)
             if early:
                 made[key].meta[EARLY] = True
         found[node] = made[key]

@@ -27,13 +27,13 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import aten, fake, renames_or_casts
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import bare, base, readers
+from coda_inductor.graph.walk import bare, base, only_reader
 
 
 def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
     """(total, (a, b)) if ``total`` is ``gradient + a * exp(logits - b)`` with a and b (..., 1);
     else ``gradient`` itself and None."""
-    total, columns = _reader(gradient), fake(logits).shape[-1]
+    total, columns = only_reader(gradient, renames_or_casts), fake(logits).shape[-1]
     others = [x for x in map(bare, _args(total, aten.add.Tensor)) if x is not gradient]
     if total is None or len(others) != 1:
         return gradient, None
@@ -52,9 +52,9 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     be less exact if it were computed from the logits."""
     capped = base(logits)
     cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
-    scaled = _reader(gradient)
-    turned = _reader(scaled)
-    last = _reader(turned)
+    scaled = only_reader(gradient, renames_or_casts)
+    turned = only_reader(scaled, renames_or_casts)
+    last = only_reader(turned, renames_or_casts)
     if not cap or not _args(t, aten.tanh.default) or last is None or _factor(scaled) != cap:
         return gradient, 0.0
     back = _factor(last)
@@ -65,7 +65,7 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
 
 def through_factor(gradient: Node) -> tuple[Node, float]:
     """(dz, f) if the only reader of ``gradient`` is ``dz = f * gradient``; else itself and 1."""
-    scaled = _reader(gradient)
+    scaled = only_reader(gradient, renames_or_casts)
     factor = _factor(scaled)
     return (gradient, 1.0) if scaled is None or factor is None else (scaled, factor)
 
@@ -92,12 +92,6 @@ def _args(node: Any, target: Any) -> tuple[Any, ...]:
     """The arguments of ``node`` if it is a plain call of ``target``; else empty."""
     plain = isinstance(node, Node) and node.target is target and not node.kwargs
     return node.args if plain else ()
-
-
-def _reader(node: Node | None) -> Node | None:
-    """The only node that reads ``node``, through casts and views."""
-    users = [] if node is None else readers(node, renames_or_casts)[1]
-    return users[0] if len(users) == 1 else None
 
 
 def _factor(node: Any) -> float | None:

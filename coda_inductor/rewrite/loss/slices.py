@@ -55,13 +55,13 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
         if not record.enabled(name):
             record.refuse(name, node.name, refuse("disabled", f"options['disable'] names {name}"))
-        elif (why := _slice(graph, node, record.plan.slice_bytes)) is not None:
+        elif (why := _slice(node, record.plan.slice_bytes)) is not None:
             record.refuse(name, node.name, why)
         else:
             record.fire(name)
 
 
-def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
+def _slice(node: Node, slice_bytes: int) -> Refusal | None:
     given = arguments(node)
     logits = fake(given["logits"])
     # Each size has its own hint: with rows that a mask selects, their product would have none.
@@ -93,24 +93,23 @@ def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
         differ = ", ".join(sorted(map(str, dtypes)))
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
     last = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
-    put = Put(graph, like=node)
+    put = Put(node, last.next)
     results: dict[Node, Node] = {}
-    with graph.inserting_before(last.next):
-        dlse = None if penalty is None else _times_softmax(put, given["lse"], *penalty)
-        wide = fake(given["lse"]).dtype
-        dloss, *of_rows, ignored, smoothing, reduction = given.values()
-        if factor != 1:
-            dloss = put(aten.mul.Tensor, put.cast(dloss, wide), factor)
-            dlse = None if dlse is None else put(aten.mul.Tensor, dlse, factor)
-        args = (dloss, *of_rows, weight, x, dlse, ignored, smoothing, reduction, cap, bool(sums))
-        call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
-        for i, found in enumerate((dgrads, wgrads, sums)):
-            if found:
-                results[found[0]] = put(operator.getitem, call, i)
-        for bias in sums:
-            shape = [1] * (fake(bias).dim() - 1) + [-1]
-            viewed = put(aten.view.default, results[bias], shape)
-            results[bias] = put.cast(viewed, fake(bias).dtype)
+    dlse = None if penalty is None else _times_softmax(put, given["lse"], *penalty)
+    wide = fake(given["lse"]).dtype
+    dloss, *of_rows, ignored, smoothing, reduction = given.values()
+    if factor != 1:
+        dloss = put.mul(put.cast(dloss, wide), factor)
+        dlse = None if dlse is None else put.mul(dlse, factor)
+    args = (dloss, *of_rows, weight, x, dlse, ignored, smoothing, reduction, cap, bool(sums))
+    call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
+    for i, found in enumerate((dgrads, wgrads, sums)):
+        if found:
+            results[found[0]] = put(operator.getitem, call, i)
+    for bias in sums:
+        shape = [1] * (fake(bias).dim() - 1) + [-1]
+        viewed = put(aten.view.default, results[bias], shape)
+        results[bias] = put.cast(viewed, fake(bias).dtype)
     for old, new in results.items():
         old.replace_all_uses_with(new)
     settle(list(results.values()))
@@ -122,9 +121,9 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
     """``a * exp(lse - b)`` (M,), for b of (..., 1): softmax times this is ``a * exp(logits - b)``.
     It is ``a`` if b is a log-sum-exp of the logits too."""
     dtype = fake(lse).dtype
-    a, b = (put.cast(put(aten.reshape.default, n, [-1]), dtype) for n in (a, b))
-    shift = put(aten.exp.default, put(aten.sub.Tensor, lse, b))
-    return put(aten.mul.Tensor, a, shift)
+    a, b = (put.cast(put.reshape(n, [-1]), dtype) for n in (a, b))
+    shift = put(aten.exp.default, put.sub(lse, b))
+    return put.mul(a, shift)
 
 
 def _sums_rows(node: Node, columns: Any) -> bool:

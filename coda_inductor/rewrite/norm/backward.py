@@ -32,9 +32,7 @@ GEMM, so that a kernel of Inductor's finishes dx.
 
 from __future__ import annotations
 
-import functools
-
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import gemm_inputs
@@ -47,7 +45,7 @@ from coda_inductor.rewrite.recompute import KEEP
 
 
 def differentiate(
-    graph: Graph, found: Uses, norm: Deferred, products: list[Product] | None, scope: Scope
+    found: Uses, norm: Deferred, products: list[Product] | None, scope: Scope
 ) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None where they cannot be told apart."""
@@ -55,17 +53,16 @@ def differentiate(
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
     norm.h.all_input_nodes[0].meta[KEEP] = products is not None
-    scaled = _Scaled(graph, norm)
+    scaled = _Scaled(norm)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
-        _weight_gradient(Put(graph, like=wgrad), wgrad, n_is_left, norm, scaled)
+        _weight_gradient(wgrad, n_is_left, norm, scaled)
     early = found.early
     for dgrad in found.dgrads if early else ():
         dz, weight = gemm_inputs(dgrad)
         dgrad.args = (scaled(dz, dgrad), weight)
     if (backward := found.backward) is not None:
-        with graph.inserting_before(backward):
-            results = _gradients(graph, backward, norm, early, products if early else None)
+        results = _gradients(backward, norm, early, products if early else None)
         for place, part in parts(backward).items():
             part.replace_all_uses_with(results[place])
         old += backward.users
@@ -83,39 +80,35 @@ def _at_hand(z: Node, scope: Scope) -> bool:
 class _Scaled:
     """What is read of dz in place of it, put in once for each dz."""
 
-    def __init__(self, graph: Graph, norm: Deferred):
-        self.graph, self.norm, self.wide = graph, norm, fake(norm.flat).dtype
+    def __init__(self, norm: Deferred):
+        self.norm, self.wide = norm, fake(norm.flat).dtype
         self.made: dict[Node, Node] = {}
 
     def __call__(self, dz: Node, reader: Node) -> Node:
         """``dz * scale``."""
         if (key := base(dz)) not in self.made:
-            put = Put(self.graph, like=reader)
-            with self.graph.inserting_before(reader):
-                zs = put.mul(put.cast(dz, self.wide), self.norm.flat)
-                self.made[key] = put.cast(zs, fake(dz).dtype)
+            put = Put(reader)
+            zs = put.mul(put.cast(dz, self.wide), self.norm.flat)
+            self.made[key] = put.cast(zs, fake(dz).dtype)
         return self.made[key]
 
 
-def _weight_gradient(
-    put: Put, wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled
-) -> None:
+def _weight_gradient(wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled) -> None:
     """``n.T @ dz``, or where n is on the right ``dz.T @ n``: of h and zs."""
     left, right = gemm_inputs(wgrad)
     dz = right if n_is_left else base(left, is_transpose)
     zs = scaled(dz, wgrad)
-    with put.graph.inserting_before(wgrad):
-        left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
-        wgrad.args = (put.transpose(left), right)
+    left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
+    wgrad.args = (Put(wgrad).transpose(left), right)
 
 
 def _gradients(
-    graph: Graph, backward: Node, norm: Deferred, early: bool, products: list[Product] | None
+    backward: Node, norm: Deferred, early: bool, products: list[Product] | None
 ) -> dict[int, Node]:
     """The new results of ``backward``, by their index. Only they count as the pattern: the scale
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
-    put = Put(graph, like=backward, pattern=(f"{norm.name}_backward", backward.name))
+    put = Put(backward, pattern=(f"{norm.name}_backward", backward.name))
     given, scale = arguments(backward), norm.statistics[0]
     s, x, gamma, needs = (given[name] for name in ("dy", "x", "weight", "needs"))
     wide = fake(scale).dtype
@@ -125,8 +118,9 @@ def _gradients(
     results: dict[int, Node] = {}
     if needs[0]:
         p = s if gamma is None else put.mul(s, put.cast(gamma, wide))
-        dot = _dot(Put(graph, like=backward), p, x_wide, norm, products)
-        dot = functools.reduce(put.mul, norm.statistics[1:], dot)
+        dot = _dot(Put(backward), p, x_wide, norm, products)
+        for bend in norm.statistics[1:]:
+            dot = put.mul(dot, bend)
         slope = put.mul(put.mul(put.mul(scale, scale), dot), -1.0 / fake(x).shape[-1])
         results[0] = put.cast(put.add(p, put.mul(x_wide, slope)), fake(x).dtype)
     if needs[1]:

@@ -58,10 +58,10 @@ def defer_norms(graph: Graph, record: Record) -> None:
             means.stays(norm)
             continue
         x = arguments(norm)["x"]  # the norm is gone after this
-        deferred, products = defer(graph, norm, found)
-        differentiate(graph, found, deferred, products, scope)
-        for mean in deferred.means:
-            means.note(x, mean)
+        deferred, products = defer(norm, found)
+        differentiate(found, deferred, products, scope)
+        if deferred.mean is not None:
+            means.note(x, deferred.mean)
         prune(list(norm.users))
         scope.refresh(graph)
         logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))
@@ -90,7 +90,7 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     pivot = means.choose(norm, found.dtype, rounded)
     if isinstance(pivot, Refusal):
         return pivot
-    found.pivots.append(pivot)
+    found.pivot = pivot
     return record.plan.norm_loses(found.gemms) or found
 
 

@@ -26,11 +26,10 @@ the product too, which Triton 3.6 fails to compile in some orders (docs/gotchas.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias
@@ -45,37 +44,34 @@ from coda_inductor.semantic.norms import NORMS
 @dataclass(frozen=True)
 class Deferred:
     """What took the place of a norm: the operand ``h`` (M, d) of its GEMMs; the ``statistics``
-    (..., 1) that its gradient reads, the row scale first, which is ``flat`` as (M, 1). Lists are
-    empty where there is none: ``gamma``, ``beta``; the ``shifts`` (M, 1) of what ``h`` was made of,
-    and the ``means`` (..., 1) of x."""
+    (..., 1) that its gradient reads, the row scale first, which is ``flat`` as (M, 1); ``gamma``
+    and ``beta``, if it has them. For a norm with a shift, the ``shift`` (M, 1) of what ``h`` was
+    made of, and the ``mean`` (..., 1) of x."""
 
     name: str
-    gamma: list[Node]
-    beta: list[Node]
+    gamma: Node | None
+    beta: Node | None
     h: Node
     statistics: list[Node]
     flat: Node
-    shifts: list[Node]
-    means: list[Node]
+    shift: Node | None
+    mean: Node | None
 
 
 #: A GEMM that follows a norm: its result z (M, N), and the gradient dz of that.
 Product = tuple[Node, Node]
 
 
-def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product] | None]:
+def defer(norm: Node, found: Uses) -> tuple[Deferred, list[Product] | None]:
     """Rewrite the forward pass of ``norm``, whose readers are ``found``. Returns the GEMMs that
     follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target].name, norm.name)
-    deferred = statistics(Put(graph, like=norm, pattern=pattern), norm, found.dtype, found.pivots)
+    deferred = statistics(Put(norm, pattern=pattern), norm, found.dtype, found.pivot)
     gradients = found.gradients()
     made: dict[Node, Node] = {}
     for gemm in found.gemms:
-        with graph.inserting_before(gemm):
-            shifts, added = _vectors(Put(graph, like=gemm), gemm, deferred)
-            put = Put(graph, like=gemm, pattern=pattern)
-            made[gemm] = z = _scale(put, gemm, deferred, shifts, added)
-        gemm.replace_all_uses_with(z)
+        made[gemm] = _scaled(Put(gemm, pattern=pattern), gemm, deferred)
+        gemm.replace_all_uses_with(made[gemm])
         prune([gemm])
     if gradients is None:
         return deferred, None
@@ -83,61 +79,56 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
     return deferred, [(made[gemm], dz) for gemm, dz in gradients.items()]
 
 
-def statistics(put: Put, norm: Node, dtype: torch.dtype, pivots: list[Node]) -> Deferred:
+def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None = None) -> Deferred:
     """What takes the place of ``norm`` for GEMMs that read it in ``dtype``; see the module."""
     record, given = NORMS[norm.target], arguments(norm)
-    x, wide = given["x"], statistics_dtype(fake(given["x"]).dtype)
-    gamma, beta = ([v for v in [given.get(name)] if v is not None] for name in ("weight", "bias"))
-    with put.graph.inserting_before(norm):
-        pivots = [_shaped(put, pivot, x) for pivot in pivots]
-        v = functools.reduce(put.sub, pivots, put.cast(x, wide))
-        args = (v, dtype, *(given[name] for name in record.numbers))
-        meta = {"coda_pattern": put.pattern}
-        rows, shifts = splice(put.graph, norm, record.rows, args, like=norm, meta=meta)
-        h = functools.reduce(lambda h, vector: put.mul(h, put.cast(vector, wide)), gamma, v)
-        h = put.reshape(put.cast(h, dtype), [-1, fake(x).shape[-1]])
-        flat = put.reshape(rows[0], [-1, 1])
-        means = [put.add(m, pivot) for m, pivot in zip(shifts, pivots, strict=True)]
-        shifts = [put.reshape(m, [-1, 1]) for m in shifts]
-    return Deferred(record.name, gamma, beta, h, list(rows), flat, shifts, means)
+    x, gamma, shift, mean = given["x"], given["weight"], None, None
+    wide = statistics_dtype(fake(x).dtype)
+    if pivot is not None and not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
+        pivot = put.reshape(pivot, [*put.sizes(x)[:-1], 1])
+    v = put.cast(x, wide)
+    v = v if pivot is None else put.sub(v, pivot)
+    args = (v, dtype, *(given[name] for name in record.numbers))
+    rows, means = splice(norm, record.rows, args, meta={"coda_pattern": put.pattern})
+    h = v if gamma is None else put.mul(v, put.cast(gamma, wide))
+    h = put.reshape(put.cast(h, dtype), [-1, fake(x).shape[-1]])
+    flat = put.reshape(rows[0], [-1, 1])
+    if pivot is not None:
+        mean, shift = put.add(means[0], pivot), put.reshape(means[0], [-1, 1])
+    return Deferred(record.name, gamma, given.get("bias"), h, list(rows), flat, shift, mean)
 
 
-def _shaped(put: Put, pivot: Node, x: Node) -> Node:
-    """``pivot`` with the leading dimensions of ``x``."""
-    if same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
-        return pivot
-    return put.reshape(pivot, [*put.sizes(x)[:-1], 1])
-
-
-def _vectors(put: Put, gemm: Node, norm: Deferred) -> tuple[list[Node], list[Node]]:
-    """What is taken away from the product before the row scale, ``m gamma^T W`` for each shift m,
-    and what is added after it: ``beta^T W + b``, (N,), as far as there is any. All in float32
-    (float64 for float64 GEMMs)."""
-    wide = fake(norm.flat).dtype
-    added = [bias_of(gemm)] if plain_bias(gemm) else []
-    if not norm.shifts and not norm.beta:
-        return [], added
-    w = put.cast(gemm_inputs(gemm)[1], wide)
-
-    def times(vectors: list[Node]) -> Node:
-        columns = [put.reshape(put.cast(vector, wide), [-1, 1]) for vector in vectors]
-        return put.column_sum(functools.reduce(put.mul, columns, w))
-
-    colsums = [times(norm.gamma) for _ in norm.shifts]
-    added = [*(times([beta]) for beta in norm.beta), *added]
-    return colsums, [functools.reduce(put.add, added)] if added else []
-
-
-def _scale(put: Put, gemm: Node, norm: Deferred, colsums: list[Node], added: list[Node]) -> Node:
-    """``gemm(h, W)`` with what ``_vectors`` says around the row scale; a bias that is no vector is
-    added after that."""
+def _scaled(put: Put, gemm: Node, norm: Deferred) -> Node:
+    """``gemm(h, W)`` with what the norm takes away before the row scale, and adds after it."""
+    colsum, offset = _vectors(gemm, norm)
     z = put.cast(put(aten.mm.default, norm.h, gemm_inputs(gemm)[1]), fake(norm.flat).dtype)
-    for shift, colsum in zip(norm.shifts, colsums, strict=True):
-        z = put.sub(z, put.mul(shift, colsum))
-    z = functools.reduce(put.add, added, put.mul(z, norm.flat))
+    if norm.shift is not None:
+        z = put.sub(z, put.mul(norm.shift, colsum))
+    z = put.mul(z, norm.flat)
+    if offset is not None:
+        z = put.add(z, offset)
     if bias_of(gemm) is not None and not plain_bias(gemm):
         z = _biased(put, gemm, z)
     return put.cast(z, fake(gemm).dtype)
+
+
+def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
+    """``gamma^T W``, for a norm with a shift, and ``beta^T W + b``, as far as there is any: (N,) in
+    float32 (float64 for float64 GEMMs)."""
+    put, wide = Put(gemm), fake(norm.flat).dtype
+    bias = bias_of(gemm) if plain_bias(gemm) else None
+    if norm.shift is None:
+        return None, bias
+    w = put.cast(gemm_inputs(gemm)[1], wide)
+
+    def times(vector: Node) -> Node:
+        return put.column_sum(put.mul(w, put.reshape(put.cast(vector, wide), [-1, 1])))
+
+    colsum = put.column_sum(w) if norm.gamma is None else times(norm.gamma)
+    if norm.beta is None:
+        return colsum, bias
+    offset = times(norm.beta)
+    return colsum, offset if bias is None else put.add(offset, bias)
 
 
 def _biased(put: Put, gemm: Node, z: Node) -> Node:

@@ -24,7 +24,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.edit import insert
+from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import same
@@ -51,8 +51,7 @@ class Means:
             return
         mean = parts(norm).get(place)
         if mean is None:
-            with norm.graph.inserting_after(norm):
-                mean = insert(norm.graph, operator.getitem, (norm, place), like=norm)
+            mean = Put(norm, norm.next)(operator.getitem, norm, place)
         self.note(arguments(norm)["x"], mean)
 
     def find(self, norm: Node) -> tuple[Node, list[Node]] | None:

@@ -41,15 +41,14 @@ class Uses:
             else it is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
-        pivots: what is taken away from x, one value a row: as many as the norm has shifts, chosen
-            by ``pivot``.
+        pivot: what is taken away from x, one value a row, for a norm with a shift (``pivot``).
     """
 
     gemms: list[Node] = field(default_factory=list)
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
-    pivots: list[Node] = field(default_factory=list)
+    pivot: Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
