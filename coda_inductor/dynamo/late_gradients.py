@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,15 +79,6 @@ class _Late(torch.autograd.Function):
         return None, dh, dw, db, None
 
 
-class _Head(NamedTuple):
-    """Logits in a graph: ``linear(h, w, b)``, soft-capped by ``cap`` unless that is 0."""
-
-    h: Node
-    w: Node
-    b: Node | None
-    cap: float
-
-
 def _linear(h, w, b):
     return F.linear(h, w, b)
 
@@ -115,13 +106,13 @@ def separate(graph: Graph, record: Record) -> None:
         head = _head(logits)
         if head is None or len(logits.users) < 2:
             continue
-        parameters = {p for p in (head.w, head.b) if p is not None}
-        if not parameters <= set(inputs) or changed & _read(logits, {head.h, *parameters}):
+        h, w, b, cap = head
+        parameters = {w} if b is None else {w, b}
+        if not parameters <= set(inputs) or changed & _read(logits, {h, *parameters}):
             continue
         results[place] = Put(logits, output)("detach", logits)
-        results.append(head.h)
-        bias = None if head.b is None else inputs.index(head.b)
-        found.append((place, inputs.index(head.w), bias, head.cap))
+        results.append(h)
+        found.append((place, inputs.index(w), None if b is None else inputs.index(b), cap))
     output.args = (tuple(results),)
     if found:
         record.around.append(lambda compiled: _wrap(compiled, found))
@@ -147,8 +138,9 @@ def _is_large(node: Node) -> bool:
     return hint(known.numel()) * known.element_size() >= LEAST_BYTES
 
 
-def _head(logits: Node) -> _Head | None:
-    """The LM head that computes ``logits``, if one does."""
+def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
+    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped by ``cap`` unless that is
+    0; else None."""
     match = first_match(_heads(), logits)
     layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
@@ -156,7 +148,7 @@ def _head(logits: Node) -> _Head | None:
     cap, (h, w, b) = match.bound.get("cap", 0.0), arguments(layer).values()
     capped = isinstance(cap, (int, float)) and bool(cap)
     known = all(isinstance(n, Node | None) for n in (h, w, b))
-    return _Head(h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None
+    return (h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None
 
 
 def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -> Compiled:

@@ -102,6 +102,9 @@ SUMS = {
         0, perm % x.shape[0], y
     ),
     "added twice": lambda y, w, perm, x, k: torch.zeros_like(x).index_add(0, perm // k, y, alpha=2),
+    "in fewer bits": lambda y, w, perm, x, k: (
+        y.float()[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
+    ),
     "weighted in another order": lambda y, w, perm, x, k: (
         (y * w.reshape(-1, 1))[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
     ),

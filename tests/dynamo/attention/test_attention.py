@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from coda_inductor.dynamo.attention import calls as calls_module
 from coda_inductor.dynamo.attention import constants
 from coda_inductor.dynamo.attention.calls import classify
+from coda_inductor.rewrite.tables import KEEP
 
 T = 12
 sdpa = F.scaled_dot_product_attention
@@ -103,6 +104,10 @@ REFUSED = {
     "adds numbers other than 0": lambda q, _: torch.linspace(0, 1, T, dtype=q.dtype)[None, :],
     "draws random numbers": lambda q, _: torch.rand(T, T) + torch.eye(T) > 0.5,
     "MiB to evaluate": lambda q, _: arange_mask(q),
+    "depends on _remove_batch_dim": lambda *_: torch.func.vmap(lambda i: i >= torch.arange(T))(
+        torch.arange(T)
+    ),
+    "depends on keep": lambda q, _: KEEP(arange_mask(q)),
 }
 
 
