@@ -16,20 +16,15 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import ConcatKernel, register_lowering
-
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_LIBRARY.define("columns(Tensor[] parts) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from coda_inductor.semantic.define import opaque
 
 
 def _columns(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts), 1)
 
 
-_LIBRARY.impl("columns", _columns, "CompositeExplicitAutograd")
-torch.library.register_fake("coda_inductor::columns", _columns, lib=_LIBRARY)
-
 #: (M, K1), (M, K2), ... -> (M, K1 + K2 + ...), contiguous.
-COLUMNS = torch.ops.coda_inductor.columns.default
+COLUMNS = opaque("columns(Tensor[] parts) -> Tensor", _columns, _columns)
 
 
 @functools.cache

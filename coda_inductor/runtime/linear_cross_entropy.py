@@ -12,15 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coda_inductor.semantic.define import opaque
 from coda_inductor.semantic.loss import row_weights
-
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_LIBRARY.define(
-    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
-    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
-    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 #: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits.
 SLICE_BYTES = 2**28
@@ -109,7 +102,6 @@ def _accumulate(total: Tensor | None, piece: Tensor, weight: Tensor, wide: torch
     return torch.addmm(total, piece, weight, out_dtype=wide, out=total)
 
 
-@torch.library.register_fake("coda_inductor::linear_cross_entropy_backward", lib=_LIBRARY)
 def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 (op's signature)
     m, v = target.shape[0], logits.shape[-1]
     dx = logits.new_empty((m, weight.shape[1]) if weight is not None else 0)
@@ -117,6 +109,10 @@ def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 
     return dx, dw, lse.new_empty(v if how[-1] else 0)
 
 
-_LIBRARY.impl(
-    "linear_cross_entropy_backward", linear_cross_entropy_backward, "CompositeExplicitAutograd"
+opaque(
+    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
+    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
+    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
+    linear_cross_entropy_backward,
+    _fake,
 )

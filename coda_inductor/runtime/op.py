@@ -34,15 +34,7 @@ from coda_inductor.runtime.launch import kernel
 from coda_inductor.select import legality
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
-
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_LIBRARY.define(
-    "gemm_epilogue(Tensor[] as_, Tensor[] bs, Tensor[] operands, str program, str config, "
-    'str site="", bool strict=False) -> Tensor[]',
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
-#: The op, as it is in graphs.
-OP = torch.ops.coda_inductor.gemm_epilogue.default
+from coda_inductor.semantic.define import LIB, opaque
 
 
 def gemm_epilogue(
@@ -72,7 +64,6 @@ def _allocate(program: EpilogueProgram, config: Config, as_, bs, operands):
     ]
 
 
-@torch.library.register_fake("coda_inductor::gemm_epilogue", lib=_LIBRARY)
 def _fake(as_, bs, operands, program, config, *_):
     return _allocate(EpilogueProgram.from_json(program), Config.parse(config), as_, bs, operands)
 
@@ -158,6 +149,13 @@ def _direct(as_, *others):
     return _cuda(as_, *others) if as_[0].is_cuda else OP(as_, *others)
 
 
-OP.direct, OP.fake = _direct, _fake  # type: ignore[attr-defined]
-_LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("gemm_epilogue", _cuda, "CUDA")
+#: The op, as it is in graphs.
+OP = opaque(
+    "gemm_epilogue(Tensor[] as_, Tensor[] bs, Tensor[] operands, str program, str config, "
+    'str site="", bool strict=False) -> Tensor[]',
+    _reference,
+    _fake,
+    torch.Tag.flexible_layout,
+)
+OP.direct, OP.fake = _direct, _fake
+LIB.impl("gemm_epilogue", _cuda, "CUDA")

@@ -14,7 +14,7 @@ class KernelRequest:
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
     dimension of A (M x K) and B (K x N) has stride 1. ``variant``: of their reading
     (``mainloop.readings``). ``arch``: compute capability, e.g. "90"; None is this machine's.
-    Kernels without a program use other texts (``runtime.experts.requests``).
+    Kernels without a program use other texts (``runtime.on_cuda.requests``).
     """
 
     program: str
