@@ -78,7 +78,7 @@ def ports(program: EpilogueProgram) -> Ports:
 def _uniform(program: EpilogueProgram) -> frozenset[str]:
     names = {o.name for o in program.operands if o.kind == "scalar"}
     for step in program.steps:
-        if all(not isinstance(a, str) or a in names for a in step.args):
+        if names.issuperset(step.names):
             names.add(step.name)
     return frozenset(names)
 
@@ -109,7 +109,7 @@ def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
     zeros = set(program.accs) | {o.name for o in program.operands if o.kind == "tile"}
     valid = {o.name for o in program.operands if o.kind not in ("tile", garbage)}
     for step in program.steps:
-        names = [a for a in step.args if isinstance(a, str)]
+        names = step.names
         literals = [a for a in step.args if not isinstance(a, str)]
         if all(n in zeros for n in names):
             keeps = (

@@ -63,7 +63,7 @@ class _Rounded:
         while todo:
             top = todo[-1]
             step = self._made.get(top)
-            names = () if step is None or self._ends_at(top, step) else _names(step)
+            names = () if step is None or self._ends_at(top, step) else step.names
             if unknown := [a for a in names if a not in self._known]:
                 todo += unknown
                 continue
@@ -92,7 +92,3 @@ class _Rounded:
         self._taken.add(name)
         self.steps.append(Step(name, op, args, origin))
         return name
-
-
-def _names(step: Step) -> list[str]:
-    return [a for a in step.args if isinstance(a, str)]

@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,6 @@ class Kernel:
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
         self._plans: dict[tuple, object] = {}
-        # the same -> why it could not be built, when to try again, and the current pause
-        self._unbuilt: dict[tuple, tuple[str, float, float]] = {}
         # what similar calls have in common -> their launch; None if only the full way works
         self._prepared: dict[tuple, Prepared | None] = {}
 
@@ -94,16 +93,12 @@ class Kernel:
         plan = self._plans.get(key) or self._built(key)
         routes = [None if i is None else vector(operands[i]) for i in self.program.routes]
         with _on_device(a.device):
-            _quack_launcher()(plan, a, b, d, c, values, *routes)
+            _run(plan, a, b, d, c, values, *routes)
         for output, partials in interleaved:
             output.copy_(partials[:, ::2])
 
-    def forget_failures(self) -> None:
-        """Try again to build what could not be built."""
-        self._unbuilt.clear()
-
     def _built(self, key: tuple) -> object:
-        why, until, pause = self._unbuilt.get(key, ("", 0.0, _FIRST_PAUSE))
+        why, until, pause = _unbuilt.get((self, key), ("", 0.0, _FIRST_PAUSE))
         if why and time.monotonic() < until:
             raise KernelError(why)
         try:
@@ -111,7 +106,7 @@ class Kernel:
         except torch.OutOfMemoryError:  # the next call may find room
             raise
         except Exception as error:
-            self._unbuilt[key] = repr(error), time.monotonic() + pause, 2 * pause
+            _unbuilt[self, key] = repr(error), time.monotonic() + pause, 2 * pause
             raise KernelError(repr(error)) from error
         return self._plans[key]
 
@@ -160,23 +155,20 @@ class Kernel:
         return d, interleaved
 
 
-# Plans of this process. A kernel depends only on its program and config, not on its callers.
-_kernels: dict[tuple[str, str], Kernel] = {}
+# A kernel and its plan -> why it could not be built, when to try again, and the current pause.
+_unbuilt: dict[tuple, tuple[str, float, float]] = {}
 
 
+@functools.cache
 def kernel(program: str, config: str) -> Kernel:
-    """The kernel of a serialized program with a config in text form."""
-    found = _kernels.get((program, config))
-    if found is None:
-        made = Kernel(EpilogueProgram.from_json(program), Config.parse(config))
-        found = _kernels.setdefault((program, config), made)
-    return found
+    """The kernel of a serialized program with a config in text form. It depends only on these, not
+    on its callers."""
+    return Kernel(EpilogueProgram.from_json(program), Config.parse(config))
 
 
 def forget_failures() -> None:
     """Try all failed builds again: the user may have fixed the cause."""
-    for known in list(_kernels.values()):
-        known.forget_failures()
+    _unbuilt.clear()
 
 
 def requests(
@@ -191,11 +183,10 @@ def requests(
     return [KernelRequest(program, config, *how) for how in reading.kernels(as_, bs)]
 
 
-@functools.lru_cache(maxsize=1)
-def _quack_launcher():
+def _run(*arguments: Any) -> None:
     from coda_inductor.mainloop.plan import run
 
-    return run
+    run(*arguments)
 
 
 def _on_device(device: torch.device):

@@ -11,9 +11,9 @@ shapes and the outputs' strides once more.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch import Tensor
 from coda_inductor.codegen.ports import ports
 from coda_inductor.compat import empty_strided_cuda
 from coda_inductor.mainloop.readings import reading_of
-from coda_inductor.mainloop.readings.plain import Read
 from coda_inductor.mainloop.tensors import UnpairableError, readable
 from coda_inductor.program import EpilogueProgram, Operand, Store
 from coda_inductor.program.ir import ROUTES
@@ -61,17 +60,20 @@ def prepare(
     Raises:
         UnpairableError: operands of this call were copied; those of a similar call may not be.
     """
+    from coda_inductor.mainloop.plan import ready
+
     a = as_[0]
-    outputs = _outputs(program, config, a, program.columns(bs))
-    if outputs is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
+    shapes = _outputs(program, config, a, program.columns(bs))
+    if shapes is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
         return None
     reading = reading_of(program, len(as_))
     read = reading.in_place(as_, bs)
     if read is None:
         return None
     names = [x.name for x in (*program.operands, *program.outputs)] + [*reading.distances]
-    kernels = reading.kernels(as_, bs)
-    launches = {how[-1]: _ready()(plan(*how), names) for how in kernels}
+    launches: dict[str, Any] = {
+        how[-1]: ready(plan(*how), names) for how in reading.kernels(as_, bs)
+    }
     if None in launches.values():
         return None
     mapping, names = ports(program), [o.name for o in program.operands]
@@ -79,26 +81,7 @@ def prepare(
     d = None if mapping.d is None else program.outputs.index(mapping.d)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
-    routes = program.routes
-    return _call(read, launches, outputs, c, d, scalars, routes, most_rows, a.get_device())
-
-
-def _call(
-    read: Read,
-    launches: dict[str, Callable],
-    shapes: list[tuple[int, int, torch.dtype]],
-    c: int | None,
-    d: int | None,
-    scalars: list[int],
-    routes: tuple[int | None, int | None],
-    most_rows: float,
-    index: int,
-) -> Prepared:
-    """A launch of similar calls, on the CUDA device ``index``. ``shapes``: as from
-    :func:`_outputs`. ``c``: which operand is the kernel's C, ``d``: which output is its D;
-    ``routes``: as in a program.
-    """
-    groups, gathered = routes
+    (groups, gathered), index = program.routes, a.get_device()
 
     def call(as_, bs, operands):
         m = (as_[0] if gathered is None else operands[gathered]).shape[0]
@@ -163,10 +146,3 @@ def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
 def current_device() -> int:
     """The CUDA device that outputs are allocated on."""
     return torch.cuda.current_device()
-
-
-@functools.lru_cache(maxsize=1)
-def _ready():
-    from coda_inductor.mainloop.plan import ready
-
-    return ready

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ class KernelRequest:
 
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
     dimension of A (M x K) and B (K x N) has stride 1. ``variant``: of their reading
-    (``mainloop.readings``). ``arch``: compute capability, e.g. "90"; None is this machine's.
-    Kernels without a program use other texts (``runtime.on_cuda.requests``).
+    (``mainloop.readings``). Kernels without a program use other texts
+    (``runtime.on_cuda.requests``).
     """
 
     program: str
@@ -22,7 +23,6 @@ class KernelRequest:
     a_major: str = "k"
     b_major: str = "k"
     variant: str = ""
-    arch: str | None = None
 
 
 def prepare(arch: str) -> None:
@@ -61,5 +61,14 @@ def parsed(request: KernelRequest) -> tuple[Any, Any]:
 
 def how(request: KernelRequest) -> tuple[str, str, str, str]:
     """The other parts that a kernel's name depends on."""
-    assert request.arch is not None
-    return request.a_major, request.b_major, request.variant, request.arch
+    return request.a_major, request.b_major, request.variant, machine_arch()
+
+
+def machine_arch() -> str:
+    """The compute capability, e.g. "90", as QuACK determines it, without its import of seconds:
+    ``QUACK_ARCH``, or the GPU's."""
+    if text := os.environ.get("QUACK_ARCH"):
+        return "".join(c for c in text if c.isdecimal())
+    import torch
+
+    return "".join(map(str, torch.cuda.get_device_capability()))

@@ -85,7 +85,7 @@ def test_it_compiles_where_its_launch_looks_for_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
     asked = [
-        pool.KernelRequest(f"{NAME} bfloat16", how, "m", "n", turned, "90")
+        pool.KernelRequest(f"{NAME} bfloat16", how, "m", "n", turned)
         for how, turned in (("few", "turned"), ("many", ""))
     ]
     try:
