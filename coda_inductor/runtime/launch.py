@@ -40,7 +40,7 @@ class Kernel:
         self.mapping = ports(program)
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
-        self._plans: dict[tuple, object] = {}
+        self.plans: dict[tuple, object] = {}
         # what similar calls have in common -> their launch; None if only the full way works
         self._prepared: dict[tuple, Prepared | None] = {}
 
@@ -59,11 +59,8 @@ class Kernel:
         if len(self._prepared) >= _MOST_PREPARED:  # sizes change all the time
             self._prepared.clear()
 
-        def plan(a_major: str, b_major: str, variant: str) -> object:
-            return self._plans[a_major, b_major, variant, as_[0].device]
-
         try:
-            found = prepare(self.program, self.config, plan, as_, bs, operands)
+            found = prepare(self, as_, bs, operands)
         except UnpairableError:  # this one was copied; the next may not be
             return
         except Exception as error:  # it still runs, some microseconds slower
@@ -90,7 +87,7 @@ class Kernel:
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
         key = *reading.majors([a], [b]), variant, a.device
-        plan = self._plans.get(key) or self._built(key)
+        plan = self.plans.get(key) or self._built(key)
         routes = [None if i is None else vector(operands[i]) for i in self.program.routes]
         with _on_device(a.device):
             _run(plan, a, b, d, c, values, *routes)
@@ -108,7 +105,7 @@ class Kernel:
         except Exception as error:
             _unbuilt[self, key] = repr(error), time.monotonic() + pause, 2 * pause
             raise KernelError(repr(error)) from error
-        return self._plans[key]
+        return self.plans[key]
 
     def _build(self, a_major: str, b_major: str, variant: str, device: torch.device) -> None:
         from coda_inductor.mainloop.build import build
@@ -118,7 +115,7 @@ class Kernel:
         for each in reading_with(self.program, variant).variants:
             with _on_device(device):
                 plan = build(self.program, self.config, a_major, b_major, each, device=device)
-                self._plans[a_major, b_major, each, device] = plan
+                self.plans[a_major, b_major, each, device] = plan
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
         """Store operands by name, in the form that the kernel needs; returns the C operand."""

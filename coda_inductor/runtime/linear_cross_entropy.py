@@ -54,7 +54,7 @@ def linear_cross_entropy_backward(
     width = max(_ALIGN, SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
     for first in range(0, v, width):
         last = min(v, first + width)
-        piece = _slice(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
+        piece = dlogits(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
         if x is not None:
             torch.mm(piece.t(), x, out=dw[first : first + width])
         if bias:
@@ -64,7 +64,7 @@ def linear_cross_entropy_backward(
     return rows.new_empty(0) if total is None else total.to(rows.dtype), dw, db
 
 
-def _slice(
+def dlogits(
     rows: Tensor,
     first: int,
     last: int,
@@ -75,11 +75,12 @@ def _slice(
     smoothing: float,
     cap: float,
 ) -> Tensor:
-    """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first)."""
+    """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first), in
+    the dtype of ``rows`` (M, V). ``scale`` (M,) is the factor of each row's gradient."""
     if rows.is_cuda and lse.dtype == torch.float32:  # the kernel computes in float32
-        from coda_inductor.mainloop.dlogits import dlogits
+        from coda_inductor.mainloop import dlogits as kernels
 
-        return dlogits(rows, first, last, target, lse, scale, smoothing, cap, dlse)
+        return kernels.dlogits(rows, first, last, target, lse, scale, dlse, smoothing, cap)
     x = rows[:, first:last].to(lse.dtype)
     p = torch.exp(x - lse[:, None])
     hit = torch.arange(first, last, device=rows.device) == target[:, None]

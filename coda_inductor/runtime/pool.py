@@ -178,6 +178,5 @@ def _file(request: KernelRequest) -> Path:
 _parsed = functools.lru_cache(maxsize=4096)(parsed)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 atexit.register(shutdown)

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen.ports import ports
 from coda_inductor.compat import empty_strided_cuda
 from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.tensors import UnpairableError, readable
-from coda_inductor.program import EpilogueProgram, Operand, Store
+from coda_inductor.program import Operand, Store
 from coda_inductor.program.ir import ROUTES
-from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
+
+if TYPE_CHECKING:
+    from coda_inductor.runtime.launch import Kernel
 
 #: (as_, bs, operands) -> the outputs, or None for a call that must go the full way. It raises
 #: whatever the kernel's entry point raises.
@@ -45,25 +46,18 @@ def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor
 
 
 def prepare(
-    program: EpilogueProgram,
-    config: Config,
-    plan: Callable[[str, str, str], object],
-    as_: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    operands: Sequence[Tensor],
+    kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
-    """The launch for all calls like this one, which has been launched. None if a tensor is copied
-    or converted, or a launch takes more than arguments.
-
-    ``plan`` returns QuACK's plan for A's major, B's, and the reading's variant.
+    """The launch for all calls like this one, which ``kernel`` has launched. None if a tensor is
+    copied or converted, or a launch takes more than arguments.
 
     Raises:
         UnpairableError: operands of this call were copied; those of a similar call may not be.
     """
     from coda_inductor.mainloop.plan import ready
 
-    a = as_[0]
-    shapes = _outputs(program, config, a, program.columns(bs))
+    program, a = kernel.program, as_[0]
+    shapes = _outputs(program, kernel.config, a, program.columns(bs))
     if shapes is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
         return None
     reading = reading_of(program, len(as_))
@@ -72,13 +66,14 @@ def prepare(
         return None
     names = [x.name for x in (*program.operands, *program.outputs)] + [*reading.distances]
     launches: dict[str, Any] = {
-        how[-1]: ready(plan(*how), names) for how in reading.kernels(as_, bs)
+        variant: ready(kernel.plans[left, right, variant, a.device], names)
+        for left, right, variant in reading.kernels(as_, bs)
     }
     if None in launches.values():
         return None
-    mapping, names = ports(program), [o.name for o in program.operands]
-    c = None if mapping.c is None else names.index(mapping.c)
-    d = None if mapping.d is None else program.outputs.index(mapping.d)
+    names = [o.name for o in program.operands]
+    c = None if kernel.mapping.c is None else names.index(kernel.mapping.c)
+    d = None if kernel.mapping.d is None else program.outputs.index(kernel.mapping.d)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
     (groups, gathered), index = program.routes, a.get_device()

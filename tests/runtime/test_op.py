@@ -220,7 +220,7 @@ def test_failed_kernel_falls_back_with_one_warning(call, warned, monkeypatch):
     assert "no such instruction" in said
     launches = []
     launch.kernel.cache_clear()
-    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self._plans.update({key: "plan"}))
+    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self.plans.update({key: "plan"}))
     monkeypatch.setattr(launch, "_on_device", torch.device)
     monkeypatch.setattr(launch, "_run", lambda *_: launches.append(1) or 1 / 0)
     for _ in range(2):
