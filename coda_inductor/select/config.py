@@ -241,22 +241,14 @@ def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
     return tuple(c for c in candidates if lean or not c.lean)
 
 
+@functools.lru_cache(maxsize=1024)
 def _own(program: EpilogueProgram) -> tuple[Config, ...]:
     """The configs that only its reading has, if any: each lean and not, then their dynamic twins.
     The first one runs until a site is measured."""
-    return _own_of(reading_of(program).configs(program))
-
-
-@functools.cache
-def _own_of(text: str) -> tuple[Config, ...]:
+    text = reading_of(program).configs(program)
     still = [config for each in text.split() for more in (":lean", "")
              for config in _configs(each, more=more)]  # fmt: skip
     return (*still, *(config.dynamic_twin() for config in still))
-
-
-def usual(program: EpilogueProgram, arch: int) -> frozenset[Config]:
-    """One of these configs runs if no similar site was measured; if empty, the first legal one."""
-    return frozenset() if arch != 9 or _own(program) else DEFAULTS
 
 
 def whole_heads(program: EpilogueProgram, config: Config, arch: int = 9) -> bool:
