@@ -104,20 +104,21 @@ class Plain:
     def dummies(
         self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
     ) -> tuple[Tensor, Tensor]:
-        """A and B for compiling a kernel, with ``n`` columns of each accumulator."""
+        """A and B for compiling a kernel, with ``n`` columns of each accumulator; B of two groups,
+        if there are groups."""
         empty = functools.partial(torch.empty, device=device)
         a = functools.partial(empty, dtype=getattr(torch, program.a_dtype))
-        b = functools.partial(empty, dtype=getattr(torch, program.b_dtype))
+        b = functools.partial(empty, *[2] * program.grouped, dtype=getattr(torch, program.b_dtype))
         columns = n * len(program.accs)
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
     def inputs(self, site: Any, made: Makes) -> Factors:
         """as_ and bs of a call of ``site`` (``select.site``)."""
         program, a = site.program, made(site.program.a_dtype, 1.0)
-        as_ = [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks]
-        bs = []
+        as_ = [laid_out(a, site.rows or site.m, k, site.a_major == "k") for k in site.ks]
+        bs, groups = [], [site.groups] * program.grouped
         for k in (k for k in site.ks for _ in program.accs):
-            b = made(program.b_dtype, self.scale(k))
+            b = functools.partial(made(program.b_dtype, self.scale(k)), *groups)
             bs.append(laid_out(b, k, site.n, site.b_major == "n"))
         return as_, bs
 
