@@ -61,7 +61,7 @@ class _Backend:
     """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: the arguments
     of ``Record`` about the GPU."""
 
-    def __init__(self, options: Options, *, stop: bool, **how: Any):
+    def __init__(self, options: Options, stop: bool, **how: Any):
         self.options, self.stop, self.how = options, stop, how
         self.found: list[Captured] = []
 
@@ -90,41 +90,39 @@ def capture(
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
     """
-    backend = _Backend(options, stop=True, as_if=as_if, gpu=gpu)
+    why = ""
     with _undisturbed():
         try:
-            torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, _Enough):
-                raise error.inner_exception from None
+            found = _captured(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
         except (Unsupported, UserError) as error:
-            again = _Backend(options, stop=False, as_if=as_if, gpu=gpu)
-            return _broken(function, args, kwargs, again, str(error))
-        except Exception as error:
-            raise ExplainError(
-                f"the model cannot be traced: {type(error).__name__}: {error}"
-            ) from error
-    if not backend.found:
-        raise ExplainError("torch.compile captures no graph in this call: it computes no tensors")
-    return Capture(backend.found)
-
-
-def _broken(
-    function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend, why: str
-) -> Capture:
-    """Capture past graph breaks by running a copy. Dynamo's cache belongs to code objects, so our
-    entries stay in it: a later compile of the same code checks some more guards."""
-    try:
-        function, args, kwargs = copy.deepcopy((function, args, kwargs))
-        torch.compile(function, backend=backend)(*args, **kwargs)
-    except BackendCompilerFailed as error:
-        raise error.inner_exception from None
-    except Exception as error:
-        raise ExplainError(f"the model fails: {type(error).__name__}: {error}") from error
-    if not backend.found:
-        raise ExplainError(f"torch.compile captures no graph in this call. Its first break: {why}")
-    found, backend.found = backend.found, []  # Dynamo's cache holds the backend
+            why, again = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
+            found = _captured(function, args, kwargs, again)
+    if not found:
+        reason = f". Its first break: {why}" if why else ": it computes no tensors"
+        raise ExplainError(f"torch.compile captures no graph in this call{reason}")
     return Capture(found, why)
+
+
+def _captured(
+    function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend
+) -> list[Captured]:
+    """The graphs of one call. To get past graph breaks a copy is run. Dynamo's cache belongs to
+    code objects, so our entries stay in it: a later compile of the same code checks some more
+    guards."""
+    try:
+        if not backend.stop:
+            function, args, kwargs = copy.deepcopy((function, args, kwargs))
+        torch.compile(function, backend=backend, fullgraph=backend.stop)(*args, **kwargs)
+    except BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _Enough):
+            raise error.inner_exception from None
+    except Exception as error:
+        if backend.stop and isinstance(error, (Unsupported, UserError)):
+            raise
+        what = "cannot be traced" if backend.stop else "fails"
+        raise ExplainError(f"the model {what}: {type(error).__name__}: {error}") from error
+    found, backend.found = backend.found, []  # Dynamo's cache holds the backend
+    return found
 
 
 @contextlib.contextmanager
