@@ -158,9 +158,7 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
 
 def _check_inductor(key: str, value: Any) -> Any:
     """Inductor's own options must have the setting's type, as torch.compile itself requires."""
-    if (get_type := getattr(inductor_config, "get_type", None)) is None:
-        return value
-    wanted = get_type(key.replace("-", "_"))
+    wanted = inductor_config.get_type(key.replace("-", "_"))
     if typing.get_origin(wanted) is None and not isinstance(value, wanted):
         text = f"Inductor's option {key!r} takes {wanted.__name__}, got {value!r}"
         raise OptionError(text)

@@ -10,7 +10,6 @@ client                the connection to a compile server
 server                the server's process
 worker                a worker of the server
 notice                warnings about kernels, once per process
-versions              what the machine contributes to a graph's identity
 
 Importing ``op`` registers it and imports no kernel library (QuACK, CuTeDSL, Triton): those are
 imported when the first kernel is built, and their absence is a reason, not an error.

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import dataclasses
-import functools
 import multiprocessing
 import os
 import threading
@@ -30,7 +29,7 @@ from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
 from coda_inductor.progress import shown
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
-from coda_inductor.runtime.worker import KernelRequest, how, machine_arch, parsed
+from coda_inductor.runtime.worker import KernelRequest, machine_arch, parts
 
 _lock = threading.Lock()
 _servers: dict[str, Server] = {}  # by architecture
@@ -172,10 +171,7 @@ def _after_fork() -> None:
 def _file(request: KernelRequest) -> Path:
     from coda_inductor.mainloop.ahead import kernel_file
 
-    return kernel_file(*_parsed(request), *how(request))
-
-
-_parsed = functools.lru_cache(maxsize=4096)(parsed)
+    return kernel_file(*parts(request))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -41,7 +41,7 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
     from coda_inductor.mainloop.ahead import compile_to_disk
 
     try:
-        path = compile_to_disk(*parsed(request), folder, *how(request))
+        path = compile_to_disk(folder, *parts(request))
         if not path.exists():
             return f"the kernel was compiled but could not be saved as {path}"
     except Exception as error:
@@ -49,19 +49,16 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
     return None
 
 
-def parsed(request: KernelRequest) -> tuple[Any, Any]:
-    """The program and the config of a request; without a program, its texts."""
+def parts(request: KernelRequest) -> tuple[Any, ...]:
+    """What a kernel's name depends on, as ``mainloop.mod.kernel_name`` takes it: program and
+    config, or their texts if it has no program, then the others."""
+    how = request.a_major, request.b_major, request.variant, machine_arch()
     if not request.program.startswith("{"):
-        return request.program, request.config
+        return request.program, request.config, *how
     from coda_inductor.program import EpilogueProgram
     from coda_inductor.select.config import Config
 
-    return EpilogueProgram.from_json(request.program), Config.parse(request.config)
-
-
-def how(request: KernelRequest) -> tuple[str, str, str, str]:
-    """The other parts that a kernel's name depends on."""
-    return request.a_major, request.b_major, request.variant, machine_arch()
+    return EpilogueProgram.from_json(request.program), Config.parse(request.config), *how
 
 
 def machine_arch() -> str:
