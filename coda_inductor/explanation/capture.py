@@ -45,14 +45,6 @@ class Captured:
     report: GraphReport
 
 
-@dataclass
-class Capture:
-    """All graphs of a model, and why there is more than one (empty for one)."""
-
-    graphs: list[Captured]
-    breaks: str = ""
-
-
 class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
     """Raised by the backend once a graph is captured."""
 
@@ -83,9 +75,10 @@ def capture(
     options: Options,
     as_if: torch.device | None = None,
     gpu: Gpu | None = None,
-) -> Capture:
-    """Capture every graph of ``function(*args, **kwargs)``, see the module docstring. ``as_if`` and
-    ``gpu`` as in ``Record``; sites are measured there if ``options`` asks for it.
+) -> tuple[list[Captured], str]:
+    """Every graph of ``function(*args, **kwargs)``, see the module docstring, and why there is more
+    than one (empty for one). ``as_if`` and ``gpu`` as in ``Record``; sites are measured there if
+    ``options`` asks for it.
 
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
@@ -100,7 +93,7 @@ def capture(
     if not found:
         reason = f". Its first break: {why}" if why else ": it computes no tensors"
         raise ExplainError(f"torch.compile captures no graph in this call{reason}")
-    return Capture(found, why)
+    return found, why
 
 
 def _captured(

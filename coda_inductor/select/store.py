@@ -178,11 +178,6 @@ def sites_in(path: Path) -> dict[str, Figures]:
         return {}
 
 
-def merged(texts: Iterable[str]) -> dict[str, Figures]:
-    """The sites of several files; the last one counts."""
-    return {key: found for text in texts for key, found in _sites(json.loads(text)).items()}
-
-
 @functools.lru_cache(maxsize=16)
 def _shipped_sites(table: Path) -> dict[str, Figures]:
     return _sites(json.loads(table.read_text()))
