@@ -6,7 +6,7 @@ which compile side by side and then take turns: milliseconds sustained, A B B A,
 milliseconds by kind. A kernel is of rank r if a matrix of its launch has r rows or columns, or two
 or three times as many. Rank 0 is the frozen model without adapters: what a step would take if they
 were free, but for the first layer's gradients of q, k and v, which LoRA does not need. Adapters are
-in bf16; in "8B 16 float32" as peft makes them of a model in bf16.
+in bf16; in "8B 16 float32" as peft makes them, in "8B 16 nf4" on weights of 4 bits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def answer(name: str, lock: Path) -> None:
     sys.stdout = sys.stderr  # answers alone go to the other one
     os.environ.setdefault("CODA_TUNE", "never")
     size, rank, *own, backend = name.split()
-    workload = worth_models.lora(size, int(rank), float32=own == ["float32"])
+    workload = worth_models.lora(size, int(rank), *own)
     families.make_causal(workload.model)
     step = workload.step((), {"compile": "inductor"}.get(backend, backend))
     with worth.compiled(step, lambda: worth.turn(lock)):

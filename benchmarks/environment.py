@@ -53,9 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def scrub(text: str) -> str:
-    """`text` without paths of this machine: known roots get a short name, other paths keep the file
-    name.
-    """
+    """`text` without paths of this machine: those below known roots are relative, others names."""
     roots = (REPOSITORY, Path.cwd(), Path(sys.prefix), Path(sys.base_prefix))
     for root in sorted({str(root) for root in roots if root != Path("/")}, key=len, reverse=True):
         text = text.replace(root + "/", "")

@@ -40,8 +40,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 #: What most cuts are timed in, and what a layer and a head.
 MODES, MORE = ("forward", "backward"), ("forward", "backward", "step")
-#: Samples of a variant and mode, and seconds before one.
-TURNS, SETTLE = 4, 0.05
+#: Samples of a variant and mode.
+TURNS = 4
 #: Cases that compile at a time: more of them want more memory than there is.
 TOGETHER = 6
 Call = Callable[..., Any]
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks paper", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a sample")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a sample, and before it")
     parser.add_argument("--skip", default="", help="variants to leave out, comma-separated")
     parser.add_argument("--tune", action="store_true", help="QuACK tries its configurations")
     parser.add_argument("--coda-kernels", default="", metavar="FOLDER")
@@ -142,7 +142,7 @@ def answer(name: str, options: argparse.Namespace) -> None:
             said = case.facts()
         elif question != "compiled":
             call = functools.partial(case.call, *question)
-            said = patient(lambda: worth.sustained(call(), SETTLE, options.seconds))  # noqa: B023
+            said = patient(lambda: worth.sustained(call(), options.seconds, options.seconds))  # noqa: B023
         torch.cuda.empty_cache()
         print(json.dumps(said), file=out, flush=True)
 

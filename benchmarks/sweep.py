@@ -30,12 +30,8 @@ def ship(sources: Sequence[Path], target: Path) -> None:
     measured = {key: found for source in sources for key, found in sites_in(source).items()}
     measured = {key: found for key, found in measured.items() if found.spread <= _CALM}
     known = json.loads((target if target.exists() else H100.sites).read_text())
-    data = {
-        "device": first["gpu"],
-        "constants": known["constants"],
-        "processors": first["processors"],
-        "versions": first["versions"],
-    }
+    data = {"device": first["gpu"], "constants": known["constants"]}
+    data |= {name: first[name] for name in ("processors", "versions")}
     target.write_text(_pretty(data, measured))
     print(f"wrote {target}: {len(measured)} sites")
 

@@ -90,15 +90,15 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
 
     workload = stock(name, layers)
     config = Float8LinearConfig.from_recipe_name(recipe)
-    workload.model = convert_to_float8_training(
-        workload.model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
-    )
+    keep = {"module_filter_fn": lambda _, name: name != "lm_head"}
+    workload.model = convert_to_float8_training(workload.model, config=config, **keep)
     return workload
 
 
-def lora(name: str = "1B", rank: int = 16, float32: bool = False) -> Workload:
-    """LoRA by peft on all linears, in bf16 or as peft makes adapters; rank 0: none, and of the
-    frozen model only the first norm has a gradient, so that all inputs have theirs."""
+def lora(name: str = "1B", rank: int = 16, weights: str = "") -> Workload:
+    """LoRA by peft on all linears, in bf16, or ``weights``: "float32", as peft makes adapters, or
+    "nf4", on 4 bits; rank 0: none, and of the frozen model only the first norm has a gradient, so
+    that all inputs have theirs."""
     workload = stock(name)
     if not rank:
         workload.model.requires_grad_(False)
@@ -106,10 +106,26 @@ def lora(name: str = "1B", rank: int = 16, float32: bool = False) -> Workload:
         return workload
     from peft import LoraConfig, get_peft_model
 
+    if weights == "nf4":
+        in_four_bits(workload.model)
     config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(workload.model, config)
-    workload.model = model if float32 else model.bfloat16()
+    workload.model = model if weights == "float32" else model.bfloat16()
     return workload
+
+
+def in_four_bits(model: nn.Module) -> None:
+    """Quantize all linears of ``model`` but its head, as QLoRA does (arXiv 2305.14314)."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    model.is_loaded_in_4bit = True  # peft asks
+    for module in list(model.modules()):
+        for name, linear in module.named_children():
+            if isinstance(linear, nn.Linear) and name != "lm_head":
+                weight, sizes = linear.weight.detach(), (linear.in_features, linear.out_features)
+                four = Linear4bit(*sizes, False, torch.bfloat16, quant_type="nf4")
+                four.weight = Params4bit(weight, False, quant_type="nf4")
+                setattr(module, name, four.to(weight.device))
 
 
 def fsdp() -> Workload:

@@ -144,7 +144,7 @@ def test_cases_are_chosen_by_pattern_or_named():
 @pytest.mark.parametrize(
     ("sources", "table"),
     [
-        (["h100_sweep", "h100_experts_sites"], "nvidia_h100_80gb_hbm3.json"),
+        (["h100_sweep", "h100_experts_sites", "h100_paper_sites"], "nvidia_h100_80gb_hbm3.json"),
         (
             ["h200_sweep", "h200_heads_sites", "h200_sites_loaded", "h200_experts_sites"],
             "nvidia_h200.json",
