@@ -103,7 +103,6 @@ def _lacking() -> str | None:
     )
 
 
-@functools.cache
 def missing_from_libraries() -> str | None:
     """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
     their files and imports nothing, which would take seconds."""

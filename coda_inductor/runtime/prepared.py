@@ -127,15 +127,12 @@ def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None
 
 def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
     """Does the kernel take ``x`` unchanged, at any address?"""
-    if x.device != a.device:
-        return False
-    if operand.kind == "scalar":
-        return x.dtype == torch.float32
-    if x.dtype != getattr(torch, operand.dtype):
+    dtype = "float32" if operand.kind == "scalar" else operand.dtype
+    if x.device != a.device or x.dtype != getattr(torch, dtype):
         return False
     if operand.kind in ("row", "col", *ROUTES):
         return x.stride(-1) == 1 and x.is_contiguous()
-    return readable(x)
+    return operand.kind == "scalar" or readable(x)
 
 
 def current_device() -> int:
