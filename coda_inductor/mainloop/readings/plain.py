@@ -47,7 +47,6 @@ class Plain:
 
     def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         """Why there is no kernel with this reading, or None."""
-        del program, majors, terms, arch
         return None
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
@@ -128,14 +127,12 @@ class Plain:
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
         """The factors as in an unfused graph, for ``reference.run``."""
-        del program
         return as_, bs
 
     def plain(
         self, program: EpilogueProgram, as_: Tensors, bs: Tensors, operands: Tensors
     ) -> Callable[[], list[Tensor]]:
         """A call of only the products, as in an unfused graph."""
-        del operands
         factors = self.factors(as_, bs)
         return lambda: [self.product(program, a, b) for a, b in factors]
 
