@@ -130,7 +130,7 @@ def _unsupported(
         text = f"the program is for {these} inputs, but they are {those}"
         return refuse("kernel-dtype", text, failure=True)
     return availability.kernel_stack(device) or legality.unsupported(
-        parsed, n, k, *majors, device=device, terms=terms
+        parsed, n, k, majors, device=device, terms=terms
     )
 
 

@@ -50,7 +50,7 @@ def select(
 def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bool) -> Choice:
     program, ground = site.program, "roofline" if gpu.rated else "unknown"
     majors = site.a_major, site.b_major
-    why = unsupported(program, site.n, site.k, *majors, device=site.device, terms=len(site.ks))
+    why = unsupported(program, site.n, site.k, majors, device=site.device, terms=len(site.ks))
     if why is not None:
         plain = roofline.products_us(site, gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
