@@ -104,3 +104,9 @@ def test_maxima_too_and_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
     for m in range(1, 10):
         cast(x=torch.randn(m, K).bfloat16())
         assert len(fp8_casts._known) <= 4
+
+
+def test_nothing_is_launched_for_a_tensor_without_elements(kernel):
+    cast(x=torch.empty(0, K).bfloat16())
+    fp8_casts.fp8_amax(torch.empty(M, 0).bfloat16(), None, True, True)
+    assert (kernel.first, kernel.again) == ([], [])
