@@ -17,7 +17,7 @@ from pathlib import Path
 
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import Figures, to_row
-from coda_inductor.select.store import merged
+from coda_inductor.select.store import sites_in
 
 #: Configs of a site that ship, and the spread from which on a site does not: something ran beside.
 _BEST, _CALM = 4, 0.03
@@ -26,8 +26,8 @@ _BEST, _CALM = 4, 0.03
 def ship(sources: Sequence[Path], target: Path) -> None:
     """Write a table of the measurements of ``sources`` to ``target``, with the constants that stand
     there, or those of an H100."""
-    texts = [source.read_text() for source in sources]
-    first, measured = json.loads(texts[0]), merged(texts)
+    first = json.loads(sources[0].read_text())
+    measured = {key: found for source in sources for key, found in sites_in(source).items()}
     measured = {key: found for key, found in measured.items() if found.spread <= _CALM}
     known = json.loads((target if target.exists() else H100.sites).read_text())
     data = {"device": first["gpu"], "constants": known["constants"]}

@@ -14,7 +14,7 @@ from typing import Any
 
 import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
-from coda_inductor.runtime.versions import identity
+from coda_inductor.mainloop.availability import identity
 
 ABOUT = "What the coda backend does with a model, checks of pattern files, and measuring."
 COMMANDS = {

@@ -69,7 +69,10 @@ def unusable(path: Path, *, owned: bool = False) -> str | None:
         _make(path, 0o700 if owned else 0o775)
         if not os.access(path, os.R_OK | os.X_OK):
             return f"{path} cannot be read"
-        return _planted(path, owned=owned)
+        why = _open_to_others(path.absolute()) or _open_to_others(path.resolve())
+        if why is None and owned and (owner := path.stat().st_uid) not in (0, os.geteuid()):
+            return f"it belongs to user {owner} (CODA_CACHE_DIR={path} says that you trust them)"
+        return why
     except OSError as error:
         return f"{error.filename or path}: {error.strerror or error}"
 
@@ -77,12 +80,10 @@ def unusable(path: Path, *, owned: bool = False) -> str | None:
 def writable(path: Path) -> bool:
     """Can files be created in this folder? By trying: permissions do not show read-only mounts."""
     try:
-        probe = temporary(path / "probe")
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path):
+            return True
     except OSError:
         return False
-    return True
 
 
 @functools.lru_cache(maxsize=1)
@@ -92,9 +93,9 @@ def private_dir() -> Path:
     Raises:
         OSError: none can be created.
     """
-    path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{_uid()}"
+    path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{os.geteuid()}"
     ours = unusable(path, owned=True) is None and not path.is_symlink()
-    if ours and (os.name != "posix" or not path.stat().st_mode & 0o077):
+    if ours and not path.stat().st_mode & 0o077:
         return path
     fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}_"))
     _warn(
@@ -177,22 +178,13 @@ def _make(path: Path, mode: int) -> None:
         path.mkdir(mode=mode, exist_ok=True)
 
 
-def _planted(path: Path, *, owned: bool = False) -> str | None:
-    """Why another user may have created or changed ``path``, or None."""
-    if os.name != "posix":
-        return None
-    why = _open_to_others(path.absolute()) or _open_to_others(path.resolve())
-    if why is None and owned and (owner := path.stat().st_uid) not in (0, _uid()):
-        return f"it belongs to user {owner} (CODA_CACHE_DIR={path} says that you trust them)"
-    return why
-
-
 def _open_to_others(path: Path) -> str | None:
-    """The same for the folders above ``path``. The target of a link is checked as its own path."""
+    """Why another user may have created or changed ``path``, or None. The target of a link is
+    checked as its own path."""
     in_sticky = False
     for part in (*reversed(path.parents), path):
         info = part.lstat()
-        if in_sticky and info.st_uid not in (0, _uid()):
+        if in_sticky and info.st_uid not in (0, os.geteuid()):
             return f"every user can create {part}, and user {info.st_uid} did"
         link = stat.S_ISLNK(info.st_mode)
         everybody = bool(info.st_mode & stat.S_IWOTH) and not link
@@ -200,10 +192,6 @@ def _open_to_others(path: Path) -> str | None:
         if everybody and (part == path or not in_sticky):
             return f"every user can write to {part} (chmod o-w it, or choose another folder)"
     return None
-
-
-def _uid() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def _warn(text: str) -> None:

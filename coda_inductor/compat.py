@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
+import pkgutil
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -254,7 +254,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     private = TORCH[name]
     try:
-        value = _find(private.path)
+        value = pkgutil.resolve_name(private.path)
     except (ImportError, AttributeError):
         _log.warning("this torch has no %s: %s", private.path, private.without)
         value = _unusable(private) if private.instead is None else private.instead
@@ -269,7 +269,7 @@ def lacking() -> list[str]:
     missing = []
     for path in (private.path for private in TORCH.values() if private.essential):
         try:
-            _find(path)
+            pkgutil.resolve_name(path)
         except (ImportError, AttributeError):
             missing.append(path)
     return missing
@@ -317,19 +317,6 @@ def without_dynamo() -> None:
 
     vars(torch).update(compile=as_it_is, _dynamo=Late())
     vars(torch.compiler).update(disable=as_it_is)
-
-
-def _find(path: str) -> Any:
-    first, *others = path.split(".")
-    found = importlib.import_module(first)
-    for i, part in enumerate(others):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            if not isinstance(found, types.ModuleType):
-                raise
-            found = importlib.import_module(".".join([first, *others[: i + 1]]))
-    return found
 
 
 def _unusable(private: Private) -> type:

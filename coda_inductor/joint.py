@@ -20,12 +20,12 @@ from coda_inductor import patterns
 from coda_inductor.compat import CustomGraphPass, inductor_config
 from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop import availability
+from coda_inductor.mainloop.availability import identity
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import crowded
 from coda_inductor.record import Record
 from coda_inductor.runtime import launch, notice, pool
-from coda_inductor.runtime.versions import identity
 from coda_inductor.select.store import generation
 
 #: Elements of a weight below which a graph's GEMMs are bound by the host anyway.

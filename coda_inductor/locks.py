@@ -23,7 +23,6 @@ def held(path: Path, seconds: float) -> Iterator[bool]:
     """Hold the lock of the file ``path``. Yields False if another process still holds it after
     ``seconds``, or if there can be no lock."""
     with contextlib.ExitStack() as stack:
-        got = False
         for place in _places(path):
             try:
                 stack.enter_context(filelock.FileLock(place, timeout=seconds, mode=0o664))
@@ -32,9 +31,9 @@ def held(path: Path, seconds: float) -> Iterator[bool]:
                 break
             except (OSError, NotImplementedError):  # no folder, or a file system without locks
                 continue
-            got = True
-            break
-        yield got
+            yield True
+            return
+        yield False
 
 
 def _places(path: Path) -> Iterator[Path]:

@@ -19,6 +19,8 @@ GATES = ("auto", "always", "never")
 #: Recipes of FP8 training, by torchao's names; "" means no FP8.
 FP8_RECIPES = ("", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 _CHOICES = {"gate": GATES, "tune": GATES, "fp8": FP8_RECIPES}
+#: Values of ``CODA_DEBUG`` that do not turn it on.
+_OFF = ("", "0", "false", "no", "off")
 #: Modes of torch.compile in which Inductor measures, and so do we.
 _MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
@@ -95,7 +97,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         PatternError: a pattern path does not exist.
     """
     own: dict[str, Any] = {
-        "debug": _env_flag("CODA_DEBUG"),
+        "debug": os.environ.get("CODA_DEBUG", "0").lower() not in _OFF,
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
         "patterns": _env_patterns(),
     }
@@ -144,10 +146,6 @@ def _env_patterns() -> tuple[str, ...]:
     return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
 
 
-def _env_flag(name: str) -> bool:
-    return os.environ.get(name, "0").lower() not in ("", "0", "false", "no", "off")
-
-
 def _mode_options(mode: str | None) -> Mapping[str, Any]:
     if mode is None or mode == "default":
         return {}
@@ -160,9 +158,7 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
 
 def _check_inductor(key: str, value: Any) -> Any:
     """Inductor's own options must have the setting's type, as torch.compile itself requires."""
-    if (get_type := getattr(inductor_config, "get_type", None)) is None:
-        return value
-    wanted = get_type(key.replace("-", "_"))
+    wanted = inductor_config.get_type(key.replace("-", "_"))
     if typing.get_origin(wanted) is None and not isinstance(value, wanted):
         text = f"Inductor's option {key!r} takes {wanted.__name__}, got {value!r}"
         raise OptionError(text)
@@ -180,11 +176,8 @@ def _check(key: str, value: Any, name: str = "") -> Any:
             raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            what, known = (
-                name or f"option {key!r}",
-                ", ".join(word or "''" for word in _CHOICES[key]),
-            )
-            hint = meant(value, _CHOICES[key])
+            known = ", ".join(word or "''" for word in _CHOICES[key])
+            what, hint = name or f"option {key!r}", meant(value, _CHOICES[key])
             raise OptionError(f"{what} is one of {known}, got {value!r}{hint}")
         return value
     if key == "tune_seconds":

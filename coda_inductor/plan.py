@@ -221,7 +221,7 @@ class Plan:
         bare = EpilogueProgram(("acc",), names[0], operands, stores=(_STORE,), b_dtype=names[1])
         majors = "m" if same(x.stride(0), 1) else "k", b_major(w)
         return (
-            legality.unsupported(bare, w.shape[-1], w.shape[-2], *majors, device=device)
+            legality.unsupported(bare, w.shape[-1], w.shape[-2], majors, device=device)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
         )
@@ -240,10 +240,8 @@ class Plan:
         Without kernels there is no such limit."""
         if not (self.dry or self._kernels(a)):
             return True
-        device, terms = self.as_if or site.device, len(site.ks)
-        why = legality.unsupported(
-            site.program, site.n, site.k, site.a_major, site.b_major, device=device, terms=terms
-        )
+        how = site.program, site.n, site.k, (site.a_major, site.b_major)
+        why = legality.unsupported(*how, device=self.as_if or site.device, terms=len(site.ks))
         return why is None or why.code != "shared-memory"
 
     def norm_loses(self, gemms: list[Node]) -> Refusal | None:

@@ -21,7 +21,7 @@ from coda_inductor.log import logger
 from coda_inductor.options import Options
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import Refusal
-from coda_inductor.report import GraphReport, SiteReport
+from coda_inductor.report import GraphReport
 from coda_inductor.select.device import Gpu
 
 #: Maps a compiled function to the one that is called instead.
@@ -83,10 +83,6 @@ class Record:
         """Note that ``what`` at ``where`` stays as it is."""
         logger.debug("%s at %s refused: %s", what, where, why.text)
         self.report.refusals.append(why.at(what, where))
-
-    def site(self, site: SiteReport) -> None:
-        """Note what becomes of one GEMM."""
-        self.report.sites.append(site)
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.pipeline import ON_ATEN
-from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.semantic.fp8 import scaled_mm
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 aten = torch.ops.aten
 

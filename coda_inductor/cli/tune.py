@@ -68,7 +68,8 @@ def report(kept: dict[str, dict[str, Figures]]) -> str:
     parts = []
     heads = ("site", "M x N x K", "best kernel", "us", "unfused us", "gain", "+-")
     for name, sites in kept.items():
-        rows = [_row(key, found) for key, found in sorted(sites.items(), key=_by_name)]
+        order = sorted(sites.items(), key=lambda site: (site[1].name, site[1].m, site[0]))
+        rows = [_row(key, found) for key, found in order]
         parts.append(f"{name}: {len(rows)} sites\n\n{tabulate(rows, heads)}\n")
     return "\n".join(parts)
 
@@ -116,18 +117,11 @@ def _lengths(text: str) -> list[int]:
     return [models.positive(part) for part in text.split(",")]
 
 
-def _by_name(site: tuple[str, Figures]) -> tuple[str, int, str]:
-    return site[1].name, site[1].m, site[0]
-
-
 def _row(key: str, found: Figures) -> tuple[object, ...]:
     config = found.best(found.us)
     best = (config, f"{found.us[config]:.1f}") if config else ("none works", "")
     gain = f"{found.unfused / found.us[config]:.3f}" if config else ""
     sure = f"{100 * found.tolerance:.1f} %"
-    return found.name, _size(key, found), *best, f"{found.unfused:.1f}", gain, sure
-
-
-def _size(key: str, found: Figures) -> str:
-    """``8192x2048x2048``: the measured number of rows, and N and K from the key."""
-    return f"{found.m}x{key.partition(' ')[2].partition(' ')[0].partition('x')[2]}"
+    n_and_k = key.partition(" ")[2].partition(" ")[0].partition("x")[2]
+    size = f"{found.m}x{n_and_k}"
+    return found.name, size, *best, f"{found.unfused:.1f}", gain, sure

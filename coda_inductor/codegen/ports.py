@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from coda_inductor.program import EpilogueProgram, Step, Store
+from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.program.dtypes import HALF_NAMES
 from coda_inductor.program.statistics import ROUNDING
 
@@ -25,19 +25,15 @@ _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmo
 
 
 @dataclass(frozen=True)
-class Sink:
-    """One reduction in a kernel.
+class Sink(Reduce):
+    """A reduction in a kernel.
 
     ``factors`` names the two values whose product is folded by one fused multiply-add, or None.
     ``masked``: lanes beyond the matrix must be replaced by the neutral element.
     """
 
-    name: str
-    value: str
-    axis: str
-    combine: str
-    factors: tuple[str, str] | None
-    masked: bool
+    factors: tuple[str, str] | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def ports(program: EpilogueProgram) -> Ports:
     for reduce in program.reduces:
         masked = reduce.combine == "add" and reduce.value not in _zeros(program, reduce.axis)
         factors = None if masked else _factors(program, reduce, uniform)
-        sinks.append(Sink(reduce.name, reduce.value, reduce.axis, reduce.combine, factors, masked))
+        sinks.append(Sink(**vars(reduce), factors=factors, masked=masked))
     return Ports(
         c=tiles[0].name if tiles else None,
         d=None if program.paired or not program.stores else program.stores[0],
@@ -78,7 +74,7 @@ def ports(program: EpilogueProgram) -> Ports:
 def _uniform(program: EpilogueProgram) -> frozenset[str]:
     names = {o.name for o in program.operands if o.kind == "scalar"}
     for step in program.steps:
-        if all(not isinstance(a, str) or a in names for a in step.args):
+        if names.issuperset(step.names):
             names.add(step.name)
     return frozenset(names)
 
@@ -109,7 +105,7 @@ def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
     zeros = set(program.accs) | {o.name for o in program.operands if o.kind == "tile"}
     valid = {o.name for o in program.operands if o.kind not in ("tile", garbage)}
     for step in program.steps:
-        names = [a for a in step.args if isinstance(a, str)]
+        names = step.names
         literals = [a for a in step.args if not isinstance(a, str)]
         if all(n in zeros for n in names):
             keeps = (

@@ -56,7 +56,10 @@ def render(program: EpilogueProgram, variant: str = "") -> str:
     mapping = ports(program)
     lines = _header(program)
     lines += _signature(program, mapping, variant)
-    used, across = _used(program, mapping), {s.name for s in mapping.across}
+    # Folded reductions take their factors in place of their value.
+    folded = [value for sink in mapping.sinks for value in sink.factors or (sink.value,)]
+    used = program.sources([*(s.value for s in program.stores), *folded])
+    across = {s.name for s in mapping.across}
     lines += [f"    {_step(s)}" for s in program.steps if s.name in used - across]
     lines += ["    return {", *_results(program, mapping), "    }"]
     return "\n".join(lines) + "\n"
@@ -137,17 +140,6 @@ def _sink(program: EpilogueProgram, sink: Sink) -> str:
     # A reduction spans both lanes of a pair: the second one must not change it.
     second = "0.0" if sink.combine == "add" else sink.value
     return f'"{sink.name}": ({sink.value}, {second}),'
-
-
-def _used(program: EpilogueProgram, mapping: Ports) -> set[str]:
-    """Steps whose value is needed, given that folded reductions take their factors instead."""
-    used = {s.value for s in program.stores}
-    for sink in mapping.sinks:
-        used.update(sink.factors or (sink.value,))
-    for step in reversed(program.steps):
-        if step.name in used:
-            used.update(a for a in step.args if isinstance(a, str))
-    return used
 
 
 def _clean(text: str) -> str:

@@ -68,4 +68,5 @@ def explain(
     known = gpu_of() if gpu is None else named(gpu)
     title = str(getattr(model, "__name__", type(model).__name__))
     here = torch.device("cuda" if gpu is None and torch.cuda.is_available() else "meta")
-    return build(title, capture(model, args, dict(kwargs), settings, here, known), known)
+    graphs, breaks = capture(model, args, dict(kwargs), settings, here, known)
+    return build(title, graphs, breaks, known)

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch.fx import Node
 
-from coda_inductor.explanation.capture import Capture, Captured
+from coda_inductor.explanation.capture import Captured
 from coda_inductor.explanation.forecast import forecast, masked
 from coda_inductor.explanation.result import Explanation, Saved
 from coda_inductor.fuse.traffic import size
@@ -20,9 +20,9 @@ from coda_inductor.select.device import Gpu
 from coda_inductor.tracing import Traced
 
 
-def build(name: str, found: Capture, gpu: Gpu) -> Explanation:
-    """The explanation of the captured model ``name``, as on ``gpu``."""
-    graphs = found.graphs
+def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanation:
+    """The explanation of the model ``name`` with these graphs, as on ``gpu``. ``breaks``: why there
+    is more than one."""
     result = Explanation(name, _device(graphs), any(g.ours.training for g in graphs), gpu.article)
     for captured in graphs:
         result.sites += captured.report.sites
@@ -34,7 +34,7 @@ def build(name: str, found: Capture, gpu: Gpu) -> Explanation:
     if result.gemms and result.comparable and len(known) == len(graphs):
         result.ms = sum(us for us, _ in known) / 1000, sum(us for _, us in known) / 1000
     result.hides = any(masked(g.ours.graphs) for g in graphs)
-    result.notes = _notes(result, graphs, found.breaks)
+    result.notes = _notes(result, graphs, breaks)
     return result
 
 

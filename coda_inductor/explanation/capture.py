@@ -45,14 +45,6 @@ class Captured:
     report: GraphReport
 
 
-@dataclass
-class Capture:
-    """All graphs of a model, and why there is more than one (empty for one)."""
-
-    graphs: list[Captured]
-    breaks: str = ""
-
-
 class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
     """Raised by the backend once a graph is captured."""
 
@@ -61,7 +53,7 @@ class _Backend:
     """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: the arguments
     of ``Record`` about the GPU."""
 
-    def __init__(self, options: Options, *, stop: bool, **how: Any):
+    def __init__(self, options: Options, stop: bool, **how: Any):
         self.options, self.stop, self.how = options, stop, how
         self.found: list[Captured] = []
 
@@ -83,48 +75,47 @@ def capture(
     options: Options,
     as_if: torch.device | None = None,
     gpu: Gpu | None = None,
-) -> Capture:
-    """Capture every graph of ``function(*args, **kwargs)``, see the module docstring. ``as_if`` and
-    ``gpu`` as in ``Record``; sites are measured there if ``options`` asks for it.
+) -> tuple[list[Captured], str]:
+    """Every graph of ``function(*args, **kwargs)``, see the module docstring, and why there is more
+    than one (empty for one). ``as_if`` and ``gpu`` as in ``Record``; sites are measured there if
+    ``options`` asks for it.
 
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
     """
-    backend = _Backend(options, stop=True, as_if=as_if, gpu=gpu)
+    why = ""
     with _undisturbed():
         try:
-            torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, _Enough):
-                raise error.inner_exception from None
+            found = _captured(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
         except (Unsupported, UserError) as error:
-            again = _Backend(options, stop=False, as_if=as_if, gpu=gpu)
-            return _broken(function, args, kwargs, again, str(error))
-        except Exception as error:
-            raise ExplainError(
-                f"the model cannot be traced: {type(error).__name__}: {error}"
-            ) from error
-    if not backend.found:
-        raise ExplainError("torch.compile captures no graph in this call: it computes no tensors")
-    return Capture(backend.found)
+            why, again = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
+            found = _captured(function, args, kwargs, again)
+    if not found:
+        reason = f". Its first break: {why}" if why else ": it computes no tensors"
+        raise ExplainError(f"torch.compile captures no graph in this call{reason}")
+    return found, why
 
 
-def _broken(
-    function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend, why: str
-) -> Capture:
-    """Capture past graph breaks by running a copy. Dynamo's cache belongs to code objects, so our
-    entries stay in it: a later compile of the same code checks some more guards."""
+def _captured(
+    function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend
+) -> list[Captured]:
+    """The graphs of one call. To get past graph breaks a copy is run. Dynamo's cache belongs to
+    code objects, so our entries stay in it: a later compile of the same code checks some more
+    guards."""
     try:
-        function, args, kwargs = copy.deepcopy((function, args, kwargs))
-        torch.compile(function, backend=backend)(*args, **kwargs)
+        if not backend.stop:
+            function, args, kwargs = copy.deepcopy((function, args, kwargs))
+        torch.compile(function, backend=backend, fullgraph=backend.stop)(*args, **kwargs)
     except BackendCompilerFailed as error:
-        raise error.inner_exception from None
+        if not isinstance(error.inner_exception, _Enough):
+            raise error.inner_exception from None
     except Exception as error:
-        raise ExplainError(f"the model fails: {type(error).__name__}: {error}") from error
-    if not backend.found:
-        raise ExplainError(f"torch.compile captures no graph in this call. Its first break: {why}")
+        if backend.stop and isinstance(error, (Unsupported, UserError)):
+            raise
+        what = "cannot be traced" if backend.stop else "fails"
+        raise ExplainError(f"the model {what}: {type(error).__name__}: {error}") from error
     found, backend.found = backend.found, []  # Dynamo's cache holds the backend
-    return Capture(found, why)
+    return found
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def forecast(
         return None
     if any(_named(node, ("grouped",)) for graph in stock for node in graph.nodes):
         return None
-    if not all(_mask(n) or _causal(n) for n in attention) or any(
+    if not all(_mask(n) or arguments(n).get("is_causal") for n in attention) or any(
         site.refusal is not None and site.refusal.code == "too-small" for site in sites
     ):
         return None
@@ -124,10 +124,6 @@ def masked(graphs: Sequence[Graph]) -> bool:
 def _mask(node: Node) -> bool:
     given = {} if "flex" in str(node.target) else arguments(node)
     return not given or any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
-
-
-def _causal(node: Node) -> bool:
-    return bool(arguments(node).get("is_causal"))
 
 
 def _attention_us(node: Node, gpu: Gpu) -> float:

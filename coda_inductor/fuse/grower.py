@@ -41,7 +41,7 @@ from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import WGRAD
-from coda_inductor.semantic.fp8 import CAST
+from coda_inductor.semantic.fp8_casts import CAST
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.

@@ -35,7 +35,7 @@ from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import back_to, base, readers
-from coda_inductor.mainloop.readings.join import unjoinable
+from coda_inductor.mainloop.readings.join import joinable
 from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.select.site import Site
 
@@ -76,7 +76,7 @@ def in_place(found: tuple[Node, ...]) -> bool:
     pairs = [gemm_inputs(t) for t in found]
     left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
     if left[0].is_cuda:
-        return unjoinable(left, right) is None
+        return joinable(left, right)
     return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])
 
 

@@ -67,7 +67,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
     """
     calls, fired, sites = _settled(graph, record)
     for site in sites:
-        record.site(site)
+        record.report.sites.append(site)
         logger.debug(
             "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
             f" ({site.reason})" if site.reason else "",

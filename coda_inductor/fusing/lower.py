@@ -19,7 +19,7 @@ from coda_inductor.log import warn_once
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.report import SiteReport
-from coda_inductor.runtime import experts, pool
+from coda_inductor.runtime import on_cuda, pool
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.op import OP
 from coda_inductor.semantic.experts import WGRAD
@@ -99,7 +99,7 @@ def _requests(call: Node) -> list[pool.KernelRequest]:
     given = arguments(call)
     if call.target is WGRAD:
         a, rows, *bs = (x and fake(x) for x in (given["a"], given["rows"], *given["bs"]))
-        return experts.requests(a, rows, bs, given["turned"])
+        return on_cuda.requests(a, rows, bs, given["turned"])
     left, right = ([fake(x) for x in given[name]] for name in ("as_", "bs"))
     return requests(left, right, given["program"], given["config"])
 

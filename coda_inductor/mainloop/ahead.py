@@ -33,7 +33,7 @@ def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
 
 
 def compile_to_disk(
-    program: EpilogueProgram | str, config: Any, folder: str | None, *how: str
+    folder: str | None, program: EpilogueProgram | str, config: Any, *how: str
 ) -> Path:
     """Compile a kernel into ``folder``, unless it is there already; returns its file. ``how`` as
     ``mod.kernel_name`` takes it, for the architecture of this process.

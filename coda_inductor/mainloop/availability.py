@@ -11,13 +11,30 @@ from pathlib import Path
 import torch
 
 from coda_inductor.compat import KERNELS
-from coda_inductor.mainloop.environment import version
+from coda_inductor.mainloop.environment import environment, version
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.refusal import Refusal, refuse
 
+_LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 #: Major compute capabilities for which QuACK has GEMMs. Its class for 8 (Ampere, Ada) is a stub
 #: that raises NotImplementedError.
 ARCHS = (9, 10, 11, 12)
+
+
+@functools.lru_cache(maxsize=1)
+def identity() -> tuple[str, ...]:
+    """What the machine contributes to a compiled graph's identity: versions of torch and of the
+    kernel libraries ("absent" without one), what else a kernel's code depends on, the GPUs' names,
+    and why there are no kernels on each. Another version or GPU must not hit old cache entries."""
+    versions = [f"{library} {version(library)}" for library in _LIBRARIES]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [
+        f"gpu {torch.cuda.get_device_name(d)}: {kernel_stack(d) or 'runs'}"
+        for d in (torch.device("cuda", i) for i in range(count))
+    ]
+    machine = f"machine {' '.join(environment())}"
+    kernels = f"kernels {library_stack() or 'compile'}"
+    return (f"torch {torch.__version__}", *versions, machine, *(gpus or ["gpu absent"]), kernels)
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,7 +103,6 @@ def _lacking() -> str | None:
     )
 
 
-@functools.cache
 def missing_from_libraries() -> str | None:
     """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
     their files and imports nothing, which would take seconds."""

@@ -41,17 +41,11 @@ def dlogits(
     target: Tensor,
     lse: Tensor,
     scale: Tensor,
+    dlse: Tensor | None,
     smoothing: float,
-    cap: float = 0.0,
-    dlse: Tensor | None = None,
+    cap: float,
 ) -> Tensor:
-    """Columns ``first`` to ``last`` of the gradient of ``rows`` (M, V), as (M, last - first) in
-    their dtype. ``target`` (M,) int64; ``lse`` and ``scale`` (M,) float32, the row's log-sum-exp
-    and the factor of its gradient. Source: ``semantic.loss.cross_entropy_backward``.
-
-    With a ``cap`` other than 0, ``rows`` are ``cap * tanh(z / cap)`` and the gradient is that of z.
-    ``dlse`` (M,) float32 is a gradient of the log-sum-exps, which is added.
-    """
+    """As ``runtime.linear_cross_entropy.dlogits``, in float32."""
     m, v = rows.shape
     columns = last - first
     out = torch.empty(m, columns, dtype=rows.dtype, device=rows.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``runtime.fp8_casts`` in Triton: each element is read once, in tiles.
+"""``semantic.fp8_casts`` in Triton: each element is read once, in tiles.
 
 Both kernels only move memory, so a tile is as large as possible with four or more blocks on a
 multiprocessor (16 KB of 16 bits each: enough reads in flight to cover their latency), and 128 long
@@ -19,7 +19,8 @@ launch with the key of an earlier one goes directly to the compiled kernel, as T
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coda_inductor.program.dtypes import HALF
+from coda_inductor.semantic.fp8_casts import TILE, amax_results, cast_results
 
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
@@ -38,8 +40,10 @@ _TURNED, _STRAIGHT = 64, 1024
 _WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, broadcasts against the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
-#: The most launches that are remembered per kernel, because sizes may change all the time.
-_MOST = 512
+#: The most launches that are remembered, because sizes may change all the time.
+_MOST = 1024
+#: What a launch depends on -> a function that launches the kernel for other tensors.
+_known: dict[Hashable, Callable[..., Any]] = {}
 
 
 @triton.jit
@@ -143,37 +147,78 @@ def _amax_kernel(
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
 
 
-class Launches:
-    """Launches of one kernel. ``known``: key -> a function that launches it for other tensors,
-    which come first among the arguments."""
+def fp8_cast(
+    x: Tensor, factor: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None,
+    scale_t: Tensor | None, dtype_t: torch.dtype | None,
+    divide: bool = False, weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As ``semantic.fp8_casts.fp8_cast``.
 
-    def __init__(self, kernel: Any):
-        self.kernel = kernel
-        self.known: dict[Hashable, Callable[..., Any]] = {}
+    Raises:
+        ValueError: the shape or dtype of a scale, or of a factor, is not allowed.
+        RuntimeError: the GPU has no instructions for FP8.
+    """
+    results = q, qt = cast_results(x, factor, scale, dtype, scale_t, dtype_t)
+    if x.stride(1) != 1 and x.stride(0) == 1:  # the transpose is the one with contiguous rows
+        x, q, qt = x.t(), qt, q
+        others = (scale_t, scale, factor, weight)
+        scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
+    _launch(_cast_kernel, _cast_tile, x, (factor, weight, scale, scale_t), (q, qt), divide)
+    return results
 
-    def first(
-        self, key: Hashable | None, grid: int, args: tuple, rest: tuple, **options: Any
-    ) -> None:
-        """Launch the kernel with ``(*args, *rest)``, and store a function of other ``args`` in
-        ``known`` under ``key``, unless that is None."""
-        blocks = (grid, 1, 1)
-        compiled = self.kernel[blocks](*args, *rest, **options)
-        if key is None or not hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
+
+def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Tensor, Tensor]:
+    """As ``semantic.fp8_casts.fp8_amax``. Raises as :func:`fp8_cast` does."""
+    results = amax_results(x, factor, row, col)
+    _launch(_amax_kernel, _amax_tile, x, (factor,), results, row, col)
+    return results
+
+
+def _launch(
+    kernel: Any, tile: Callable[..., tuple], x: Tensor, vectors: Sequence[Tensor | None],
+    results: Sequence[Tensor], *flags: bool,
+) -> None:  # fmt: skip
+    """Launch ``kernel`` on ``x`` (M, K), its factors and scales, and the contiguous ``results``;
+    ``flags``: more of its constants."""
+    key: Hashable = None
+    if _current(x):
+        key = (id(kernel), x.device.index, *flags, *map(_layout, (x, *vectors, *results)))
+        if (launch := _known.get(key)) is not None:
+            launch(x, *[x if v is None else v for v in vectors], *results)
             return
+    if not x.numel():
+        return
+    if _lacks_fp8(x.device):
+        raise RuntimeError("its GPU has no instructions for FP8")
+    (m, k), lying = x.shape, x if x.stride(1) == 1 else x.contiguous()
+    laid = [v if v is None else v.contiguous() for v in vectors]
+    hows = [_how(v, m, k, *(HALF if i == 1 else ())) for i, v in enumerate(laid)]
+    *sizes, warps = tile(k, *hows, *flags)
+    rest = (m, k, lying.stride(0), *hows, *flags, *sizes)
+    blocks = triton.cdiv(m, sizes[0]) * triton.cdiv(k, sizes[-1]), 1, 1
+    args = (lying, *(lying if v is None else v for v in laid), *results)
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        compiled = kernel[blocks](*args, *rest, num_warps=warps)
+    if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
+        return  # copied, and the next one must be copied too
+    if key is not None and hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
+        if len(_known) >= _MOST:
+            _known.clear()
         launch = compiled[blocks]
-        if len(self.known) >= _MOST:
-            self.known.clear()
-        self.known[key] = lambda *others: launch(*others, *rest)
+        _known[key] = lambda *others: launch(*others, *rest)
 
 
-_CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
+def _cast_tile(
+    k: int, _factor: int, _weight: int, _scale: int, scale_t: int, _divide: bool
+) -> tuple[int, int, int]:
+    """Rows, columns and warps."""
+    columns = _TURNED if scale_t else min(_STRAIGHT, triton.next_power_of_2(k))
+    return _TILE // columns, columns, 4
 
 
-def _key_of(*tensors: Tensor | None) -> Hashable:
-    """What a launch depends on, on the current device."""
-    return tuple(
-        x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors
-    )
+def _amax_tile(_k: int, _factor: int, _row: bool, col: bool) -> tuple[int, int]:
+    """The same for square tiles."""
+    return TILE, _WARPS[col]
 
 
 def _current(x: Tensor) -> bool:
@@ -181,76 +226,27 @@ def _current(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.current_device() == x.device.index
 
 
-def cast(
-    x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
-    q: Tensor, qt: Tensor, divide: bool = False, weight: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write ``q`` (M, K) and ``qt`` (K, M), both contiguous; see ``runtime.fp8_casts.fp8_cast``.
-
-    A result without scale is not written.
-
-    Raises:
-        ValueError: the shape of a scale, or of the factor, is not allowed.
-    """
-    if x.stride(1) != 1 and x.stride(0) == 1:  # the transpose is the one with contiguous rows
-        x, q, qt = x.t(), qt, q
-        others = (scale_t, scale, factor, weight)
-        scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
-    vectors = (factor, weight, scale, scale_t)
-    key = (x.device.index, divide, _key_of(x, *vectors, q, qt)) if _current(x) else None
-    if key is not None and (launch := _CASTS.known.get(key)) is not None:
-        launch(x, *[x if v is None else v for v in vectors], q, qt)
-        return
-    m, k = x.shape
-    lying = x if x.stride(1) == 1 else x.contiguous()
-    laid = [v if v is None else v.contiguous() for v in vectors]
-    if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
-        key = None  # copied, and the next one must be copied too
-    hows = [_how(v, m, k, *(HALF if v is laid[1] else ())) for v in laid]
-    tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
-    tile_m = _TILE // tile_k
-    blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
-    args = (lying, *(lying if v is None else v for v in laid), q, qt)
-    with _device(x):
-        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
-
-
-def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
-    """Write those of ``rows`` (M, tiles) and ``cols`` (tiles, K) that are not empty, both
-    contiguous; see ``runtime.fp8_casts.fp8_amax``.
-
-    Raises:
-        ValueError: as for :func:`cast`.
-    """
-    key = (x.device.index, tile, _key_of(x, factor, rows, cols)) if _current(x) else None
-    if key is not None and (launch := _MAXIMA.known.get(key)) is not None:
-        launch(x, x if factor is None else factor, rows, cols)
-        return
-    lying = x if x.stride(1) == 1 else x.contiguous()
-    by = factor if factor is None else factor.contiguous()
-    if lying is not x or by is not factor:
-        key = None
-    m, k = x.shape
-    blocks = triton.cdiv(m, tile) * triton.cdiv(k, tile)
-    wanted = rows.numel() > 0, cols.numel() > 0
-    args = (lying, lying if by is None else by, rows, cols)
-    rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile)
-    with _device(x):
-        _MAXIMA.first(key, blocks, args, rest, num_warps=_WARPS[wanted[1]])
+def _layout(x: Tensor | None) -> Hashable:
+    """What a launch depends on."""
+    return x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 
 def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:
-    dtypes = (torch.float32, *more)
     if vector is None:
         return _NONE
     known = {(m, 1): _ROWS, (1, k): _COLUMNS, (1, 1): _ONE, (1,): _ONE, (): _ONE}
     shape = tuple(vector.shape)
-    if vector.dtype not in dtypes or shape not in known:
+    if vector.dtype not in (torch.float32, *more) or shape not in known:
         raise ValueError(
             f"scales of ({m}, {k}) are float32, one a row or column, not {vector.dtype} {shape}"
         )
     return known[shape]
 
 
-def _device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+@functools.cache
+def _lacks_fp8(device: torch.device) -> bool:
+    """Has the GPU no instructions for casts to FP8? The kernels rely on their saturation."""
+    cuda = torch.version.cuda is not None
+    return device.type == "cuda" and not (
+        cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from coda_inductor.mainloop.environment import label
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_quacks: list[Callable[[tuple], str]] = []
+_quacks_key_to_hash = quack.cache.jit._key_to_hash
 _name = contextvars.ContextVar("name", default="")
 
 
@@ -43,9 +43,7 @@ def use() -> None:
         OSError: the folder cannot be created.
     """
     quack.cache.jit.FileLock = KernelLock
-    if not _quacks:
-        _quacks.append(quack.cache.jit._key_to_hash)
-        quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks[0](key)
+    quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks_key_to_hash(key)
     own = folder("kernels", label())
     if not writable(own):  # created by another user of a shared cache
         own = private_dir() / "kernels" / label()

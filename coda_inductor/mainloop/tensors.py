@@ -47,7 +47,7 @@ def vector(x: Tensor) -> Tensor:
 
 def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bool) -> Tensor:
     """A tensor (rows, columns) from ``make``, a function of a shape, in the given layout."""
-    return make(rows, columns) if row_major else make(columns, rows).t()
+    return make(rows, columns) if row_major else make(columns, rows).mT
 
 
 def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:

@@ -38,18 +38,11 @@ class Messages(Connection):
         return json.loads(self.recv_bytes())
 
 
-class _Package:
-    """Finds exactly this package, before all other finders."""
-
-    @staticmethod
-    def find_spec(name: str, *_: Any) -> Any:
-        if name != _PACKAGE.name:
-            return None
-        where = str(_PACKAGE)
-        file = _PACKAGE / "__init__.py"
-        return importlib.util.spec_from_file_location(
-            name, file, submodule_search_locations=[where]
-        )
+def _import_package() -> None:
+    """Import exactly this package, wherever its name leads to."""
+    spec: Any = importlib.util.spec_from_file_location(_PACKAGE.name, _PACKAGE / "__init__.py")
+    sys.modules[_PACKAGE.name] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
 
 
 def _watch(parent: int, main: int) -> None:
@@ -71,7 +64,7 @@ def main(parent: int, module: str, *arguments: str) -> None:
     code = 1
     try:
         sys.path[:] = requests.recv()
-        sys.meta_path.insert(0, _Package)
+        _import_package()
         importlib.import_module(module).main(requests, *arguments)
         code = 0
     except EOFError:

@@ -37,7 +37,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,11 @@ class Step:
     args: tuple[str | float, ...]
     origin: str = ""
 
+    @property
+    def names(self) -> list[str]:
+        """The arguments that are no literals."""
+        return [a for a in self.args if isinstance(a, str)]
+
 
 @dataclass(frozen=True)
 class Store:
@@ -94,6 +99,11 @@ class Reduce:
     value: str
     axis: str = "row"
     combine: str = "add"
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the tile that is reduced."""
+        return 1 if self.axis == "row" else 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,14 @@ class EpilogueProgram:
     @property
     def paired(self) -> bool:
         return len(self.accs) == 2
+
+    def sources(self, values: Iterable[str]) -> set[str]:
+        """``values``, and everything that they are computed from."""
+        found = set(values)
+        for step in reversed(self.steps):
+            if step.name in found:
+                found.update(step.names)
+        return found
 
     @property
     def outputs(self) -> tuple[Store | Reduce, ...]:

@@ -107,9 +107,8 @@ def run(
         env[s.value].to(getattr(torch, s.dtype)).expand(shape).contiguous() for s in program.stores
     ]
     for reduce in program.reduces:
-        dim = 1 if reduce.axis == "row" else 0
         value = env[reduce.value].expand(shape)
-        outputs.append(COMBINE[reduce.combine](value, dim, keepdim=True))
+        outputs.append(COMBINE[reduce.combine](value, reduce.dim, keepdim=True))
     return outputs
 
 

@@ -28,7 +28,8 @@ def simplify(program: EpilogueProgram) -> EpilogueProgram:
     for step in program.steps:
         steps += _logistic(step, made) or [step]
     program = _merged(dataclasses.replace(program, steps=tuple(steps)))
-    return dataclasses.replace(program, steps=_live(program))
+    needed = program.sources(output.value for output in program.outputs)
+    return dataclasses.replace(program, steps=tuple(s for s in program.steps if s.name in needed))
 
 
 def _merged(program: EpilogueProgram) -> EpilogueProgram:
@@ -79,20 +80,10 @@ def _argument_of_logistic(value: str | float, made: dict[str, Step]) -> str | No
     add = made.get(value) if isinstance(value, str) else None
     if add is None or add.op != "add" or 1.0 not in add.args:
         return None
-    exp = next((made[a] for a in add.args if isinstance(a, str) and a in made), None)
+    exp = next((made[a] for a in add.names if a in made), None)
     if exp is None or exp.op != "exp":
         return None
     neg = made.get(exp.args[0]) if isinstance(exp.args[0], str) else None
     if neg is None or neg.op != "neg" or not isinstance(neg.args[0], str):
         return None
     return neg.args[0]
-
-
-def _live(program: EpilogueProgram) -> tuple[Step, ...]:
-    needed = {output.value for output in program.outputs}
-    kept: list[Step] = []
-    for step in reversed(program.steps):
-        if step.name in needed:
-            needed |= {a for a in step.args if isinstance(a, str)}
-            kept.append(step)
-    return tuple(reversed(kept))

@@ -53,7 +53,6 @@ class _Rounded:
     def __init__(self, program: EpilogueProgram):
         self.steps: list[Step] = []  # the steps for that
         self._made = {step.name: step for step in program.steps}
-        self._taken = {x.name for x in (*program.operands, *program.steps, *program.outputs)}
         self._known: dict[str, str] = {}
         self._stored = {s.value: ROUNDING[s.dtype] for s in program.stores if s.dtype in ROUNDING}
 
@@ -63,7 +62,7 @@ class _Rounded:
         while todo:
             top = todo[-1]
             step = self._made.get(top)
-            names = () if step is None or self._ends_at(top, step) else _names(step)
+            names = () if step is None or self._ends_at(top, step) else step.names
             if unknown := [a for a in names if a not in self._known]:
                 todo += unknown
                 continue
@@ -86,13 +85,5 @@ class _Rounded:
         return value if args == step.args else self._put(value, step.op, args, step.origin)
 
     def _put(self, of: str, op: str, args: tuple[str | float, ...], origin: str) -> str:
-        name = f"{of}_r"
-        while name in self._taken:
-            name += "r"
-        self._taken.add(name)
-        self.steps.append(Step(name, op, args, origin))
-        return name
-
-
-def _names(step: Step) -> list[str]:
-    return [a for a in step.args if isinstance(a, str)]
+        self.steps.append(Step(f"{of}_r", op, args, origin))
+        return f"{of}_r"

@@ -115,7 +115,7 @@ def _steps(program: EpilogueProgram, taken: set[str]) -> set[str]:
                     f"step {step.name!r}: {step.op} argument {position} must be "
                     f"{'a bool' if wants_bool else 'a number'}, {arg!r} is not"
                 )
-        if not any(isinstance(arg, str) for arg in step.args):
+        if not step.names:
             raise ProgramError(f"step {step.name!r} has only literals: fold it")
         _fresh(step.name, "step", taken)
         if spec is not None and spec.boolean:

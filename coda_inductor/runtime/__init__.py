@@ -3,14 +3,13 @@
 
 op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
-fp8_casts             coda_inductor::fp8_cast and fp8_amax
+on_cuda               kernels of ops around experts, and of casts to FP8
 launch                tensors -> a launched kernel
 pool                  kernels compiled in parallel, ahead of time
 client                the connection to a compile server
 server                the server's process
 worker                a worker of the server
 notice                warnings about kernels, once per process
-versions              what the machine contributes to a graph's identity
 
 Importing ``op`` registers it and imports no kernel library (QuACK, CuTeDSL, Triton): those are
 imported when the first kernel is built, and their absence is a reason, not an error.

@@ -121,20 +121,15 @@ def workers() -> int:
 
 @functools.lru_cache(maxsize=8)
 def _workers(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
     default = max(1, min(len(os.sched_getaffinity(0)), _MOST) // ranks()[1])
-    if not text:
-        return default
-    try:
-        count = int(text)
-    except ValueError:
-        count = -1
-    if count >= 0:
-        return count
-    logger.warning(
-        "CODA_COMPILE_WORKERS=%r is not a number of processes: using %d. Set it to the most "
-        "that may run at a time, or to 0 to compile kernels in this process at their first launch",
-        text, default,
-    )  # fmt: skip
+    if text:
+        logger.warning(
+            "CODA_COMPILE_WORKERS=%r is not a number of processes: using %d. Set it to the most "
+            "that may run, or to 0 to compile kernels in this process at their first launch",
+            text, default,
+        )  # fmt: skip
     return default
 
 

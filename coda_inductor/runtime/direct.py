@@ -17,11 +17,10 @@ import functools
 from typing import Any
 
 from coda_inductor.compat import fallback_handler, register_lowering, virtualized
-from coda_inductor.runtime import experts, op
-from coda_inductor.runtime.fp8_casts import AMAX, CAST
+from coda_inductor.runtime import on_cuda, op
 
 #: Each has an attribute ``direct``.
-OPS = (op.OP, CAST, AMAX, *experts.OPS)
+OPS = (op.OP, *on_cuda.OPS)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,7 @@ class Kernel:
         self.mapping = ports(program)
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
-        self._plans: dict[tuple, object] = {}
-        # the same -> why it could not be built, when to try again, and the current pause
-        self._unbuilt: dict[tuple, tuple[str, float, float]] = {}
+        self.plans: dict[tuple, object] = {}
         # what similar calls have in common -> their launch; None if only the full way works
         self._prepared: dict[tuple, Prepared | None] = {}
 
@@ -60,11 +59,8 @@ class Kernel:
         if len(self._prepared) >= _MOST_PREPARED:  # sizes change all the time
             self._prepared.clear()
 
-        def plan(a_major: str, b_major: str, variant: str) -> object:
-            return self._plans[a_major, b_major, variant, as_[0].device]
-
         try:
-            found = prepare(self.program, self.config, plan, as_, bs, operands)
+            found = prepare(self, as_, bs, operands)
         except UnpairableError:  # this one was copied; the next may not be
             return
         except Exception as error:  # it still runs, some microseconds slower
@@ -91,19 +87,15 @@ class Kernel:
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
         key = *reading.majors([a], [b]), variant, a.device
-        plan = self._plans.get(key) or self._built(key)
+        plan = self.plans.get(key) or self._built(key)
         routes = [None if i is None else vector(operands[i]) for i in self.program.routes]
         with _on_device(a.device):
-            _quack_launcher()(plan, a, b, d, c, values, *routes)
+            _run(plan, a, b, d, c, values, *routes)
         for output, partials in interleaved:
             output.copy_(partials[:, ::2])
 
-    def forget_failures(self) -> None:
-        """Try again to build what could not be built."""
-        self._unbuilt.clear()
-
     def _built(self, key: tuple) -> object:
-        why, until, pause = self._unbuilt.get(key, ("", 0.0, _FIRST_PAUSE))
+        why, until, pause = _unbuilt.get((self, key), ("", 0.0, _FIRST_PAUSE))
         if why and time.monotonic() < until:
             raise KernelError(why)
         try:
@@ -111,9 +103,9 @@ class Kernel:
         except torch.OutOfMemoryError:  # the next call may find room
             raise
         except Exception as error:
-            self._unbuilt[key] = repr(error), time.monotonic() + pause, 2 * pause
+            _unbuilt[self, key] = repr(error), time.monotonic() + pause, 2 * pause
             raise KernelError(repr(error)) from error
-        return self._plans[key]
+        return self.plans[key]
 
     def _build(self, a_major: str, b_major: str, variant: str, device: torch.device) -> None:
         from coda_inductor.mainloop.build import build
@@ -123,7 +115,7 @@ class Kernel:
         for each in reading_with(self.program, variant).variants:
             with _on_device(device):
                 plan = build(self.program, self.config, a_major, b_major, each, device=device)
-                self._plans[a_major, b_major, each, device] = plan
+                self.plans[a_major, b_major, each, device] = plan
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
         """Store operands by name, in the form that the kernel needs; returns the C operand."""
@@ -160,23 +152,20 @@ class Kernel:
         return d, interleaved
 
 
-# Plans of this process. A kernel depends only on its program and config, not on its callers.
-_kernels: dict[tuple[str, str], Kernel] = {}
+# A kernel and its plan -> why it could not be built, when to try again, and the current pause.
+_unbuilt: dict[tuple, tuple[str, float, float]] = {}
 
 
+@functools.cache
 def kernel(program: str, config: str) -> Kernel:
-    """The kernel of a serialized program with a config in text form."""
-    found = _kernels.get((program, config))
-    if found is None:
-        made = Kernel(EpilogueProgram.from_json(program), Config.parse(config))
-        found = _kernels.setdefault((program, config), made)
-    return found
+    """The kernel of a serialized program with a config in text form. It depends only on these, not
+    on its callers."""
+    return Kernel(EpilogueProgram.from_json(program), Config.parse(config))
 
 
 def forget_failures() -> None:
     """Try all failed builds again: the user may have fixed the cause."""
-    for known in list(_kernels.values()):
-        known.forget_failures()
+    _unbuilt.clear()
 
 
 def requests(
@@ -191,11 +180,10 @@ def requests(
     return [KernelRequest(program, config, *how) for how in reading.kernels(as_, bs)]
 
 
-@functools.lru_cache(maxsize=1)
-def _quack_launcher():
+def _run(*arguments: Any) -> None:
     from coda_inductor.mainloop.plan import run
 
-    return run
+    run(*arguments)
 
 
 def _on_device(device: torch.device):

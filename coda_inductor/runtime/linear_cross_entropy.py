@@ -12,15 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coda_inductor.semantic.define import opaque
 from coda_inductor.semantic.loss import row_weights
-
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_LIBRARY.define(
-    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
-    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
-    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 #: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits.
 SLICE_BYTES = 2**28
@@ -61,7 +54,7 @@ def linear_cross_entropy_backward(
     width = max(_ALIGN, SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
     for first in range(0, v, width):
         last = min(v, first + width)
-        piece = _slice(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
+        piece = dlogits(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
         if x is not None:
             torch.mm(piece.t(), x, out=dw[first : first + width])
         if bias:
@@ -71,7 +64,7 @@ def linear_cross_entropy_backward(
     return rows.new_empty(0) if total is None else total.to(rows.dtype), dw, db
 
 
-def _slice(
+def dlogits(
     rows: Tensor,
     first: int,
     last: int,
@@ -82,11 +75,12 @@ def _slice(
     smoothing: float,
     cap: float,
 ) -> Tensor:
-    """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first)."""
+    """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first), in
+    the dtype of ``rows`` (M, V). ``scale`` (M,) is the factor of each row's gradient."""
     if rows.is_cuda and lse.dtype == torch.float32:  # the kernel computes in float32
-        from coda_inductor.mainloop.dlogits import dlogits
+        from coda_inductor.mainloop import dlogits as kernels
 
-        return dlogits(rows, first, last, target, lse, scale, smoothing, cap, dlse)
+        return kernels.dlogits(rows, first, last, target, lse, scale, dlse, smoothing, cap)
     x = rows[:, first:last].to(lse.dtype)
     p = torch.exp(x - lse[:, None])
     hit = torch.arange(first, last, device=rows.device) == target[:, None]
@@ -109,7 +103,6 @@ def _accumulate(total: Tensor | None, piece: Tensor, weight: Tensor, wide: torch
     return torch.addmm(total, piece, weight, out_dtype=wide, out=total)
 
 
-@torch.library.register_fake("coda_inductor::linear_cross_entropy_backward", lib=_LIBRARY)
 def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 (op's signature)
     m, v = target.shape[0], logits.shape[-1]
     dx = logits.new_empty((m, weight.shape[1]) if weight is not None else 0)
@@ -117,6 +110,10 @@ def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 
     return dx, dw, lse.new_empty(v if how[-1] else 0)
 
 
-_LIBRARY.impl(
-    "linear_cross_entropy_backward", linear_cross_entropy_backward, "CompositeExplicitAutograd"
+opaque(
+    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
+    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
+    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
+    linear_cross_entropy_backward,
+    _fake,
 )

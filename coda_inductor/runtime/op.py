@@ -34,15 +34,7 @@ from coda_inductor.runtime.launch import kernel
 from coda_inductor.select import legality
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
-
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_LIBRARY.define(
-    "gemm_epilogue(Tensor[] as_, Tensor[] bs, Tensor[] operands, str program, str config, "
-    'str site="", bool strict=False) -> Tensor[]',
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
-#: The op, as it is in graphs.
-OP = torch.ops.coda_inductor.gemm_epilogue.default
+from coda_inductor.semantic.define import LIB, opaque
 
 
 def gemm_epilogue(
@@ -72,7 +64,6 @@ def _allocate(program: EpilogueProgram, config: Config, as_, bs, operands):
     ]
 
 
-@torch.library.register_fake("coda_inductor::gemm_epilogue", lib=_LIBRARY)
 def _fake(as_, bs, operands, program, config, *_):
     return _allocate(EpilogueProgram.from_json(program), Config.parse(config), as_, bs, operands)
 
@@ -90,7 +81,7 @@ def _reference(as_, bs, operands, program, config, *_):
             continue
         # The reference has one tile: its value is in the first one, the others are neutral.
         output.fill_(0.0 if spec.combine == "add" else -math.inf)
-        output.narrow(1 if spec.axis == "row" else 0, 0, 1).copy_(value)
+        output.narrow(spec.dim, 0, 1).copy_(value)
     return outputs
 
 
@@ -139,7 +130,7 @@ def _unsupported(
         text = f"the program is for {these} inputs, but they are {those}"
         return refuse("kernel-dtype", text, failure=True)
     return availability.kernel_stack(device) or legality.unsupported(
-        parsed, n, k, *majors, device=device, terms=terms
+        parsed, n, k, majors, device=device, terms=terms
     )
 
 
@@ -158,6 +149,13 @@ def _direct(as_, *others):
     return _cuda(as_, *others) if as_[0].is_cuda else OP(as_, *others)
 
 
-OP.direct, OP.fake = _direct, _fake  # type: ignore[attr-defined]
-_LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("gemm_epilogue", _cuda, "CUDA")
+#: The op, as it is in graphs.
+OP = opaque(
+    "gemm_epilogue(Tensor[] as_, Tensor[] bs, Tensor[] operands, str program, str config, "
+    'str site="", bool strict=False) -> Tensor[]',
+    _reference,
+    _fake,
+    torch.Tag.flexible_layout,
+)
+OP.direct, OP.fake = _direct, _fake
+LIB.impl("gemm_epilogue", _cuda, "CUDA")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import dataclasses
-import functools
 import multiprocessing
 import os
 import threading
@@ -30,7 +29,7 @@ from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
 from coda_inductor.progress import shown
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
-from coda_inductor.runtime.worker import KernelRequest, how, parsed
+from coda_inductor.runtime.worker import KernelRequest, machine_arch, parts
 
 _lock = threading.Lock()
 _servers: dict[str, Server] = {}  # by architecture
@@ -42,7 +41,6 @@ def submit(requests: list[KernelRequest]) -> int:
     many were started. Without the libraries this does nothing: ``wait`` returns the reason."""
     if library_stack() is not None or _alone():
         return 0
-    requests = [_resolved(r) for r in requests]
     with _lock:
         missing = [r for r in dict.fromkeys(requests) if r not in _jobs and not is_ready(r)]
         for request in _own_first(missing):
@@ -61,13 +59,13 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     outcome: dict[KernelRequest, str | None] = {}
     try:
         submit(requests)
-        jobs = filter(None, map(_jobs.get, dict.fromkeys(map(_resolved, requests))))
+        jobs = filter(None, map(_jobs.get, dict.fromkeys(requests)))
         with shown("compiling kernels", [future for _, future in jobs]):
             # The last ones first, so that no dropped request is started.
-            outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
+            outcome |= {r: _outcome(r, deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
         submit(lost)  # once more: a worker may have died because others needed its memory
-        outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
+        outcome |= {r: _outcome(r, deadline) for r in lost}
     except Exception as error:
         logger.debug("the compile pool failed", exc_info=True)
         outcome = {**dict.fromkeys(requests, f"no compile pool: {error!r}"), **outcome}
@@ -76,7 +74,7 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
 def drop(requests: list[KernelRequest]) -> None:
     """Stop compiling those of ``requests`` that are still in progress."""
-    for request in map(_resolved, requests):
+    for request in requests:
         if request in _jobs:
             _outcome(request, 0.0)
 
@@ -95,7 +93,7 @@ def warm_up() -> None:
         return
     try:
         with _lock:
-            _server(_machine_arch())
+            _server()
     except Exception:  # ``wait`` will report it, if a kernel is needed
         logger.debug("the compile pool did not start", exc_info=True)
 
@@ -112,7 +110,7 @@ def shutdown() -> None:
 
 def is_ready(request: KernelRequest) -> bool:
     """Is the kernel of ``request`` in the on-disk cache?"""
-    return _file(_resolved(request)).exists()
+    return _file(request).exists()
 
 
 def _outcome(request: KernelRequest, deadline: float) -> str | None:
@@ -141,15 +139,14 @@ def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:
 def _start(request: KernelRequest) -> None:
     from coda_inductor.mainloop.ahead import cache_folder
 
-    assert request.arch is not None
     job = {"request": dataclasses.asdict(request), "folder": cache_folder()}
-    server = _server(request.arch)
+    server = _server()
     _jobs[request] = server, server.submit(job)
 
 
-def _server(arch: str) -> Server:
+def _server() -> Server:
     """A running server. An idle one ends by itself."""
-    server = _servers.get(arch)
+    server = _servers.get(arch := machine_arch())
     if server is None or server.ended:
         server = _servers[arch] = Server(arch)
     return server
@@ -174,25 +171,8 @@ def _after_fork() -> None:
 def _file(request: KernelRequest) -> Path:
     from coda_inductor.mainloop.ahead import kernel_file
 
-    return kernel_file(*_parsed(request), *how(request))
+    return kernel_file(*parts(request))
 
 
-_parsed = functools.lru_cache(maxsize=4096)(parsed)
-
-
-def _machine_arch() -> str:
-    """As QuACK determines it, without its import of seconds: ``QUACK_ARCH``, or the GPU's."""
-    if text := os.environ.get("QUACK_ARCH"):
-        return "".join(c for c in text if c.isdecimal())
-    import torch
-
-    return "".join(map(str, torch.cuda.get_device_capability()))
-
-
-def _resolved(request: KernelRequest) -> KernelRequest:
-    return dataclasses.replace(request, arch=request.arch or _machine_arch())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 atexit.register(shutdown)

@@ -11,22 +11,22 @@ shapes and the outputs' strides once more.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen.ports import ports
 from coda_inductor.compat import empty_strided_cuda
 from coda_inductor.mainloop.readings import reading_of
-from coda_inductor.mainloop.readings.plain import Read
 from coda_inductor.mainloop.tensors import UnpairableError, readable
-from coda_inductor.program import EpilogueProgram, Operand, Store
+from coda_inductor.program import Operand, Store
 from coda_inductor.program.ir import ROUTES
-from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
+
+if TYPE_CHECKING:
+    from coda_inductor.runtime.launch import Kernel
 
 #: (as_, bs, operands) -> the outputs, or None for a call that must go the full way. It raises
 #: whatever the kernel's entry point raises.
@@ -46,59 +46,37 @@ def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor
 
 
 def prepare(
-    program: EpilogueProgram,
-    config: Config,
-    plan: Callable[[str, str, str], object],
-    as_: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    operands: Sequence[Tensor],
+    kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
-    """The launch for all calls like this one, which has been launched. None if a tensor is copied
-    or converted, or a launch takes more than arguments.
-
-    ``plan`` returns QuACK's plan for A's major, B's, and the reading's variant.
+    """The launch for all calls like this one, which ``kernel`` has launched. None if a tensor is
+    copied or converted, or a launch takes more than arguments.
 
     Raises:
         UnpairableError: operands of this call were copied; those of a similar call may not be.
     """
-    a = as_[0]
-    outputs = _outputs(program, config, a, program.columns(bs))
-    if outputs is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
+    from coda_inductor.mainloop.plan import ready
+
+    program, a = kernel.program, as_[0]
+    shapes = _outputs(program, kernel.config, a, program.columns(bs))
+    if shapes is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
         return None
     reading = reading_of(program, len(as_))
     read = reading.in_place(as_, bs)
     if read is None:
         return None
     names = [x.name for x in (*program.operands, *program.outputs)] + [*reading.distances]
-    kernels = reading.kernels(as_, bs)
-    launches = {how[-1]: _ready()(plan(*how), names) for how in kernels}
+    launches: dict[str, Any] = {
+        variant: ready(kernel.plans[left, right, variant, a.device], names)
+        for left, right, variant in reading.kernels(as_, bs)
+    }
     if None in launches.values():
         return None
-    mapping, names = ports(program), [o.name for o in program.operands]
-    c = None if mapping.c is None else names.index(mapping.c)
-    d = None if mapping.d is None else program.outputs.index(mapping.d)
+    names = [o.name for o in program.operands]
+    c = None if kernel.mapping.c is None else names.index(kernel.mapping.c)
+    d = None if kernel.mapping.d is None else program.outputs.index(kernel.mapping.d)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
-    routes = program.routes
-    return _call(read, launches, outputs, c, d, scalars, routes, most_rows, a.get_device())
-
-
-def _call(
-    read: Read,
-    launches: dict[str, Callable],
-    shapes: list[tuple[int, int, torch.dtype]],
-    c: int | None,
-    d: int | None,
-    scalars: list[int],
-    routes: tuple[int | None, int | None],
-    most_rows: float,
-    index: int,
-) -> Prepared:
-    """A launch of similar calls, on the CUDA device ``index``. ``shapes``: as from
-    :func:`_outputs`. ``c``: which operand is the kernel's C, ``d``: which output is its D;
-    ``routes``: as in a program.
-    """
-    groups, gathered = routes
+    (groups, gathered), index = program.routes, a.get_device()
 
     def call(as_, bs, operands):
         m = (as_[0] if gathered is None else operands[gathered]).shape[0]
@@ -149,24 +127,14 @@ def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None
 
 def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
     """Does the kernel take ``x`` unchanged, at any address?"""
-    if x.device != a.device:
-        return False
-    if operand.kind == "scalar":
-        return x.dtype == torch.float32
-    if x.dtype != getattr(torch, operand.dtype):
+    dtype = "float32" if operand.kind == "scalar" else operand.dtype
+    if x.device != a.device or x.dtype != getattr(torch, dtype):
         return False
     if operand.kind in ("row", "col", *ROUTES):
         return x.stride(-1) == 1 and x.is_contiguous()
-    return readable(x)
+    return operand.kind == "scalar" or readable(x)
 
 
 def current_device() -> int:
     """The CUDA device that outputs are allocated on."""
     return torch.cuda.current_device()
-
-
-@functools.lru_cache(maxsize=1)
-def _ready():
-    from coda_inductor.mainloop.plan import ready
-
-    return ready

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ class KernelRequest:
 
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
     dimension of A (M x K) and B (K x N) has stride 1. ``variant``: of their reading
-    (``mainloop.readings``). ``arch``: compute capability, e.g. "90"; None is this machine's.
-    Kernels without a program use other texts (``runtime.experts.requests``).
+    (``mainloop.readings``). Kernels without a program use other texts
+    (``runtime.on_cuda.requests``).
     """
 
     program: str
@@ -22,7 +23,6 @@ class KernelRequest:
     a_major: str = "k"
     b_major: str = "k"
     variant: str = ""
-    arch: str | None = None
 
 
 def prepare(arch: str) -> None:
@@ -41,7 +41,7 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
     from coda_inductor.mainloop.ahead import compile_to_disk
 
     try:
-        path = compile_to_disk(*parsed(request), folder, *how(request))
+        path = compile_to_disk(folder, *parts(request))
         if not path.exists():
             return f"the kernel was compiled but could not be saved as {path}"
     except Exception as error:
@@ -49,17 +49,23 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
     return None
 
 
-def parsed(request: KernelRequest) -> tuple[Any, Any]:
-    """The program and the config of a request; without a program, its texts."""
+def parts(request: KernelRequest) -> tuple[Any, ...]:
+    """What a kernel's name depends on, as ``mainloop.mod.kernel_name`` takes it: program and
+    config, or their texts if it has no program, then the others."""
+    how = request.a_major, request.b_major, request.variant, machine_arch()
     if not request.program.startswith("{"):
-        return request.program, request.config
+        return request.program, request.config, *how
     from coda_inductor.program import EpilogueProgram
     from coda_inductor.select.config import Config
 
-    return EpilogueProgram.from_json(request.program), Config.parse(request.config)
+    return EpilogueProgram.from_json(request.program), Config.parse(request.config), *how
 
 
-def how(request: KernelRequest) -> tuple[str, str, str, str]:
-    """The other parts that a kernel's name depends on."""
-    assert request.arch is not None
-    return request.a_major, request.b_major, request.variant, request.arch
+def machine_arch() -> str:
+    """The compute capability, e.g. "90", as QuACK determines it, without its import of seconds:
+    ``QUACK_ARCH``, or the GPU's."""
+    if text := os.environ.get("QUACK_ARCH"):
+        return "".join(c for c in text if c.isdecimal())
+    import torch
+
+    return "".join(map(str, torch.cuda.get_device_capability()))

@@ -15,7 +15,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.refusal import refuse
 from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
-from coda_inductor.select.config import Config, legal_configs, usual
+from coda_inductor.select.config import DEFAULTS, Config, legal_configs
 from coda_inductor.select.device import H100, Gpu, arch_of
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.legality import unsupported
@@ -50,7 +50,7 @@ def select(
 def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bool) -> Choice:
     program, ground = site.program, "roofline" if gpu.rated else "unknown"
     majors = site.a_major, site.b_major
-    why = unsupported(program, site.n, site.k, *majors, device=site.device, terms=len(site.ks))
+    why = unsupported(program, site.n, site.k, majors, device=site.device, terms=len(site.ks))
     if why is not None:
         plain = roofline.products_us(site, gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
@@ -106,7 +106,8 @@ def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config
         best = near.best(map(str, legal))  # of equal ones the first
         measured.sort(key=lambda c: str(c) != best)
     wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
-    default = [c for c in wasted if c in usual(site.program, gpu.arch)][:1]
+    usual = gpu.arch == 9 and not reading_of(site.program).configs(site.program)
+    default = [c for c in wasted if usual and c in DEFAULTS][:1]
     return list(dict.fromkeys((*measured, *(default or legal[:1]), *wasted)))
 
 

@@ -67,8 +67,7 @@ class Config:
             KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
                 ":lean", ":sw4", ":dyn" and ":k2", in this order.
         """
-        match = _TEXT.fullmatch(text)
-        if match is None:
+        if (match := _TEXT.fullmatch(text)) is None:
             raise KernelError(
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', optionally "
                 "followed by ':lean', ':sw4', ':dyn', ':k2', in this order"
@@ -208,10 +207,9 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     if QuACK has no kernels. On Hopper the dynamic twin of each is legal as well. ``terms``: how
     many products the accumulator is the sum of.
     """
+    fits = [c for c in every_config(program, arch) if _suits(program, c, terms, arch)]
     if arch != 9:
-        fits = [c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch)]
         return tuple(_deepest(program, fits, 1, arch))
-    fits = [c for c in _on_hopper(program) if _suits(program, c, terms)]
     if _own(program):
         # The first one runs until a site is measured, so it must have enough stages.
         configs = _deepest(program, fits, 2)
@@ -233,38 +231,24 @@ def _deepest(
 
 
 def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
-    """The candidates for ``program``, whether legal for it or not."""
-    return _on_hopper(program) if arch == 9 else _CANDIDATES.get(arch, ())
-
-
-def _on_hopper(program: EpilogueProgram) -> tuple[Config, ...]:
+    """The candidates for ``program``, whether legal for it or not. Lean ones are for programs that
+    load a tile or a table, with loads and stores of at most 16 bits."""
+    if arch != 9:
+        return _CANDIDATES.get(arch, ())
+    dtypes = [o.dtype for o in program.loads] + [s.dtype for s in program.stores]
+    lean = bool(program.loads) and all(WIDTHS[dtype] <= 2 for dtype in dtypes)
     candidates = _own(program) or HOPPER + HOPPER_LEAN + HOPPER_MORE
-    lean = _may_be_lean(program)
     return tuple(c for c in candidates if lean or not c.lean)
 
 
+@functools.lru_cache(maxsize=1024)
 def _own(program: EpilogueProgram) -> tuple[Config, ...]:
     """The configs that only its reading has, if any: each lean and not, then their dynamic twins.
     The first one runs until a site is measured."""
-    return _own_of(reading_of(program).configs(program))
-
-
-@functools.cache
-def _own_of(text: str) -> tuple[Config, ...]:
+    text = reading_of(program).configs(program)
     still = [config for each in text.split() for more in (":lean", "")
              for config in _configs(each, more=more)]  # fmt: skip
     return (*still, *(config.dynamic_twin() for config in still))
-
-
-def usual(program: EpilogueProgram, arch: int) -> frozenset[Config]:
-    """One of these configs runs if no similar site was measured; if empty, the first legal one."""
-    return frozenset() if arch != 9 or _own(program) else DEFAULTS
-
-
-def _may_be_lean(program: EpilogueProgram) -> bool:
-    """Does it load a tile or a table, and are all loads and stores of at most 16 bits?"""
-    dtypes = [o.dtype for o in program.loads] + [s.dtype for s in program.stores]
-    return bool(program.loads) and all(WIDTHS[dtype] <= 2 for dtype in dtypes)
 
 
 def whole_heads(program: EpilogueProgram, config: Config, arch: int = 9) -> bool:

@@ -166,15 +166,14 @@ def arch_of(device=None) -> int:
     device = torch.device("cuda") if device is None else torch.device(device)
     if device.type != "cuda":
         return 9
-    known = _majors.get(device.index)  # asked at every launch: torch takes microseconds to answer
-    if known is None:
-        if not torch.cuda.is_available():
-            return 9
-        index = torch.cuda.current_device() if device.index is None else device.index
-        known = torch.cuda.get_device_capability(index)[0]
-        if device.index is not None:
-            _majors[device.index] = known
-    return known
+    if device.index in _majors:  # asked at every launch: torch takes microseconds to answer
+        return _majors[device.index]
+    if not torch.cuda.is_available():
+        return 9
+    major = torch.cuda.get_device_capability(device.index)[0]
+    if device.index is not None:
+        _majors[device.index] = major
+    return major
 
 
 _majors: dict[int | None, int] = {}

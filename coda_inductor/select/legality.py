@@ -28,21 +28,14 @@ def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
 
 
 def unsupported(
-    program: EpilogueProgram,
-    n: int,
-    k: int,
-    a_major: str = "k",
-    b_major: str = "k",
-    *,
-    device=None,
-    terms: int = 1,
+    program: EpilogueProgram, n: int, k: int, majors=("k", "k"), *, device=None, terms: int = 1
 ) -> Refusal | None:
     """Why ``program`` on (M, ``k``) x (``k``, ``n``) cannot be a kernel, or None.
 
-    ``a_major`` and ``b_major`` are the dimensions of A and B with stride 1: "k" or "m", "k" (a
-    linear layer's weight) or "n". ``terms``: how many products the accumulator is the sum of.
+    ``majors``: the dimensions of A and B with stride 1: "k" or "m", "k" (a linear layer's weight)
+    or "n". ``terms``: how many products the accumulator is the sum of.
     """
-    why = _unsupported(program, n, k, (a_major, b_major), terms, arch_of(device))
+    why = _unsupported(program, n, k, majors, terms, arch_of(device))
     return None if why is None else refuse(*why, failure=True)
 
 

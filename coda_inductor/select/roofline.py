@@ -96,7 +96,7 @@ def around_us(site: Site, gpu: Gpu) -> float:
         launches += 1
     apart = [r.value for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
     if apart:  # one pass for all of them
-        sources = set().union(*(_sources(program, value) for value in apart))
+        sources = program.sources(apart)
         moved += _read(program, sources, terms)
         launches += 1
     return hint(site.m) * site.n * moved / gpu.bytes_per_us + launches * gpu.launch_us
@@ -131,12 +131,3 @@ def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
     products = terms * len(names & set(program.accs)) * WIDTHS[program.product_dtype]
     tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
     return products + sum(WIDTHS[o.dtype] for o in tiles)
-
-
-def _sources(program: EpilogueProgram, value: str) -> set[str]:
-    """``value`` and everything that it is computed from."""
-    found = {value}
-    for step in reversed(program.steps):
-        if step.name in found:
-            found |= {a for a in step.args if isinstance(a, str)}
-    return found

@@ -55,10 +55,8 @@ class Site:
 
 def site_text(site: Site) -> dict[str, Any]:
     """``site`` as data for messages and files. Inverse: :func:`site_from`."""
-    plain = {"m": site.m, "n": site.n, "k": site.k, "terms": site.terms, "copied": site.copied}
-    plain |= {"a_major": site.a_major, "b_major": site.b_major, "name": site.name}
-    plain |= {"groups": site.groups, "rows": site.rows}
-    return plain | {"program": site.program.to_json()}
+    kept = {name: x for name, x in vars(site).items() if name not in ("after", "device", "crowded")}
+    return kept | {"program": site.program.to_json()}
 
 
 def site_from(text: dict[str, Any]) -> Site:

@@ -49,7 +49,7 @@ class Store:
         self.gpu = gpu
         self._stamp: tuple[int, int] | None = None
         self._own: dict[str, Figures] = {}
-        self._others = {} if gpu.sites is None else dict(_shipped_sites(gpu.sites))
+        self._others = {} if gpu.sites is None else _sites(json.loads(gpu.sites.read_text()))
         if base is None and (read_only := prewarmed()) is not None:
             self._others |= sites_in(read_only / FOLDER / name)
         self._by_signature: dict[str, list[tuple[str, Figures]]] = {}
@@ -176,16 +176,6 @@ def sites_in(path: Path) -> dict[str, Figures]:
         if path.exists():
             logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
         return {}
-
-
-def merged(texts: Iterable[str]) -> dict[str, Figures]:
-    """The sites of several files; the last one counts."""
-    return {key: found for text in texts for key, found in _sites(json.loads(text)).items()}
-
-
-@functools.lru_cache(maxsize=16)
-def _shipped_sites(table: Path) -> dict[str, Figures]:
-    return _sites(json.loads(table.read_text()))
 
 
 def _how(key: str) -> list[str]:

@@ -76,7 +76,7 @@ def define(
         pointwise: whether each element of the results depends only on those at the same index.
         counted_by_rewrite: see :class:`Definition`.
     """
-    op = opaque(schema, _fresh(function), fake or function, pointwise=pointwise)
+    op = opaque(schema, _fresh(function), fake or function, *[torch.Tag.pointwise] * pointwise)
     name = name or schema.split("(", maxsplit=1)[0]
     DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
     if gradient is not None:
@@ -85,12 +85,11 @@ def define(
 
 
 def opaque(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *, pointwise: bool = False
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
 ) -> OpOverload:
     """Register the op ``coda_inductor::<schema>``, which no graph decomposes; returns it."""
     own = schema.split("(", maxsplit=1)[0]
-    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
-    LIB.define(schema, tags=tags)
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIB.impl(own, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"coda_inductor::{own}", fake, lib=LIB)
     return getattr(torch.ops.coda_inductor, own).default

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import scaled_mm as multiply
-from coda_inductor.semantic.define import LIB, define
+from coda_inductor.semantic.define import define
 
 #: The dtypes that Hopper's tensor cores multiply.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -116,17 +116,3 @@ scaled_mm = define(
     fake=_scaled_mm_fake,
     counted_by_rewrite=True,
 )
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-LIB.define(
-    "fp8_cast(Tensor x, Tensor? factor, Tensor? scale, ScalarType? dtype, "
-    "Tensor? scale_t, ScalarType? dtype_t, bool divide=False, Tensor? weight=None) "
-    "-> (Tensor q, Tensor qt)",
-    tags=_TAGS,
-)
-LIB.define(
-    "fp8_amax(Tensor x, Tensor? factor, bool row, bool col) -> (Tensor rows, Tensor cols)",
-    tags=_TAGS,
-)
-#: Ops on a whole tensor that must run before its product (``runtime.fp8_casts``).
-CAST = torch.ops.coda_inductor.fp8_cast.default
-AMAX = torch.ops.coda_inductor.fp8_amax.default

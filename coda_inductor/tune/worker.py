@@ -154,15 +154,11 @@ def _kernel(
     def call() -> list[Tensor]:
         made = gemm_epilogue(as_, bs, operands, text, config, "tuning", strict=True)
         return [
-            x if isinstance(o, Store) else reference.COMBINE[o.combine](x, _axis(o), keepdim=True)
+            x if isinstance(o, Store) else reference.COMBINE[o.combine](x, o.dim, keepdim=True)
             for o, x in zip(program.outputs, made, strict=True)
         ]
 
     return call
-
-
-def _axis(reduce: Any) -> int:
-    return 1 if reduce.axis == "row" else 0
 
 
 def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 
-from coda_inductor.runtime.fp8_casts import AMAX, CAST
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 pytestmark = pytest.mark.gpu
 

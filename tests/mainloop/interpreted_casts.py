@@ -20,7 +20,7 @@ from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 from triton.runtime import interpreter
 
 from coda_inductor.mainloop import fp8_casts
-from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 #: Shapes that are tried in every layout, and others.
 RAGGED, OTHERS = ((3, 5), (127, 129)), ((1, 130), (256, 128))
@@ -44,8 +44,9 @@ def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
         ways += [(rows, other, False, weight) for weight in weights]
     unit = torch.ones(())
     for scale, scale_t, divide, weight in ways:
-        q, qt = torch.full((m, k), 7.0), torch.full((k, m), 7.0)
-        fp8_casts.cast(x, factor, scale, scale_t, q, qt, divide=divide, weight=weight)
+        results = q, qt = torch.full((m, k), 7.0), torch.full((k, m), 7.0)
+        fp8_casts.cast_results = lambda *_, results=results: results
+        fp8_casts.fp8_cast(x, factor, scale, None, scale_t, None, divide=divide, weight=weight)
         for got, by, target, turn in ((q, scale, E4M3, False), (qt, scale_t, E5M2, True)):
             if by is None:
                 assert (got == 7.0).all()
@@ -58,8 +59,7 @@ def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
 def check_maxima(x: torch.Tensor, factor: torch.Tensor | None) -> None:
     for row, col in ((True, True), (True, False), (False, True)):
         want = AMAX(x, factor, row, col)
-        got = [torch.full_like(w, 7.0) for w in want]
-        fp8_casts.amax(x, factor, *got, TILE)
+        got = fp8_casts.fp8_amax(x, factor, row, col)
         assert all(same(g, w) for g, w in zip(got, want, strict=True)), (x.shape, x.dtype)
 
 

@@ -98,7 +98,7 @@ def test_a_division_by_a_scale_is_a_product_and_its_correction(hows, quotients):
 @pytest.mark.parametrize("wanted", [(True, True), (True, False)])
 def test_maxima_compile(wanted):
     from coda_inductor.mainloop.fp8_casts import _WARPS, _amax_kernel
-    from coda_inductor.runtime.fp8_casts import TILE
+    from coda_inductor.semantic.fp8_casts import TILE
 
     types = {"x": "*bf16", **dict.fromkeys(("factor", "over_rows", "over_columns"), "*fp32")}
     types |= dict.fromkeys(("m", "k", "stride"), "i32")

@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("triton")
 
 from coda_inductor.mainloop import fp8_casts
-from coda_inductor.mainloop.fp8_casts import Launches
 
 M, K = 32, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -32,20 +31,17 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     made = Kernel()
-    monkeypatch.setattr(fp8_casts, "_CASTS", Launches(made))
-    monkeypatch.setattr(fp8_casts, "_MAXIMA", Launches(made))
+    monkeypatch.setattr(fp8_casts, "_cast_kernel", made)
+    monkeypatch.setattr(fp8_casts, "_amax_kernel", made)
+    monkeypatch.setattr(fp8_casts, "_known", {})
     monkeypatch.setattr(fp8_casts, "_current", lambda _: True)
     return made
 
 
 def cast(x=None, scale=None, scale_t=None, factor=None, dtype=E4M3, **how):
     x = torch.randn(M, K).bfloat16() if x is None else x
-    m, k = x.shape
-    scale = torch.ones(m, 1) if scale is None else scale
-    q = torch.empty(m, k, dtype=dtype)
-    qt = torch.empty(k, m, dtype=dtype) if scale_t is not None else torch.empty(0, dtype=E4M3)
-    fp8_casts.cast(x, factor, scale, scale_t, q, qt, **how)
-    return x, scale, q, qt
+    scale = torch.ones(x.shape[0], 1) if scale is None else scale
+    return x, scale, *fp8_casts.fp8_cast(x, factor, scale, dtype, scale_t, dtype, **how)
 
 
 def test_the_next_launch_has_its_own_tensors_and_the_same_constants(kernel):
@@ -102,11 +98,15 @@ def test_only_a_weight_may_have_16_bits(kernel, name):
 
 def test_maxima_too_and_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
     for rows, cols in ((True, True), (True, True), (True, False)):
-        x = torch.randn(M, K).bfloat16()
-        given = [torch.empty(size if wanted else 0) for wanted, size in ((rows, M), (cols, K))]
-        fp8_casts.amax(x, None, *given, 128)
+        fp8_casts.fp8_amax(torch.randn(M, K).bfloat16(), None, rows, cols)
     assert (len(kernel.first), len(kernel.again)) == (2, 1)
     monkeypatch.setattr(fp8_casts, "_MOST", 4)
     for m in range(1, 10):
         cast(x=torch.randn(m, K).bfloat16())
-        assert len(fp8_casts._CASTS.known) <= 4
+        assert len(fp8_casts._known) <= 4
+
+
+def test_nothing_is_launched_for_a_tensor_without_elements(kernel):
+    cast(x=torch.empty(0, K).bfloat16())
+    fp8_casts.fp8_amax(torch.empty(M, 0).bfloat16(), None, True, True)
+    assert (kernel.first, kernel.again) == ([], [])

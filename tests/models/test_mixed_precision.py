@@ -39,7 +39,7 @@ def llama(layers, dtype=torch.float32):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(availability, "kernel_stack", lambda *_: None)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            (found,) = capture(loss, (), {}, settings, as_if=CUDA).graphs
+            ((found,), _) = capture(loss, (), {}, settings, as_if=CUDA)
     return found.report.sites
 
 
@@ -86,8 +86,8 @@ def test_rows_that_suit_no_kernel_are_no_failure(rows, monkeypatch):
     linear = nn.Linear(16, 24, bias=False)
     settings = parse(None, {"gate": "always"})
     with autocast():
-        found = capture(linear, (torch.randn(rows, 16),), {}, settings, as_if=CUDA)
-    (site,) = [s for s in found.graphs[0].report.sites if s.role == "weight gradient"]
+        ((found,), _) = capture(linear, (torch.randn(rows, 16),), {}, settings, as_if=CUDA)
+    (site,) = [s for s in found.report.sites if s.role == "weight gradient"]
     assert (site.how == "kernel") == (rows % 8 == 0)
     assert site.refusal is None or (site.refusal.code, site.refusal.failure) == (
         "not-multiple-of-8", False

@@ -12,9 +12,9 @@ from programs import inputs, kinds
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.runtime import direct, op
-from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 HERE = Path(__file__).parent
 PROGRAM = kinds()["rms_partial"]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.fusing import lower
 from coda_inductor.mainloop import availability
-from coda_inductor.runtime import experts, pool
+from coda_inductor.runtime import on_cuda, pool
 from coda_inductor.semantic.experts import WGRAD
 
 NAME = "coda_inductor::grouped_wgrad"
@@ -22,7 +22,7 @@ NAME = "coda_inductor::grouped_wgrad"
 def test_gradients_of_weights_are_compiled_beside_the_others(monkeypatch, later):
     asked = []
     leave_custom_ops(monkeypatch)
-    monkeypatch.setattr(experts, "_takes", lambda *_: True)
+    monkeypatch.setattr(on_cuda, "_takes", lambda *_: True)
     name = "submit" if later else "wait"
     monkeypatch.setattr(lower.pool, name, lambda found: asked.extend(found) or dict.fromkeys(found))
     harness = Harness()
@@ -38,7 +38,7 @@ def test_gradients_of_weights_are_compiled_beside_the_others(monkeypatch, later)
 def test_one_that_does_not_compile_stays(monkeypatch, strict):
     """It falls back by itself."""
     leave_custom_ops(monkeypatch)
-    monkeypatch.setattr(experts, "_takes", lambda *_: True)
+    monkeypatch.setattr(on_cuda, "_takes", lambda *_: True)
     error = {True: "ptxas said no", False: None}
     monkeypatch.setattr(
         lower.pool, "wait", lambda found: {r: error[r.program.startswith(NAME)] for r in found}
@@ -63,18 +63,18 @@ def tensors(k=64, n=(64, 4096), dtype=torch.bfloat16, device="cuda"):
 def test_what_has_a_kernel(monkeypatch):
     monkeypatch.setattr(availability, "kernel_stack", lambda _: None)
     a, rows, bs = tensors()
-    found = experts.requests(a, rows, bs, turned=True)
+    found = on_cuda.requests(a, rows, bs, turned=True)
     assert [(r.program, r.config, r.variant) for r in found] == [
         (f"{NAME} bfloat16", "few", "turned"),
         (f"{NAME} bfloat16", "many", "turned"),
     ]
-    assert not experts.requests(a, None, bs, turned=True)
+    assert not on_cuda.requests(a, None, bs, turned=True)
     for other in ({"k": 60}, {"n": (64, 60)}, {"dtype": torch.float32}, {"device": "cpu"}):
-        assert not experts.requests(*tensors(**other), turned=True)
-    for where, name, other in ((experts, "arch_of", 10), (availability, "kernel_stack", "no GPU")):
+        assert not on_cuda.requests(*tensors(**other), turned=True)
+    for where, name, other in ((on_cuda, "arch_of", 10), (availability, "kernel_stack", "no GPU")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, lambda _, other=other: other)
-            assert not experts.requests(a, rows, bs, turned=True)
+            assert not on_cuda.requests(a, rows, bs, turned=True)
 
 
 def test_it_compiles_where_its_launch_looks_for_it(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_it_compiles_where_its_launch_looks_for_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
     asked = [
-        pool.KernelRequest(f"{NAME} bfloat16", how, "m", "n", turned, "90")
+        pool.KernelRequest(f"{NAME} bfloat16", how, "m", "n", turned)
         for how, turned in (("few", "turned"), ("many", ""))
     ]
     try:

@@ -146,7 +146,7 @@ def test_both_orders_are_loaded_before_a_graph_is_captured(name, monkeypatch):
     build = types.SimpleNamespace(build=lambda *key, **_: built.append(key[-1]) or "plan")
     monkeypatch.setitem(sys.modules, "coda_inductor.mainloop.build", build)  # needs no library
     monkeypatch.setattr(launch, "_on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: None)
+    monkeypatch.setattr(launch, "_run", lambda *_: None)
     monkeypatch.setattr(pair, "foreign_view", lambda *_: bs[0])
     kernel = Kernel(program, SQUARE)
     outputs = op._allocate(program, SQUARE, as_, bs, operands)
@@ -183,7 +183,7 @@ def test_what_no_launch_can_mend(program, dtypes, more, why, monkeypatch):
 @pytest.fixture
 def call(monkeypatch, warned):
     """The CUDA path on CPU tensors, of a program whose kernels cannot be built."""
-    monkeypatch.setattr(launch, "_kernels", {})
+    launch.kernel.cache_clear()
     monkeypatch.setattr(op, "_unsupported", lambda *arguments: None)
     fails_with(monkeypatch, RuntimeError("no such instruction"))
     program = both_reductions()
@@ -219,10 +219,10 @@ def test_failed_kernel_falls_back_with_one_warning(call, warned, monkeypatch):
     assert SITE in said
     assert "no such instruction" in said
     launches = []
-    monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self._plans.update({key: "plan"}))
+    launch.kernel.cache_clear()
+    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self.plans.update({key: "plan"}))
     monkeypatch.setattr(launch, "_on_device", torch.device)
-    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: launches.append(1) or 1 / 0)
+    monkeypatch.setattr(launch, "_run", lambda *_: launches.append(1) or 1 / 0)
     for _ in range(2):
         call()
     assert len(launches) == 2

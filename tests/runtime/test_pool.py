@@ -27,7 +27,7 @@ from coda_inductor.select.config import Config
 
 FOR_EVER = "import time; time.sleep(1000)"
 COMPILER = "import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
-GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(Config(128, 128, 2, 1, True)), arch="90")
+GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(Config(128, 128, 2, 1, True)))
 BAD = dataclasses.replace(GOOD, config="100x100:2x1:pp")
 
 
@@ -56,7 +56,7 @@ def test_nobody_hears_of_forks():
     """Python 3.12 warns of them where the CUDA driver has started a thread of its own."""
     program = (
         "from coda_inductor.runtime import pool\n"
-        f"asked = pool.KernelRequest({GOOD.program!r}, '100x100:2x1:pp', arch='90')\n"
+        f"asked = pool.KernelRequest({GOOD.program!r}, '100x100:2x1:pp')\n"
         "print(pool.wait([asked], timeout=120))"
     )
     done = python("-c", program)
@@ -70,7 +70,7 @@ def test_a_compile_server_imports_what_kernels_need(tmp_path):
         "import sys\n"
         "from coda_inductor.runtime import server, worker\n"
         "server.prepare('90')\n"
-        f"asked = worker.KernelRequest({GOOD.program!r}, {GOOD.config!r}, arch='90')\n"
+        f"asked = worker.KernelRequest({GOOD.program!r}, {GOOD.config!r})\n"
         f"print(worker.compile_kernel(asked, {str(tmp_path)!r}))\n"
         "print(sorted({name.partition('.')[2] for name in sys.modules if name.startswith('torch.')}"
         " & {'_dynamo', '_inductor', 'fx.experimental.symbolic_shapes'}),"
@@ -101,8 +101,7 @@ def test_why_nothing_is_compiled(monkeypatch):
         patch.setattr(pool, "Server", no_processes)
         patch.setenv("QUACK_ARCH", "sm_100a")
         pool.warm_up()
-        request = dataclasses.replace(GOOD, arch=None)
-        assert "no processes for 100" in pool.wait([request])[request]
+        assert "no processes for 100" in pool.wait([GOOD])[GOOD]
     why = refuse("no-kernel-stack", "quack-kernels is not installed")
     monkeypatch.setattr(pool, "library_stack", lambda: why)
     assert pool.submit([GOOD]) == 0
@@ -125,7 +124,7 @@ def test_a_daemonic_process_leaves_compiling_to_the_first_launch():
 def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(monkeypatch, tmp_path):
     """Whoever has kernels on disk mostly needs no others."""
     started = []
-    monkeypatch.setattr(pool, "_server", started.append)
+    monkeypatch.setattr(pool, "_server", lambda: started.append(1))
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     pool.warm_up()
     write(tmp_path / "kernels" / label() / "version" / "kernel.o", "")
@@ -152,7 +151,7 @@ served = pytest.mark.usefixtures("serve")
 
 def ask(program: str, number: int = 0) -> pool.KernelRequest:
     """A request whose worker runs ``program``."""
-    return pool.KernelRequest(program, str(number), arch="90")
+    return pool.KernelRequest(program, str(number))
 
 
 PASS = ask("pass")
@@ -228,7 +227,7 @@ from coda_inductor.runtime import client, pool
 sys.path.insert(0, sys.argv[1])
 client._MODULE = "quick_server"
 pool._file = lambda request: Path("none")
-stuck = [pool.KernelRequest("time.sleep(1000)", str(i), arch="90") for i in range(2)]
+stuck = [pool.KernelRequest("time.sleep(1000)", str(i)) for i in range(2)]
 pool.wait(stuck[:1], timeout=2)
 pool.submit(stuck[1:])
 time.sleep(0.5)

@@ -47,7 +47,7 @@ class Entry:
 def entry(monkeypatch):
     """CPU tensors go where CUDA tensors go, down to the kernel's entry point."""
     made = Entry()
-    monkeypatch.setattr(launch, "_kernels", {})
+    launch.kernel.cache_clear()
     monkeypatch.setattr(launch, "_on_device", lambda _: torch.no_grad())
     monkeypatch.setattr(op, "_unsupported", lambda *_: None)
     monkeypatch.setattr(prepared, "current_device", lambda: -1)
@@ -130,12 +130,12 @@ def test_calls_that_differ_in_rows_addresses_and_order_are_alike(entry, name):
             call = left, right, operands, text, config
             got, long, outputs = given(entry, call)
             assert not long
-            launch._kernels[text, config]._prepared.clear()
+            launch.kernel(text, config)._prepared.clear()
             want, long, expected = given(entry, call)
             assert long
             assert got == want
             assert [x.shape for x in outputs] == [x.shape for x in expected]
-    assert len(launch._kernels[text, config]._prepared) == 1
+    assert len(launch.kernel(text, config)._prepared) == 1
 
 
 def off(x):
@@ -247,7 +247,7 @@ def test_what_is_kept_is_bounded(entry):
     for m in range(8, 600):
         turned = a[:m].t().contiguous().t()  # its strides hold M
         given(entry, ([turned], bs, [operands[0][:m]], *how))
-    (kept,) = launch._kernels.values()
+    kept = launch.kernel(*how)
     assert 1 < len(kept._prepared) <= launch._MOST_PREPARED
 
 
@@ -261,7 +261,7 @@ def test_what_the_kernel_refuses_goes_the_long_way(entry, monkeypatch, caplog):
     assert entry.long_ways == 2
     entry.error = None
     assert not given(entry, call)[1]
-    monkeypatch.setattr(launch, "_kernels", {})
+    launch.kernel.cache_clear()
     monkeypatch.setattr(launch, "prepare", lambda *_: 1 / 0)
     assert [given(entry, call)[1] for _ in range(3)] == [True] * 3
     assert not caplog.messages

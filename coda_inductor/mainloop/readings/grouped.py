@@ -13,7 +13,6 @@ loaded with rows of the next group: those are not stored.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,23 +75,6 @@ class Grouped(Plain):
     def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
         fits = readable(as_[0]) and all(map(_readable, bs))
         return self.reads(as_, bs) if fits else None
-
-    def dummies(
-        self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
-    ) -> tuple[Tensor, Tensor]:
-        empty = functools.partial(torch.empty, dtype=getattr(torch, program.a_dtype), device=device)
-        columns, e = n * len(program.accs), 2
-        b = empty(e, k, columns) if majors[1] == "n" else empty(e, columns, k).mT
-        return empty(m, k), b
-
-    def inputs(self, site: Any, made: Makes) -> Factors:
-        program, a = site.program, made(site.program.a_dtype, 1.0)
-        as_ = [a(site.rows or site.m, k) for k in site.ks]
-        bs = []
-        for k in (k for k in site.ks for _ in program.accs):
-            b, e = made(program.b_dtype, self.scale(k)), site.groups
-            bs.append(b(e, k, site.n) if site.b_major == "n" else b(e, site.n, k).mT)
-        return as_, bs
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
         """One weight: the B's of a pair are parts of its columns, those of terms of its rows."""

@@ -16,7 +16,7 @@ Strides are unsigned, so each operand starts at its lower allocation. The order 
 matter if both operands have the same; if not ("crossed"), B is read half of K ahead, cyclically.
 That is a second variant of the kernel; the launch determines which one runs. The distances are
 launch arguments, so one compiled kernel of each variant serves all matrices. Conditions, checked at
-run time: see ``unjoinable``.
+run time: see ``joinable``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from coda_inductor.program.dtypes import HALF
 
 #: One step of the main loop along K, in elements of a 16-bit type.
 _STEP = 64
-_ORDER = "the order of the sum would depend on the allocator"
 
 
 class Join(Plain):
@@ -53,7 +52,7 @@ class Join(Plain):
         return config.split_k == 1
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
-        if _deterministic() or unjoinable(as_, bs) is not None:
+        if _deterministic() or not joinable(as_, bs):
             return [("k", "n", "")]  # for the results of torch.cat
         return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
@@ -63,15 +62,15 @@ class Join(Plain):
         return super().bind([torch.cat([*as_], 1)], [torch.cat([*bs], -2)])
 
     def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
-        return self.reads(as_, bs) if unjoinable(as_, bs) is None else None
+        return self.reads(as_, bs) if joinable(as_, bs) else None
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
-        if (why := _ORDER if _deterministic() else unjoinable(as_, bs)) is not None:
-            raise UnpairableError(why)
+        if _deterministic() or not joinable(as_, bs):
+            raise UnpairableError("these terms are not read in place")
 
         def read(as_, bs):
             if _deterministic():
-                raise UnpairableError(_ORDER)
+                raise UnpairableError("these terms are not read in place")
             a, delta_a = distance(as_[0], as_[1], "left operands")
             b, delta_b = distance(bs[0], bs[1], "right operands")
             return as_[a], bs[b], "crossed" if a != b else "straight", (delta_a, delta_b)
@@ -82,34 +81,27 @@ class Join(Plain):
         return (CrossedTerms if variant == "crossed" else JoinedTerms,)
 
 
-def unjoinable(as_: Tensors, bs: Tensors) -> str | None:
-    """Why the sum of ``as_[j] @ bs[j]`` cannot be one product over both K's that is read in place,
-    or None if it can, apart from addresses. Reads only K, N, strides and dtypes: fake tensors
-    suffice."""
+def joinable(as_: Tensors, bs: Tensors) -> bool:
+    """Can the sum of ``as_[j] @ bs[j]`` be one product over both K's that is read in place, apart
+    from addresses? It is of two terms of one layout and 16-bit dtype, with whole steps of K and
+    rows of 16 bytes. Reads only K, N, strides and dtypes: fake tensors suffice."""
     if len(as_) != 2:
-        return f"{len(as_)} terms: only two are read in place"
+        return False
     (a0, a1), (b0, b1) = as_, bs
-    k, n = b0.shape[-2:]
-    rows, unit = a_stride = a0.stride()
-    b_stride = b0.stride()
-    if b0.shape != b1.shape or a0.shape[1] != a1.shape[1]:
-        return "the terms differ in K"
-    if a_stride != a1.stride() or b_stride != b1.stride():
-        return "the terms differ in strides"
-    dtype = a0.dtype
-    if dtype not in HALF or a1.dtype != dtype or b0.dtype != dtype or b1.dtype != dtype:
-        return "the terms are not all of one 16-bit dtype"
-    if k % _STEP:
-        return f"K={k} of a term is not a multiple of {_STEP}"
-    if unit != 1 or rows % 8 or rows < k:
-        return "the left operands are not K-major with 16-byte rows"
-    *batches, unit, rows = b_stride
+    (k, n), dtype = b0.shape[-2:], a0.dtype
+    if b0.shape != b1.shape or k % _STEP:
+        return False
+    if dtype not in HALF or any(x.dtype != dtype for x in (a1, b0, b1)):
+        return False
+    rows, unit = a0.stride()
+    if a0.stride() != a1.stride() or unit != 1 or rows % 8 or rows < k:
+        return False
+    *batches, unit, rows = b0.stride()
     length = k
     if rows == 1:  # N-major
         unit, rows, length = rows, unit, n
-    if unit != 1 or rows < length or any(stride % 8 for stride in (*batches, rows)):
-        return "the right operands have no unit stride or no 16-byte rows"
-    return None
+    aligned = not any(stride % 8 for stride in (*batches, rows))
+    return b0.stride() == b1.stride() and unit == 1 and rows >= length and aligned
 
 
 _deterministic = torch.are_deterministic_algorithms_enabled

@@ -47,7 +47,6 @@ class Plain:
 
     def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         """Why there is no kernel with this reading, or None."""
-        del program, majors, terms, arch
         return None
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
@@ -104,20 +103,21 @@ class Plain:
     def dummies(
         self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
     ) -> tuple[Tensor, Tensor]:
-        """A and B for compiling a kernel, with ``n`` columns of each accumulator."""
+        """A and B for compiling a kernel, with ``n`` columns of each accumulator; B of two groups,
+        if there are groups."""
         empty = functools.partial(torch.empty, device=device)
         a = functools.partial(empty, dtype=getattr(torch, program.a_dtype))
-        b = functools.partial(empty, dtype=getattr(torch, program.b_dtype))
+        b = functools.partial(empty, *[2] * program.grouped, dtype=getattr(torch, program.b_dtype))
         columns = n * len(program.accs)
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
     def inputs(self, site: Any, made: Makes) -> Factors:
         """as_ and bs of a call of ``site`` (``select.site``)."""
         program, a = site.program, made(site.program.a_dtype, 1.0)
-        as_ = [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks]
-        bs = []
+        as_ = [laid_out(a, site.rows or site.m, k, site.a_major == "k") for k in site.ks]
+        bs, groups = [], [site.groups] * program.grouped
         for k in (k for k in site.ks for _ in program.accs):
-            b = made(program.b_dtype, self.scale(k))
+            b = functools.partial(made(program.b_dtype, self.scale(k)), *groups)
             bs.append(laid_out(b, k, site.n, site.b_major == "n"))
         return as_, bs
 
@@ -127,14 +127,12 @@ class Plain:
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
         """The factors as in an unfused graph, for ``reference.run``."""
-        del program
         return as_, bs
 
     def plain(
         self, program: EpilogueProgram, as_: Tensors, bs: Tensors, operands: Tensors
     ) -> Callable[[], list[Tensor]]:
         """A call of only the products, as in an unfused graph."""
-        del operands
         factors = self.factors(as_, bs)
         return lambda: [self.product(program, a, b) for a, b in factors]
 

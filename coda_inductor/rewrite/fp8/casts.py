@@ -42,7 +42,8 @@ from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.norms import make_again, wait
 from coda_inductor.rewrite.fp8.raising import origin
 from coda_inductor.rewrite.fp8.scales import ROW, Source, scales
-from coda_inductor.semantic.fp8 import CAST, quantize, scaled_mm
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.semantic.fp8_casts import CAST
 
 
 def expand_quantizations(graph: Graph, record: Record) -> None:

@@ -18,7 +18,8 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
-from coda_inductor.semantic.fp8 import AMAX, scale_of
+from coda_inductor.semantic.fp8 import scale_of
+from coda_inductor.semantic.fp8_casts import AMAX
 
 Kind = tuple[int, ...]
 ROW: Kind = (1,)

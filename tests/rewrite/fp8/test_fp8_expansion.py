@@ -25,8 +25,8 @@ from passes import aten_graph, run_pass
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
-from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 E4M3 = torch.float8_e4m3fn
 #: What kernels compute, in plain ops.

@@ -15,7 +15,7 @@ from passes import codes
 from torch import nn
 
 from coda_inductor.graph.walk import base
-from coda_inductor.runtime.fp8_casts import AMAX, CAST
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 ALL = {"gate": "always", "reference": True}
 

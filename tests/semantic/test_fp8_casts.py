@@ -7,8 +7,8 @@ import pytest
 import torch
 from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
 
-from coda_inductor.runtime import fp8_casts
-from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
+from coda_inductor.runtime import on_cuda
+from coda_inductor.semantic.fp8_casts import AMAX, CAST, TILE
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -123,16 +123,17 @@ def test_without_a_kernel_torchs_ops_run_and_one_warning_says_so(capable, monkey
     pytest.importorskip("triton")
     from coda_inductor.mainloop import fp8_casts as kernels
 
-    def fails(*_):
-        raise RuntimeError("PTXAS failed")
+    class Failing:
+        def __getitem__(self, _):
+            raise RuntimeError("PTXAS failed")
 
-    monkeypatch.setattr(fp8_casts, "_has_fp8", lambda device: capable)
-    monkeypatch.setattr(kernels, "cast", fails)
-    monkeypatch.setattr(kernels, "amax", fails)
+    monkeypatch.setattr(kernels, "_lacks_fp8", lambda device: not capable)
+    monkeypatch.setattr(kernels, "_cast_kernel", Failing())
+    monkeypatch.setattr(kernels, "_amax_kernel", Failing())
     x, one = subject(30, 20, torch.bfloat16), torch.ones(())
     for _ in range(2):
-        ours = fp8_casts._cast_cuda(x, None, one, E4M3, one, E5M2)
-        ours += fp8_casts._amax_cuda(x, None, True, True)
+        ours = on_cuda.OPS[CAST](x, None, one, E4M3, one, E5M2)
+        ours += on_cuda.OPS[AMAX](x, None, True, True)
     plain = CAST(x, None, one, E4M3, one, E5M2) + AMAX(x, None, True, True)
     assert all(same(a, b) for a, b in zip(ours, plain, strict=True))
     assert len(warned()) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two custom ops on a whole tensor, for use before it is multiplied in FP8.
+"""Two ops on a whole tensor, for use before it is multiplied in FP8.
 
 ``coda_inductor::fp8_cast`` reads a tensor once and writes it in FP8: in its layout, transposed, or
 both, each with its own scale and FP8 dtype. ``coda_inductor::fp8_amax`` reads a tensor once for the
@@ -11,16 +11,12 @@ same bits as torchao's own chains of ops; only the sign of a NaN may differ.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_inductor.log import warn_once
-from coda_inductor.semantic.fp8 import AMAX, CAST
+from coda_inductor.semantic.define import opaque
 
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 #: Rows and columns of the tiles of partial maxima.
 TILE = 128
 #: The dtype of a result that is not needed.
@@ -60,17 +56,20 @@ def fp8_cast(
         wide = wide * factor
     if weight is not None:
         wide = wide * weight.to(torch.float32)
-    q, qt = _outputs(x, scale, dtype, scale_t, dtype_t)
-    if scale is not None:
-        q.copy_(_round(wide / scale if divide else wide * scale, q.dtype))
-    if scale_t is not None:
-        qt.copy_(_round(wide / scale_t if divide else wide * scale_t, qt.dtype).t())
+    q, qt = cast_results(x, factor, scale, dtype, scale_t, dtype_t)
+    for result, by in ((q, scale), (qt.t(), scale_t)):
+        if by is not None:
+            largest = torch.finfo(result.dtype).max
+            scaled = wide / by if divide else wide * by
+            result.copy_(scaled.clamp(min=-largest, max=largest))
     return q, qt
 
 
-def _round(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
-    return scaled.clamp(min=-largest, max=largest).to(dtype)
+def cast_results(x, factor, scale, dtype, scale_t, dtype_t, *_):  # noqa: ARG001 (as the op)
+    """Uninitialized results of :func:`fp8_cast`."""
+    m, k = x.shape
+    q = x.new_empty(0 if scale is None else (m, k), dtype=dtype or _NONE)
+    return q, x.new_empty(0 if scale_t is None else (k, m), dtype=dtype_t or _NONE)
 
 
 def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Tensor, Tensor]:
@@ -87,7 +86,7 @@ def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Te
         row's. cols (ceil(M / TILE), K): of each column's; ``cols.amax(0)`` is the column's. The
         amax of either is the tensor's. A result that is not needed has the shape (0,).
     """
-    rows, cols = _partials(x, row, col)
+    rows, cols = amax_results(x, factor, row, col)
     if not x.numel():
         return rows, cols
     wide = x.to(torch.float32).abs()
@@ -101,7 +100,7 @@ def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Te
     return rows, cols
 
 
-def _partials(x: Tensor, row: bool, col: bool) -> tuple[Tensor, Tensor]:
+def amax_results(x, factor, row, col):  # noqa: ARG001 (as the op)
     """Uninitialized results of :func:`fp8_amax`."""
     m, k = x.shape
     rows = (m, (k + TILE - 1) // TILE) if row else 0
@@ -109,75 +108,17 @@ def _partials(x: Tensor, row: bool, col: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, dtype=torch.float32), x.new_empty(cols, dtype=torch.float32)
 
 
-def _outputs(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype | None,
-    scale_t: Tensor | None,
-    dtype_t: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Uninitialized results of :func:`fp8_cast`."""
-    m, k = x.shape
-    q = x.new_empty(0 if scale is None else (m, k), dtype=dtype or _NONE)
-    return q, x.new_empty(0 if scale_t is None else (k, m), dtype=dtype_t or _NONE)
-
-
-@torch.library.register_fake("coda_inductor::fp8_cast", lib=_LIBRARY)
-def _fake_cast(x, factor, scale, dtype, scale_t, dtype_t, divide=False, weight=None):  # noqa: ARG001
-    return _outputs(x, scale, dtype, scale_t, dtype_t)
-
-
-@torch.library.register_fake("coda_inductor::fp8_amax", lib=_LIBRARY)
-def _fake_amax(x, factor, row, col):  # noqa: ARG001 (the op's signature)
-    return _partials(x, row, col)
-
-
-def _cast_cuda(x, factor, scale, dtype, scale_t, dtype_t, divide=False, weight=None):
-    q, qt = _outputs(x, scale, dtype, scale_t, dtype_t)
-    if x.numel() and not _launched("cast", x, factor, scale, scale_t, q, qt, divide, weight):
-        return fp8_cast(x, factor, scale, dtype, scale_t, dtype_t, divide, weight)
-    return q, qt
-
-
-def _amax_cuda(x, factor, row, col):
-    rows, cols = _partials(x, row, col)
-    if x.numel() and not _launched("amax", x, factor, rows, cols, TILE):
-        return fp8_amax(x, factor, row, col)
-    return rows, cols
-
-
-def _launched(kernel: str, x: Tensor, *others: object) -> bool:
-    try:
-        if _has_fp8(x.device):
-            from coda_inductor.mainloop import fp8_casts
-
-            getattr(fp8_casts, kernel)(x, *others)
-            return True
-        cause = "its GPU has no instructions for FP8"
-    except Exception as error:
-        cause = repr(error)
-    warn_once(f"fp8_{kernel}", cause, to="torch's ops")
-    return False
-
-
-@functools.cache
-def _has_fp8(device: torch.device) -> bool:
-    """Does the GPU have instructions for casts to FP8? The kernels rely on their saturation."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _direct_cast(x, *others):
-    """The op without the dispatcher (``runtime.direct``)."""
-    return _cast_cuda(x, *others) if x.is_cuda else CAST(x, *others)
-
-
-def _direct_amax(x, *others):
-    """As :func:`_direct_cast`."""
-    return _amax_cuda(x, *others) if x.is_cuda else AMAX(x, *others)
-
-
-CAST.direct, AMAX.direct = _direct_cast, _direct_amax  # type: ignore[attr-defined]
-_LIBRARY.impl("fp8_cast", fp8_cast, "CompositeExplicitAutograd")
-_LIBRARY.impl("fp8_amax", fp8_amax, "CompositeExplicitAutograd")
-_LIBRARY.impl("fp8_cast", _cast_cuda, "CUDA")
-_LIBRARY.impl("fp8_amax", _amax_cuda, "CUDA")
+CAST = opaque(
+    "fp8_cast(Tensor x, Tensor? factor, Tensor? scale, ScalarType? dtype, "
+    "Tensor? scale_t, ScalarType? dtype_t, bool divide=False, Tensor? weight=None) "
+    "-> (Tensor q, Tensor qt)",
+    fp8_cast,
+    cast_results,
+    torch.Tag.flexible_layout,
+)
+AMAX = opaque(
+    "fp8_amax(Tensor x, Tensor? factor, bool row, bool col) -> (Tensor rows, Tensor cols)",
+    fp8_amax,
+    amax_results,
+    torch.Tag.flexible_layout,
+)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CUDA, the ops around a mixture's experts run the kernels of ``mainloop.experts``; if one does
-not support a call, or fails, torch's ops run, after one warning."""
+"""On CUDA, the ops around products run kernels of their own: those of a mixture's experts
+(``mainloop.experts``), and casts to FP8 (``mainloop.fp8_casts``). If a kernel does not support a
+call, or fails, torch's ops run, after one warning."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +15,18 @@ from coda_inductor.mainloop import availability
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.device import arch_of
-from coda_inductor.semantic import experts
+from coda_inductor.semantic import experts, fp8_casts
 from coda_inductor.semantic.define import LIB
-from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
+from coda_inductor.semantic.experts import WGRAD
 
 
-def _kernel(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of that name, or ``plain``."""
+def _kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel that is called like ``plain``, in the module of that name, or ``plain``."""
+    name, room = plain.__name__, plain.__module__.rpartition(".")[2]
 
     def call(first, *others):
         try:
-            from coda_inductor.mainloop import experts as kernels
-
+            kernels = importlib.import_module(f"coda_inductor.mainloop.{room}")
             return getattr(kernels, name)(first, *others)
         except Exception as error:
             warn_once(name, repr(error), to="torch's ops")
@@ -33,9 +35,7 @@ def _kernel(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_route = _kernel("route", experts.route)
-_combine = _kernel("combine", experts.combine)
-_gradient = _kernel("grouped_wgrad", experts.grouped_wgrad)
+_gradient = _kernel(experts.grouped_wgrad)
 
 
 def _takes(a, rows, bs) -> bool:
@@ -69,7 +69,13 @@ def _direct(op, own, *given):
     return (own if given[0].is_cuda else op)(*given)
 
 
-OPS = (ROUTE, COMBINE, WGRAD)
-for _op, _own in zip(OPS, (_route, _combine, _wgrad), strict=True):
+OPS = {
+    experts.ROUTE: _kernel(experts.route),
+    experts.COMBINE: _kernel(experts.combine),
+    WGRAD: _wgrad,
+    fp8_casts.CAST: _kernel(fp8_casts.fp8_cast),
+    fp8_casts.AMAX: _kernel(fp8_casts.fp8_amax),
+}
+for _op, _own in OPS.items():
     LIB.impl(_op.name().partition("::")[2], _own, "CUDA")
     _op.direct = functools.partial(_direct, _op, _own)
