@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semantic ops become the aten ops that define them."""
+"""Passes at the end, on graphs made by hand: semantic ops become the aten ops that define them;
+experts that no epilogue took are multiplied as the user wrote it, one product a weight; what a
+checkpointed block hands to the next is saved; views of what was replaced are of the new node."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from checking import swiglu
 from passes import aten_graph, run_pass
+from torch.utils.checkpoint import CheckpointPolicy
 
+from coda_inductor import pipeline
+from coda_inductor.compat import storage
 from coda_inductor.rewrite.decompose import decompose, decompose_most
+from coda_inductor.rewrite.experts import finish_experts
+from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.loss import row_logsumexp
 
 
@@ -33,3 +42,123 @@ def test_reductions_that_an_epilogue_may_take_wait_for_it():
     graph = aten_graph(lambda x: row_logsumexp(swiglu(x, x)), x)
     run_pass(decompose_most, graph)
     assert semantic(graph) == [row_logsumexp]
+
+
+aten = torch.ops.aten
+A, D, W = (5, 16), (5, 8), (3, 16, 16)
+
+
+def offsets():
+    return torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+
+
+def left(function, *shapes) -> int:
+    """How many grouped products are left of a function of tensors and the offsets of groups."""
+    graph = aten_graph(function, *(torch.randn(s).double() for s in shapes), offsets())
+    run_pass(finish_experts, graph)
+    return sum(n.target is grouped_mm for n in graph.nodes)
+
+
+def halves_of(x, y, w, groups):
+    lower, upper = torch.split(w, 8, 2)
+    return grouped_mm(x, lower, groups, None) * grouped_mm(y, upper, groups, None)
+
+
+def test_products_of_several_rows_stay_apart():
+    assert left(lambda x, w, o: halves_of(x, x, w, o), A, W) == 1
+    assert left(halves_of, A, A, W) == 2
+
+
+def test_one_part_alone_stays():
+    def one(x, w, groups):
+        return grouped_mm(x, torch.split(w, 8, 2)[0], groups, None)
+
+    assert left(one, A, W) == 1
+
+
+def summed(order, x, y, w, groups):
+    parts = [part.permute(0, 2, 1) for part in torch.split(w, 8, 2)]
+    first, second = (
+        grouped_mm(a, parts[i], groups, None) for a, i in zip((x, y), order, strict=True)
+    )
+    return first + second
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_sum_over_both_parts_is_one_product_in_either_order(order):
+    given = [torch.randn(s).double() for s in (D, D, W)]
+    graph = aten_graph(lambda *args: summed(order, *args), *given, offsets())
+    before = torch.fx.GraphModule({}, graph)(*given, offsets())
+    run_pass(finish_experts, graph)
+    assert sum(n.target is grouped_mm for n in graph.nodes) == 1
+    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(*given, offsets()), before)
+
+
+def test_twice_the_same_part_stays():
+    assert left(lambda x, y, w, o: summed((0, 0), x, y, w, o), D, D, W) == 2
+
+
+def two_of_four(x, y, w, groups):
+    first, second, *others = (part.permute(0, 2, 1) for part in torch.split(w, 4, 2))
+    both = grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups, None)
+    return both, *others
+
+
+def of_two_groupings(x, y, w, groups):
+    first, second = (part.permute(0, 2, 1) for part in torch.split(w, 8, 2))
+    return grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups.clone(), None)
+
+
+@pytest.mark.parametrize(("function", "width"), [(two_of_four, 4), (of_two_groupings, 8)])
+def test_a_sum_of_other_products_stays(function, width):
+    assert left(function, (5, width), (5, width), W) == 2
+
+
+(BORDERS,) = (each.run for each in pipeline.ON_ATEN if each.name == "borders")
+AGAIN, SAVED = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+def viewed(x):
+    return x.sin().view(24).cos()
+
+
+def sorted_cosines(x):
+    values, indices = x.sort()
+    return values.cos(), indices
+
+
+#: Name -> (a function, the number of the checkpoint that its cosine lies in, where the rest lies in
+#: 0, and node -> tag after the pass).
+CASES = {
+    "a view is saved as what it views": (viewed, 1, {"sin": SAVED, "view": None, "cos": AGAIN}),
+    "one of several outputs takes the call and the others with it": (
+        sorted_cosines, 1, {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
+    ),
+    "no later block reads": (viewed, 0, dict.fromkeys(("sin", "view", "cos"), AGAIN)),
+    "no view is left to torch": (lambda x: x.sin().cos(), 1, {"sin": AGAIN, "cos": AGAIN}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_later_block_reads_is_saved(name):
+    function, block, tags = CASES[name]
+    graph = aten_graph(function, torch.empty(4, 6))
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    for node in nodes:
+        own = block if node.name == "cos" else 0
+        node.meta |= {"recompute": AGAIN, "ac_graph_id": own}
+    run_pass(BORDERS, graph)
+    assert {node.name: node.meta["recompute"] for node in nodes} == tags
+
+
+def test_views_of_what_was_replaced_are_views_of_the_new_node():
+    graph = aten_graph(lambda x: (x.cos(), x.sin().view(12)), torch.ones(4, 3))
+    (sine,), (cosine,), (view,) = (
+        graph.find_nodes(op="call_function", target=target.default)
+        for target in (aten.sin, aten.cos, aten.view)
+    )
+    view.replace_input_with(sine, cosine)
+    assert storage(view.meta["val"]) == storage(sine.meta["val"])
+    run_pass(refresh_views, graph)
+    assert storage(view.meta["val"]) == storage(cosine.meta["val"])
+    assert view.meta["val"].shape == (12,)
