@@ -199,11 +199,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reason", FORMS)
-def test_other_forms_stay(reason):
-    stays(reason, attend, *FORMS[reason]())
-
-
+#: What is said -> what of the module is otherwise.
 NOT_HERE = {
     "make_dual uses forward-mode": ("forward_mode", lambda module: "make_dual"),
     "AOTInductor's programs": ("virtualized", SimpleNamespace(aot_compilation=True)),
@@ -213,11 +209,12 @@ NOT_HERE = {
 }
 
 
-@pytest.mark.parametrize("reason", NOT_HERE)
+@pytest.mark.parametrize("reason", [*FORMS, *NOT_HERE])
 def test_what_flex_attention_does_not_run_stays(reason, monkeypatch):
     """Of forward mode: Dynamo breaks the graph at SDPA, so that it is said here."""
-    monkeypatch.setattr(block_masks, *NOT_HERE[reason])
-    stays(reason, attend, *inputs(), MASKS["random"]())
+    if reason in NOT_HERE:
+        monkeypatch.setattr(block_masks, *NOT_HERE[reason])
+    stays(reason, attend, *FORMS.get(reason, lambda: [*inputs(), MASKS["random"]()])())
 
 
 def test_dropout_stays():
