@@ -43,7 +43,16 @@ def write(path: Path, name: str = "mine", factor: float = 2.0, text: str = GATE)
     return path
 
 
-pytestmark = pytest.mark.usefixtures("fresh")
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No files of other tests, and no verdicts."""
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "cache"))
+    for module, name, value in (
+        (loading, "_registered", {}), (verdict, "_proven", set()), (verdict, "_refused", {}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    loading._load.cache_clear()
+    loading._warn_once.cache_clear()
 
 
 def names(found) -> list[str]:
