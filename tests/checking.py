@@ -25,12 +25,7 @@ from coda_inductor.select.choice import Choice
 swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
 
 # A wrong rewrite is off by far more than the rounding of a sum in another order.
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 2e-5,
-    torch.bfloat16: 3e-2,
-    torch.float16: 4e-3,
-}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def check(

@@ -16,8 +16,12 @@ def stream(x, w):
     return x + F.linear(x, w)
 
 
+def norm(x, gamma):
+    return F.rms_norm(x, (x.shape[-1],), gamma, EPS)
+
+
 def rms(x, w, gamma, a):
-    return F.linear(F.rms_norm(stream(x, w), (x.shape[-1],), gamma, EPS), a).sin()
+    return F.linear(norm(stream(x, w), gamma), a).sin()
 
 
 def layer(x, w, gamma, beta, a):
@@ -57,10 +61,6 @@ def loss(x, w):
     return F.cross_entropy(logits(x, w).view(-1, V), labels(x).flatten())
 
 
-def likelihood(x, w):
-    return F.log_softmax(logits(x, w), -1).gather(-1, labels(x)[..., None]).mean()
-
-
 def heads(x, *weights):
     return [F.linear(x, w).view(*x.shape[:2], -1, HEAD).transpose(1, 2) for w in weights]
 
@@ -90,11 +90,6 @@ def rotary(x, w):
     return rotated(q, x)
 
 
-def rotary_in_kernels(x, w):
-    (q,) = heads(x, w)
-    return rotated(q.cumsum(2), x)
-
-
 def rotated(q, x):
     return q * angles(x).cos() + rotate_half(q) * angles(x).sin()
 
@@ -113,24 +108,6 @@ def turned_complex(x, w):
     turns = torch.polar(torch.ones_like(table), table)
     z = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2)) * turns
     return torch.view_as_real(z).flatten(3)
-
-
-def looked_up(x, table, w):
-    return F.linear(F.embedding(labels(x) % 7, table) @ w + x, table)
-
-
-def loss_and_logits(x, w):
-    z = logits(x, w)
-    return F.cross_entropy(z.view(-1, V), labels(x).flatten()), z
-
-
-def rms_returned(x, w, gamma, a):
-    n = F.rms_norm(stream(x, w), (x.shape[-1],), gamma, EPS)
-    return F.linear(n, a), n
-
-
-def rms_of_no_product(x, w, gamma, a):
-    return F.linear(F.rms_norm(x.sin(), (x.shape[-1],), gamma, EPS), a) + w.sum()
 
 
 def experts(x, w13, w2, router):
@@ -154,30 +131,9 @@ def clamped_otherwise(x, gate, up):
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
-def activated(x, up, down):
-    return F.linear(F.gelu(F.linear(x, up)), down)
-
-
-def layer_alone(x, w, gamma, beta, a):
-    return F.linear(F.layer_norm(F.linear(x, w), (x.shape[-1],), gamma, beta, EPS), a)
-
-
 def cast(function, dtype):
     return lambda *args: function(*(t.to(dtype) for t in args))
 
 
-def rms_squared(x, w, gamma, a):
-    n = F.rms_norm(torch.mm(w, w), (w.shape[-1],), gamma, EPS)
-    return torch.mm(n, n) @ a.T * x.sum()
-
-
 def rms_by_hand(x, gamma):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * gamma
-
-
-def rms_of_complex(x, w, gamma, a):
-    return F.linear(rms_by_hand(torch.complex(stream(x, w), x), gamma).real, a)
-
-
-def rms_widened(x, w, gamma, a):
-    return F.linear(rms_by_hand(stream(x, w), gamma.expand(3, 1, 1, -1)), a)

@@ -2,7 +2,8 @@
 """The gains that the README shows: its table, and docs/gains.svg, from benchmarks/results.
 
 A row is one case of one results file. Its baseline is the fastest of what users have without us,
-measured in the same run. ``tests/test_readme.py`` compares what is committed with what this makes.
+measured in the same run. ``tests/patterns/test_documents.py`` compares what is committed with what
+this makes.
 
 Usage: python3 tools/gains.py
 """

@@ -107,21 +107,11 @@ def test_no_sequences_and_logits_that_are_returned_too():
         assert raised(check_gradients(model, *given), cross_entropy) == 2
 
 
-def read_elsewhere(z, t):
-    rows = z[:, :-1].reshape(-1, V)
-    return F.cross_entropy(rows, t[:, 1:].reshape(-1)) + rows.square().mean()
-
-
 def changed_between(z, t):
     z = z.detach().clone()
     rows, chances = z[:, :-1].reshape(-1, V), z.log_softmax(-1)
     z.zero_()
     return F.cross_entropy(rows, t[:, 1:].reshape(-1)), chances.gather(-1, t[..., None])
-
-
-def entropy(z, t):
-    chances = z.log_softmax(-1)
-    return chances.gather(-1, t[..., None]), (chances.exp() * chances).sum(-1)
 
 
 OTHERS = {
@@ -131,7 +121,15 @@ OTHERS = {
     "weights": lambda z, t: rows_of(z[:, :-1], t[:, 1:], torch.linspace(0, 1, V, dtype=z.dtype)),
     "rounded": lambda z, t: rows_of(z[:, :-1].float().double(), t[:, 1:]),
     "other turn": lambda z, t: F.cross_entropy(z.permute(1, 2, 0), t.t()),
-    **{f.__name__: f for f in (read_elsewhere, changed_between, entropy)},
+    "changed between": changed_between,
+    "read elsewhere": lambda z, t: (
+        F.cross_entropy(rows := z[:, :-1].reshape(-1, V), t[:, 1:].reshape(-1))
+        + rows.square().mean()
+    ),
+    "entropy": lambda z, t: (
+        (p := z.log_softmax(-1)).gather(-1, t[..., None]),
+        (p.exp() * p).sum(-1),
+    ),
     "probabilities": lambda z, y: F.cross_entropy(
         z.transpose(1, 2), (2 * z.detach()).softmax(-1).transpose(1, 2)
     ),

@@ -87,21 +87,6 @@ def test_gated_linear_units_share_a_tile(gate):
     assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
 
 
-def read_elsewhere(x, w):
-    z = F.linear(x, w)
-    return F.silu(z[..., :H]) * z[..., H:] + z.mean()
-
-
-def never_meeting(x, w):
-    z = F.linear(x, w)
-    return z[..., :H].softmax(-1), z[..., H:].cumsum(0)
-
-
-def not_k_major(x, w):
-    z = F.linear(x, w.reshape(D, 2 * H).t())
-    return F.silu(z[..., :H]) * z[..., H:]
-
-
 def test_in_fp8_halves_would_have_other_scales():
     harness = check(mlp(CUTS["slices"]), randn(2, 5, D), fp8="rowwise")
     assert not divided(harness)
@@ -136,58 +121,54 @@ def test_halves_that_are_no_floats_are_no_failure(dtype):
     assert not harness.fused
 
 
-def as_in_gpt_oss(x, w):
-    z = F.linear(x, w)
-    gate, up = z[..., ::2].clamp(max=7.0), z[..., 1::2].clamp(min=-7.0, max=7.0)
-    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-def returned(x, w):
-    z = F.linear(x, w)
-    return z[..., :H], z[..., H:].sin()
-
-
-def changed(x, w):
-    z = F.linear(x, w)
+def changed(z):
     low, high = z[..., :H], z[..., H:]
     low.mul_(2)
-    return F.silu(low) * high
+    return gated(low, high)
 
 
-def changed_between(x, w):
-    z = F.linear(x, w)
+def changed_between(z):
     low = z[..., :H] * 3
     z[..., H:] += 1
     return low * z[..., H:]
 
 
-def in_two_modes(x, w):
-    z = F.linear(x, w)
+def in_two_modes(z):
     low = z[..., :H]
     with torch.no_grad():
         high = z[..., H:]
+    return gated(low, high)
+
+
+def gated(low, high):
     return F.silu(low) * high
 
 
-def rows_of_a_view(x, w):
-    z = F.linear(x, w).view(-1, 2 * H)
-    return F.silu(z[:, :H]) * z[:, H:]
+def slices(z):
+    return gated(z[..., :H], z[..., H:])
 
 
-def rows_beside_halves(x, w):
-    low, high, *_ = F.linear(x, w).unflatten(-1, (2, H)).unbind(1)
-    return F.silu(low) * high
+#: Of a product (2, 6, 2 H).
+OTHERS = {
+    **{f.__name__: f for f in (changed, changed_between, in_two_modes)},
+    "read elsewhere": lambda z: slices(z) + z.mean(),
+    "never meeting": lambda z: (z[..., :H].softmax(-1), z[..., H:].cumsum(0)),
+    "halves of the sequence": lambda z: F.glu(z, dim=1),
+    "as in gpt-oss": lambda z: (z[..., 1::2].clamp(min=-7.0, max=7.0) + 1) * (
+        (gate := z[..., ::2].clamp(max=7.0)) * torch.sigmoid(gate * 1.702)
+    ),
+    "returned": lambda z: (z[..., :H], z[..., H:].sin()),
+    "rows of a view": lambda z: gated((y := z.view(-1, 2 * H))[:, :H], y[:, H:]),
+    "rows beside halves": lambda z: gated(*z.unflatten(-1, (2, H)).unbind(1)[:2]),
+}  # fmt: skip
 
 
-OTHERS = [
-    read_elsewhere, never_meeting, not_k_major, lambda x, w: F.glu(F.linear(x, w), dim=1),
-    as_in_gpt_oss, returned, changed, changed_between, in_two_modes,
-    rows_of_a_view, rows_beside_halves,
-]  # fmt: skip
+@pytest.mark.parametrize("name", [*OTHERS, "not K-major"])
+def test_what_else_is_taken_stays(name):
+    def function(x, w):
+        w = w.reshape(D, 2 * H).t() if name == "not K-major" else w
+        return OTHERS.get(name, slices)(F.linear(x, w))
 
-
-@pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
-def test_what_else_is_taken_stays(function):
     harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
     assert not divided(harness)
     assert not any(site.program.paired for site in harness.fused)

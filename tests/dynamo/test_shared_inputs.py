@@ -38,6 +38,12 @@ def with_autocast(x, a, b):
         return both(x, a, b).float()
 
 
+def under_two_modes(x, a, b, c):
+    y = F.linear(x, b).sum() + F.linear(x, c).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, a).float() * y
+
+
 def written_between(x, a, b):
     y = x.sin()
     first = F.linear(y, a)
@@ -88,27 +94,16 @@ def test_what_becomes_one_layer(name, dynamic):
     assert len(linears(harness)) == left
 
 
-def test_under_autocast():
-    weights = (randn(2, K).float() for _ in range(2))
+@pytest.mark.parametrize(("function", "left"), [(with_autocast, 1), (under_two_modes, 2)])
+def test_dtypes_do_not_mix(function, left):
+    weights = (randn(2, K).float() for _ in range(2 if left == 1 else 3))
     x = randn(ROWS, K).float().requires_grad_()
-    harness = check_gradients(Weights(with_autocast, *weights), x, tolerance=3e-2)
-    assert len(linears(harness)) == 1
+    harness = check_gradients(Weights(function, *weights), x, tolerance=3e-2)
+    assert len(linears(harness)) == left
 
 
 def test_what_changes_between_them():
     harness = check(Weights(written_between, randn(2, K), randn(2, K)), randn(ROWS, K))
-    assert len(linears(harness)) == 2
-
-
-def test_dtypes_do_not_mix():
-    def mixed(x, a, b, c):
-        y = F.linear(x, b).sum() + F.linear(x, c).sum()
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.linear(x, a).float() * y
-
-    weights = (randn(1, K).float() for _ in range(3))
-    x = randn(ROWS, K).float().requires_grad_()
-    harness = check_gradients(Weights(mixed, *weights), x, tolerance=3e-2)
     assert len(linears(harness)) == 2
 
 

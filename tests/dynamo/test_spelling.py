@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported programs call aten ops: what fires in them is what fires in the model they came from."""
+"""Exported programs call aten ops: what fires in them is what fires in the model they came from.
+In-place ops on tensors that nothing else shares are read as plain ones; others stay in place."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, randn
+from checking import check, check_gradients, raised, randn, reasons, side_by_side, swiglu
 from harness import Harness
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from coda_inductor.dynamo.attention import block_masks
 from coda_inductor.dynamo.spelling import respell
-from coda_inductor.matching import value
+from coda_inductor.matching import mutates, value
 from coda_inductor.options import parse
 from coda_inductor.record import Record
+from coda_inductor.semantic import rms_norm
 
 D, WIDE = 16, 24
 
@@ -141,3 +147,142 @@ def test_asserted_sizes_stay():
     graph.output((x,))
     respell(torch.fx.GraphModule({}, graph).graph, Record(parse(None, None)))
     assert len(graph.nodes) == 3
+
+
+EPS = 1e-6
+
+
+def changes(harness):
+    return [n for n in harness.raised.nodes if mutates(n)]
+
+
+def inputs():
+    return tuple(randn(*shape).requires_grad_() for shape in ((4, D), (D, D), (D,)))
+
+
+def root(x, w, v):
+    return x * x.pow(2).mean(-1, keepdim=True).add_(EPS).rsqrt_() * v
+
+
+def residual(x, w, v):
+    y = F.linear(x, w)
+    y += x
+    y *= 2
+    return root(y, w, v) + y
+
+
+@pytest.mark.parametrize("function", [root, residual], ids=lambda f: f.__name__)
+def test_a_norm_behind_them_is_recognized(function):
+    harness = check_gradients(function, *inputs())
+    assert raised(harness, rms_norm) == 1
+    assert not changes(harness)
+
+
+GATES = (
+    lambda x, w: F.silu(x @ w).mul_(x @ w.t()),
+    lambda x, w: F.silu(x @ w, inplace=True) * (x @ w.t()),
+    lambda x, w: F.silu(x @ w, True) * (x @ w.t()),
+)
+
+
+def test_a_gate():
+    function, tensors = side_by_side(GATES, (4, D), (D, D))
+    harness = check_gradients(function, *(t.requires_grad_() for t in tensors))
+    assert raised(harness, swiglu) == len(GATES)
+    assert not changes(harness)
+
+
+def behind_a_view(x, w, v):
+    y = x @ w
+    first = y[0]
+    y.mul_(2)
+    return y, first
+
+
+def that_narrows(x, w, v):
+    y = x.float()
+    y.add_(x @ w)
+    return y
+
+
+def without_gradients(x, w, v):
+    y = x @ w
+    with torch.no_grad():
+        y.mul_(2)
+    return y * v
+
+
+OTHERS = (behind_a_view, that_narrows, without_gradients)
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
+def test_what_something_else_sees_stays(function):
+    how = {"tolerance": 1e-6} if function is that_narrows else {}
+    assert changes(check_gradients(function, *inputs(), **how))
+
+
+def test_a_change_of_an_input_stays():
+    """The values of the arguments are eager's too."""
+    assert changes(check(lambda x, w: x.add_(1) @ w, *(t.detach() for t in inputs()[:2])))
+
+
+T = 20
+sdpa = F.scaled_dot_product_attention
+
+
+def heads():
+    return [randn(2, 2, T, 16).requires_grad_() for _ in range(3)]
+
+
+def filled(hidden):
+    mask = torch.ones(T, T, dtype=torch.bool)
+    mask.masked_fill_(hidden, False)
+    return mask
+
+
+def filled_twice(hidden):
+    mask = filled(hidden)
+    mask.view(-1)[::3] = True
+    return mask
+
+
+@pytest.mark.parametrize("make", [filled, filled_twice])
+@pytest.mark.parametrize("region", [False, True])
+def test_a_mask_that_is_filled(make, region, monkeypatch):
+    """As one filled out of place, unless it is written to again."""
+    monkeypatch.setattr(block_masks, "DEVICE", "cpu")
+    monkeypatch.setattr(block_masks, "DTYPES", (torch.float64,))
+
+    def attend(q, k, v, hidden):
+        mask = make(hidden)
+
+        def block(q):
+            return sdpa(q, k, v, attn_mask=mask).sin()
+
+        return checkpoint(block, q, use_reentrant=False) if region else (block(q), mask)
+
+    harness = check_gradients(attend, *heads(), torch.rand(T, T) > 0.5, gate="always")
+    assert harness.counts["block_mask"] == (make is filled)
+    assert ("an in-place op changes it" in reasons(harness)) == (make is filled_twice)
+
+
+def documented(hidden):
+    """As torch's documentation of SDPA writes its masks."""
+    bias = torch.zeros(T, T, dtype=torch.float64)
+    bias.masked_fill_(hidden, -math.inf)
+    return bias
+
+
+CONSTANTS = {
+    "masked_fill_": lambda n: documented(torch.ones(n, n, dtype=torch.bool).tril().logical_not()),
+    "two in a row": lambda n: documented(torch.ones(n, n, dtype=torch.bool)).triu_(1),
+    "tril_": lambda n: torch.ones(n, n, dtype=torch.bool).tril_(),
+}
+
+
+@pytest.mark.parametrize("how", CONSTANTS)
+def test_a_mask_of_constants(how):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=CONSTANTS[how](q.shape[2]))
+
+    assert check_gradients(attend, *heads()).counts["constant_mask"] == 1

@@ -7,6 +7,8 @@ steps; refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_sh
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,3 +250,30 @@ def test_only_what_is_read_once_is_a_residual():
     assert harness.counts == {"epilogue": 2}
     harness = check(lambda x, w: x + F.linear(x, w), randn(2, 3, K), randn(K, K))
     assert harness.counts == {"residual": 1}
+
+
+FULL = [
+    (3.7, torch.int64), (-3.7, torch.int32), (-1, torch.uint8), (2.5, torch.bool), (0, torch.bool),
+    (0.1, torch.bfloat16), (0.1, torch.float16), (1e6, torch.float16), (0.1, torch.float32),
+    (0.1, torch.float64), (math.inf, torch.float32), (True, torch.float32),
+]  # fmt: skip
+
+
+def test_constants_have_their_dtype():
+    """Each a factor of another product."""
+
+    def function(x, ws):
+        found = [
+            (x @ w) * torch.full((), n, dtype=d) for (n, d), w in zip(FULL, ws[1:], strict=True)
+        ]
+        return found, (x @ ws[0]) * torch.scalar_tensor(*FULL[0][:1], dtype=FULL[0][1])
+
+    harness = check(function, randn(6, 8), [randn(8, 10) for _ in range(len(FULL) + 1)])
+    assert len(harness.fused) == len(FULL) + 1
+
+
+def test_a_number_that_is_complex_is_no_constant():
+    def function(x, w):
+        return (x @ w) * torch.full((), 2.0, dtype=torch.complex128)
+
+    assert not check(function, randn(6, 8), randn(8, 10)).fused

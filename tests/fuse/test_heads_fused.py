@@ -74,42 +74,33 @@ def test_what_follows_a_rotation_is_absorbed_and_who_reads_the_product_gets_it()
     assert len(site.program.stores) == 2
 
 
-def on_a_tile(x, w, cos, sin, tile):
-    return turns(x @ w + tile, cos, sin)
-
-
-def of_a_rotation(x, w, cos, sin, _):
-    return on_rows(on_rows(x @ w, cos, sin) * 2, sin, cos)
-
-
 def of_another_form(x, w, cos, sin, _):
     z = x @ w
     wide, many = z.view(B, T, 1, N).transpose(1, 2), torch.cat((cos, sin, cos), -1)
     return turns(z, cos, sin), wide * many + rotate_half(wide) * many
 
 
-def summed(x, w, cos, sin, _):
-    z = on_rows(x @ w, cos, sin)
-    return z, (z * z).sum(-1)
-
-
-def by_what_the_product_makes(x, w, cos, sin, _):
-    """A table may depend on anything but its own GEMM."""
-    z = x @ w
-    return turns(z, cos * z.sum(), sin)
-
-
-#: Function -> how many rotations are on the tile, and why something else is not.
+#: Name -> function, how many rotations are on the tile, and why something else is not.
 APART = {
-    on_a_tile: (0, "heads-tile"), of_a_rotation: (1, "heads-tile"),
-    of_another_form: (1, "heads-kernel"), summed: (1, "heads-reduce"),
-    by_what_the_product_makes: (0, ""),
+    "on a tile": (lambda x, w, cos, sin, tile: turns(x @ w + tile, cos, sin), 0, "heads-tile"),
+    "of a rotation": (
+        lambda x, w, cos, sin, _: on_rows(on_rows(x @ w, cos, sin) * 2, sin, cos), 1, "heads-tile",
+    ),
+    "of another form": (of_another_form, 1, "heads-kernel"),
+    "summed": (
+        lambda x, w, cos, sin, _: (z := on_rows(x @ w, cos, sin), (z * z).sum(-1)),
+        1, "heads-reduce",
+    ),
+    # A table may depend on anything but its own GEMM.
+    "by what the product makes": (
+        lambda x, w, cos, sin, _: turns(z := x @ w, cos * z.sum(), sin), 0, "",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("function", APART, ids=lambda f: f.__name__)
-def test_what_does_not_go_with_a_rotation_stays_apart(function):
-    rotations, code = APART[function]
+@pytest.mark.parametrize("name", APART)
+def test_what_does_not_go_with_a_rotation_stays_apart(name):
+    function, rotations, code = APART[name]
     harness = check(function, *inputs(randn(B, T, N)))
     assert sum(site.absorbed.count("rotate_heads") for site in harness.fused) == rotations
     assert not code or code in stops(harness)

@@ -20,3 +20,10 @@ def fresh():
     """No reports and no warnings of the test before."""
     forget_warnings()
     report.forget()
+
+
+@pytest.fixture
+def no_fallbacks(fresh, caplog):
+    """What does not run would be torch's ops after a warning."""
+    yield
+    assert not [said for said in caplog.messages if "falls back" in said]

@@ -9,14 +9,7 @@ from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 
 from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def no_warnings(fresh, caplog):
-    """A kernel that does not run would be torch's ops after a warning."""
-    yield
-    assert not [said for said in caplog.messages if "falls back" in said]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallbacks")]
 
 
 def agree(got, want) -> bool:

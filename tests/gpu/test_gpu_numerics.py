@@ -18,11 +18,7 @@ from layers import compiled
 
 from coda_inductor import reports
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("fresh"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("fresh")]
 
 D, HIDDEN, ROWS, V = 256, 640, 264, 2056
 

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels under backend="inductor", in exported programs and in AOTInductor's."""
+"""Kernels under backend="inductor", in exported programs and in AOTInductor's; a user's
+pattern under the check command."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import gates
 import pytest
 import torch
 from layers import assert_as_good, compiled, errors, make, outcome
 
 import coda_inductor
+from coda_inductor.cli.steps import check_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
@@ -66,3 +71,9 @@ def test_aot_inductor(aot, tmp_path):
         assert {how for *_, how in kernels()} == ({"kernel"} if aot else {"unfused"})
     with torch.no_grad():
         assert_as_good(model, lambda *_: mine, xs)
+
+
+def test_gate_of_a_user_passes_every_check(tmp_path):
+    """On a machine with a GPU too."""
+    results = {r.check: r for r in check_file(Path(gates.write(tmp_path, gates.MISH)))}
+    assert not {name: r.detail for name, r in results.items() if r.outcome == "fail"}

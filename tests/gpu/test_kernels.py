@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
-from programs import B_MAJOR, TERMS, inputs, kinds, one_op, programs
+from programs import B_MAJOR, TERMS, heads, inputs, kinds, one_op, programs
 
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
@@ -104,3 +104,29 @@ def test_results_repeat_and_every_element_is_written():
     second = launched(*arguments, program, config_for(program))
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
+
+
+NAMES = [name for name, p in heads().items() if legal_configs(p, ARCH)]
+HEADS = [("bfloat16", name) for name in NAMES]
+HEADS += [("float16", name) for name in ("rotary", "everything") if name in NAMES]
+#: All configs of one way across columns, and some of the others.
+STEPS = {"halves_64": 1, "halves_80": 1, "neighbours_in_part": 3, "everything": 3}
+CONFIGS_OF_HEADS = [
+    (name, str(config))
+    for name, step in STEPS.items()
+    for config in legal_configs(heads()[name], ARCH)[1::step]
+]
+
+
+@pytest.mark.parametrize(("dtype", "name"), HEADS)
+def test_heads(dtype, name):
+    program = heads(dtype)[name]
+    for m, count in ((1, 3), (127, 1), (1021, 10)):
+        check(program, *inputs(program, m, count * program.head, K, device="cuda"))
+
+
+@pytest.mark.parametrize(("name", "config"), CONFIGS_OF_HEADS)
+def test_config_of_heads(name, config):
+    program = heads()[name]
+    arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
+    check(program, *arguments, Config.parse(config))

@@ -2,14 +2,17 @@
 """docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
 what it says they print.
 docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's, and what
-it says that we say we do say."""
+it says that we say we do say.
+The README: what it claims in numbers comes from files of results."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +115,32 @@ def test_every_field_of_a_pattern_is_described():
     described = set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
     for_ops = {"op", "arguments", "result"}  # the vocabulary of this repository, not of authors
     assert {f.name for f in fields(Pattern)} - for_ops <= described
+
+
+README = (ROOT / "README.md").read_text()
+sys.path.insert(0, str(ROOT / "tools"))
+gains: Any = importlib.import_module("gains")
+
+
+def words_of(picture: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+
+
+def test_table_is_what_the_results_say():
+    assert gains.BLOCK.findall(README) == [gains.block()]
+
+
+def test_picture_says_what_the_results_say(tmp_path):
+    again = tmp_path / "gains.svg"
+    gains.draw(again)
+    assert words_of(again) == words_of(gains.PICTURE)
+    assert len(words_of(again)) > 2 * sum(map(len, gains.GROUPS.values()))
+
+
+def test_its_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert len(links) > 20
+    assert not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    listed = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(pages)

@@ -43,7 +43,13 @@ def write(path: Path, name: str = "mine", factor: float = 2.0, text: str = GATE)
     return path
 
 
-pytestmark = pytest.mark.usefixtures("fresh")
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No files of other tests, and no verdicts."""
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "_registered", {})
+    for cached in (loading._load, loading._warn_once, verdict.refusal):
+        cached.cache_clear()
 
 
 def names(found) -> list[str]:

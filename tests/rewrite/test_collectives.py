@@ -155,11 +155,6 @@ def test_nothing_else_is_merged(function):
     assert str(graph) == before
 
 
-def read_elsewhere(a, b):
-    one = reduced(a)
-    return one + reduced(b), one.relu()
-
-
 def waited_for_twice(a, b, first):
     """A caller may write to the second result."""
     one = all_reduce(a, "sum", "0")
@@ -170,7 +165,7 @@ def waited_for_twice(a, b, first):
 APART = {
     "waited for twice, left": (lambda a, b: waited_for_twice(a, b, True), {}),
     "waited for twice, right": (lambda a, b: waited_for_twice(a, b, False), {}),
-    "read elsewhere": (read_elsewhere, {}),
+    "read elsewhere": (lambda a, b: ((one := reduced(a)) + reduced(b), one.relu()), {}),
     "disabled": (lambda a, b: (reduced(a) + reduced(b),), {"disable": ["collective"]}),
     # A caller may write to one of them.
     "returned": (lambda a, b: (gathered(a), gathered(a).view(-1)), {}),

@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semantic ops become the aten ops that define them."""
+"""The first pass and the last ones, on graphs made by hand: full slices, clones and what is
+transposed twice go; semantic ops become the aten ops that define them; experts that no epilogue
+took are multiplied as the user wrote it, one product a weight; what a checkpointed block hands to
+the next is saved; views of what was replaced are of the new node."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from checking import swiglu
+import torch.nn.functional as F
+from checking import check_gradients, randn, swiglu
 from passes import aten_graph, run_pass
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from coda_inductor import pipeline
+from coda_inductor.compat import storage
 from coda_inductor.rewrite.decompose import decompose, decompose_most
+from coda_inductor.rewrite.experts import finish_experts
+from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.loss import row_logsumexp
 
 
@@ -33,3 +45,201 @@ def test_reductions_that_an_epilogue_may_take_wait_for_it():
     graph = aten_graph(lambda x: row_logsumexp(swiglu(x, x)), x)
     run_pass(decompose_most, graph)
     assert semantic(graph) == [row_logsumexp]
+
+
+aten = torch.ops.aten
+A, D, W = (5, 16), (5, 8), (3, 16, 16)
+
+
+def offsets():
+    return torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+
+
+def left(function, *shapes) -> int:
+    """How many grouped products are left of a function of tensors and the offsets of groups."""
+    graph = aten_graph(function, *(torch.randn(s).double() for s in shapes), offsets())
+    run_pass(finish_experts, graph)
+    return sum(n.target is grouped_mm for n in graph.nodes)
+
+
+def halves_of(x, y, w, groups):
+    lower, upper = torch.split(w, 8, 2)
+    return grouped_mm(x, lower, groups, None) * grouped_mm(y, upper, groups, None)
+
+
+def test_products_of_several_rows_stay_apart():
+    assert left(lambda x, w, o: halves_of(x, x, w, o), A, W) == 1
+    assert left(halves_of, A, A, W) == 2
+
+
+def test_one_part_alone_stays():
+    def one(x, w, groups):
+        return grouped_mm(x, torch.split(w, 8, 2)[0], groups, None)
+
+    assert left(one, A, W) == 1
+
+
+def summed(order, x, y, w, groups):
+    parts = [part.permute(0, 2, 1) for part in torch.split(w, 8, 2)]
+    first, second = (
+        grouped_mm(a, parts[i], groups, None) for a, i in zip((x, y), order, strict=True)
+    )
+    return first + second
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_sum_over_both_parts_is_one_product_in_either_order(order):
+    given = [torch.randn(s).double() for s in (D, D, W)]
+    graph = aten_graph(lambda *args: summed(order, *args), *given, offsets())
+    before = torch.fx.GraphModule({}, graph)(*given, offsets())
+    run_pass(finish_experts, graph)
+    assert sum(n.target is grouped_mm for n in graph.nodes) == 1
+    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(*given, offsets()), before)
+
+
+def test_twice_the_same_part_stays():
+    assert left(lambda x, y, w, o: summed((0, 0), x, y, w, o), D, D, W) == 2
+
+
+def two_of_four(x, y, w, groups):
+    first, second, *others = (part.permute(0, 2, 1) for part in torch.split(w, 4, 2))
+    both = grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups, None)
+    return both, *others
+
+
+def of_two_groupings(x, y, w, groups):
+    first, second = (part.permute(0, 2, 1) for part in torch.split(w, 8, 2))
+    return grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups.clone(), None)
+
+
+@pytest.mark.parametrize(("function", "width"), [(two_of_four, 4), (of_two_groupings, 8)])
+def test_a_sum_of_other_products_stays(function, width):
+    assert left(function, (5, width), (5, width), W) == 2
+
+
+(BORDERS,) = (each.run for each in pipeline.ON_ATEN if each.name == "borders")
+AGAIN, SAVED = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+def viewed(x):
+    return x.sin().view(24).cos()
+
+
+def sorted_cosines(x):
+    values, indices = x.sort()
+    return values.cos(), indices
+
+
+#: Name -> (a function, the number of the checkpoint that its cosine lies in, where the rest lies in
+#: 0, and node -> tag after the pass).
+CASES = {
+    "a view is saved as what it views": (viewed, 1, {"sin": SAVED, "view": None, "cos": AGAIN}),
+    "one of several outputs takes the call and the others with it": (
+        sorted_cosines, 1, {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
+    ),
+    "no later block reads": (viewed, 0, dict.fromkeys(("sin", "view", "cos"), AGAIN)),
+    "no view is left to torch": (lambda x: x.sin().cos(), 1, {"sin": AGAIN, "cos": AGAIN}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_later_block_reads_is_saved(name):
+    function, block, tags = CASES[name]
+    graph = aten_graph(function, torch.empty(4, 6))
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    for node in nodes:
+        own = block if node.name == "cos" else 0
+        node.meta |= {"recompute": AGAIN, "ac_graph_id": own}
+    run_pass(BORDERS, graph)
+    assert {node.name: node.meta["recompute"] for node in nodes} == tags
+
+
+def test_views_of_what_was_replaced_are_views_of_the_new_node():
+    graph = aten_graph(lambda x: (x.cos(), x.sin().view(12)), torch.ones(4, 3))
+    (sine,), (cosine,), (view,) = (
+        graph.find_nodes(op="call_function", target=target.default)
+        for target in (aten.sin, aten.cos, aten.view)
+    )
+    view.replace_input_with(sine, cosine)
+    assert storage(view.meta["val"]) == storage(sine.meta["val"])
+    run_pass(refresh_views, graph)
+    assert storage(view.meta["val"]) == storage(cosine.meta["val"])
+    assert view.meta["val"].shape == (12,)
+
+
+(NOOPS,) = (each.run for each in pipeline.ON_ATEN if each.name == "noops")
+
+
+def test_what_changes_nothing_goes_and_the_rest_stays():
+    graph = aten_graph(lambda x: x.sin()[:9, 0:].contiguous()[1:].clone().cos(), torch.empty(9, 4))
+    run_pass(NOOPS, graph)
+    left = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert left[0] is aten.sin.default
+    assert left[-1] is aten.cos.default
+    assert left.count(aten.slice.Tensor) == 1  # [1:]
+
+
+def test_a_pass_of_torchs_that_fails_costs_no_compilation(monkeypatch):
+    from coda_inductor.rewrite import noops
+
+    def fails(graph):
+        raise AttributeError("renamed")
+
+    graph = aten_graph(lambda x: x.sin(), torch.empty(4))
+    monkeypatch.setattr(noops, "remove_noop_ops", fails)
+    run_pass(NOOPS, graph)
+    assert [n.op for n in graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_sizes_are_asked_of_inputs():
+    """A norm whose result is asked for its size would have another reader than projections."""
+    graph = make_fx(lambda x: x.cos().exp(), tracing_mode="symbolic")(torch.ones(3, 4)).graph
+    (cos,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    with graph.inserting_after(cos):
+        asked = graph.call_function(torch.ops.aten.sym_size.int, (cos, 0))
+    asked.meta["val"] = cos.meta["val"].shape[0]
+    run_pass(NOOPS, graph)
+    assert asked.args == (next(iter(graph.nodes)), 0)
+
+
+def test_the_forward_pass_asks_no_tangent_for_its_sizes():
+    """Of all inputs only the gradient of the output has as many rows as ``both``."""
+
+    def function(x, y, weight):
+        both = torch.cat([x, y])
+        return F.linear(both, weight).sum((1, 2))
+
+    inputs = [randn(4, 3, 8).requires_grad_() for _ in range(2)]
+    check_gradients(function, *inputs, randn(8, 8), dynamic=True)
+
+
+def permute(x, dims=(1, 0)):
+    return torch.ops.aten.permute.default(x, list(dims))
+
+
+def also_once(a, b):
+    once = permute(a @ b)
+    return permute(once).float(), once
+
+
+TRANSPOSED = {
+    "twice": (lambda a, b: (permute(permute(a @ b)).float(),), 0),
+    "read between": (also_once, 1),
+    "once": (lambda a, b: (permute(permute(a.sin() @ b), [0, 1]) * 2,), 2),
+    "no product": (lambda a, b: (permute(permute((a @ b).sin())) * 2,), 2),
+    "three dimensions": (lambda a, b: (permute((a @ b).unsqueeze(0), [1, 2, 0]) * 2,), 1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_product_that_is_transposed_twice_is_read_as_it_is(name):
+    function, left = TRANSPOSED[name]
+    a, b = randn(6, 4).double(), randn(4, 5).double()
+    graph = aten_graph(function, a, b)
+    run_pass(NOOPS, graph)
+    permutes = graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
+    assert len(permutes) == left
+    have, want = torch.fx.GraphModule({}, graph)(a, b), function(a, b)
+    for ours, theirs in zip(have, want, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries and keys leave their projection rotated: in every spelling, forward and backward, with
-tables that are made once, or for the reason that is given not at all."""
+tables that are computed once, not in every kernel that reads them; or for the reason that is given
+not at all."""
 
 from __future__ import annotations
 
@@ -266,3 +267,61 @@ def test_rotations_back(distance, paired):
     got = torch.fx.Interpreter(graph.owning_module).run(*args)
     got = got[0] if isinstance(got, (tuple, list)) else got
     torch.testing.assert_close(got, function(*args), rtol=0, atol=1e-10)
+
+
+def angles(x):
+    steps = torch.arange(T, dtype=x.dtype, device=x.device)
+    return steps[:, None] * (0.5 ** torch.arange(D, dtype=x.dtype, device=x.device))
+
+
+def rotary(x, w):
+    """Hugging Face's, in two layers."""
+    cos, sin = (f(angles(x))[None, None] * 1.0 for f in (torch.cos, torch.sin))
+    for _ in range(2):
+        x = (x @ w) * cos + rotate_half(x @ w) * sin
+    return x
+
+
+def layers(x, w):
+    """The same of the heads of rows, which is found; tables are cast, as Hugging Face's are."""
+    cos, sin = (f(angles(x.float())).to(x.dtype) for f in (torch.cos, torch.sin))
+    for _ in range(2):
+        q = (x @ w).view(2, T, H, D).transpose(1, 2)
+        q = q * cos + rotate_half(q) * sin
+        x = x + q.transpose(1, 2).reshape(x.shape)
+    return x
+
+
+@pytest.mark.parametrize(
+    "disable", [[], ["heads"]], ids=["in epilogues", "in kernels of their own"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotations_that_are_found(dtype, disable):
+    """Their definition reads tables in the dtype that it computes in, or turned. In inference those
+    of epilogues are made of the others, which nothing else reads then."""
+    args = randn(2, T, H * D, dtype=dtype), 0.1 * randn(H * D, H * D, dtype=dtype)
+    assert count(check(layers, *args, disable=disable).graph, KEEP) == 2
+    harness = check_gradients(layers, args[0].requires_grad_(), args[1], disable=disable)
+    assert any("rotate" in str(n.target) for n in harness.raised.nodes)
+    slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
+    forward, backward = harness.parts
+    assert sum(n.target in slow for n in forward.nodes) == 2
+    assert not any(n.target in slow or n.target is KEEP for n in backward.nodes)
+    assert count(forward, KEEP) == (2 if disable else 4)
+
+
+STAY = {
+    "full size": (lambda x, w: torch.sin(x @ w) * x, (64, D), {}),
+    "read once": (lambda x, w: (x @ w) * torch.cos(angles(x)), (2, T, D), {}),
+    "nothing is fused": (rotary, (2, H, T, D), {"gate": "never"}),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_others_are_not_kept(name):
+    function, shape, options = STAY[name]
+    assert not count(check(function, randn(*shape), randn(D, D), **options).graph, KEEP)
+
+
+def test_op_obeys_torchs_rules():
+    torch.library.opcheck(KEEP, (randn(3, 4),))

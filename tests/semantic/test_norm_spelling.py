@@ -180,11 +180,6 @@ def scaled_by(root):
     return lambda x, w: x * root(x) * w
 
 
-def returned_root(x, w):
-    root = rstd(x)
-    return w * (x * root), root
-
-
 def variance(x, **how):
     return x.var(-1, keepdim=True, **how)
 
@@ -195,7 +190,7 @@ def by_root(statistic):
 
 #: Of x (N, N, N) and w (N,).
 OTHERS = {
-    "read elsewhere": returned_root,
+    "read elsewhere": lambda x, w: (w * (x * (root := rstd(x))), root),
     "two dims": over((1, 2)),
     "no keepdim": over(-1, keepdim=False),
     "not centered": scaled_by(lambda x: variance(x, unbiased=True) ** -0.5),

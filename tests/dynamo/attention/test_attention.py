@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
 from harness import Harness, Stock
+from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.dynamo.attention import calls as calls_module
 from coda_inductor.dynamo.attention import constants
 from coda_inductor.dynamo.attention.calls import classify
 from coda_inductor.rewrite.tables import KEEP
+from coda_inductor.dynamo.attention.constants import Constants
+from coda_inductor.matching import Body
 
 T = 12
 sdpa = F.scaled_dot_product_attention
@@ -237,18 +240,13 @@ def cut_off(q, k, v):
 
 
 @pytest.mark.parametrize(
-    "attend",
-    [changed_copy, changed_view, changed_after_the_call, changed_while_expanded, cut_off],
+    "attend", [changed_copy, changed_view, changed_after_the_call, changed_while_expanded, cut_off]
 )
 def test_heads_stay_repeated_where_something_changes_between(attend, groups_here):
     """In what is computed or, without gradients, in inputs."""
-
-    def computed(q, k, v):
-        return attend(q, k * 1, v * 1)
-
     q, k, v = grouped_inputs()
     for harness in (
-        check_gradients(computed, q, k, v),
+        check_gradients(lambda q, k, v: attend(q, k * 1, v * 1), q, k, v),
         check_gradients(attend, q, k.detach(), v.detach()),
     ):
         assert "grouped_heads at" in reasons(harness)
@@ -294,3 +292,28 @@ def test_heads_written_to_before_they_are_repeated_are_grouped(groups_here):
         return (y * 2).relu_()
 
     assert check_gradients(attend, *grouped_inputs()).counts["grouped_heads"] == 1
+
+
+def made(graph, **where):
+    ones = graph.call_function(torch.ones, (T, T), {"dtype": torch.bool, **where})
+    return graph.call_method("tril", (ones,))
+
+
+WAYS = {
+    "cuda()": lambda g: g.call_method("cuda", (made(g),)),
+    "cuda(1)": lambda g: g.call_method("cuda", (made(g), 1), {"non_blocking": True}),
+    "device=0": lambda g: made(g, device=0),
+    "device=torch.device": lambda g: made(g, device=torch.device("cuda", 0)),
+    "to('cuda')": lambda g: g.call_method("to", (made(g), "cuda")),
+    "to(device=0)": lambda g: g.call_method("to", (made(g),), {"device": 0}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_is_evaluated_on_the_cpu(way):
+    graph = Graph()
+    mask = WAYS[way](graph)
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.empty(T, T, dtype=torch.bool)
+    found = Constants(Body(GraphModule({}, graph))).value(mask)
+    torch.testing.assert_close(found, torch.ones(T, T, dtype=torch.bool).tril())

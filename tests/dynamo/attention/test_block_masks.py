@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention beside a mask of any content becomes FlexAttention, which skips its empty blocks."""
+"""Attention beside a mask of any content becomes FlexAttention, which skips its empty blocks, and
+whose kernels find the lists of blocks in what Inductor compiles."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
 from harness import Harness
+from torch._dynamo.utils import counters
+from torch._inductor import config, lowering
+from torch._inductor.kernel.flex.common import freeze_irnodes, maybe_realize
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -87,6 +91,12 @@ def test_lengths_that_no_block_divides(t, keys):
     assert compare(attend, *inputs(t=t, keys=keys), mask).counts["block_mask"] == 1
 
 
+LISTS = [
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+]
+
+
 @pytest.mark.parametrize("mask", ["random", "padded", "packed", "keys only"])
 @pytest.mark.parametrize("t", [T, 384])
 def test_the_lists_are_those_of_torch(mask, t):
@@ -95,9 +105,7 @@ def test_the_lists_are_those_of_torch(mask, t):
     whole[:, :T, :T] = MASKS[mask]()[..., :, :].reshape(-1, *MASKS[mask]().shape[-2:])
     lists = block_lists(whole, 2, t, t)
     theirs = create_block_mask(lambda b, h, i, j: whole[b, i, j], 2, None, t, t, device="cpu")
-    names = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-             "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]  # fmt: skip
-    for name, ours in zip(names, lists, strict=True):
+    for name, ours in zip(LISTS, lists, strict=True):
         assert torch.equal(ours, getattr(theirs, name)), name
         assert ours.stride() == torch.empty(ours.shape).stride(), name
 
@@ -199,11 +207,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reason", FORMS)
-def test_other_forms_stay(reason):
-    stays(reason, attend, *FORMS[reason]())
-
-
+#: What is said -> what of the module is otherwise.
 NOT_HERE = {
     "make_dual uses forward-mode": ("forward_mode", lambda module: "make_dual"),
     "AOTInductor's programs": ("virtualized", SimpleNamespace(aot_compilation=True)),
@@ -213,11 +217,12 @@ NOT_HERE = {
 }
 
 
-@pytest.mark.parametrize("reason", NOT_HERE)
+@pytest.mark.parametrize("reason", [*FORMS, *NOT_HERE])
 def test_what_flex_attention_does_not_run_stays(reason, monkeypatch):
     """Of forward mode: Dynamo breaks the graph at SDPA, so that it is said here."""
-    monkeypatch.setattr(block_masks, *NOT_HERE[reason])
-    stays(reason, attend, *inputs(), MASKS["random"]())
+    if reason in NOT_HERE:
+        monkeypatch.setattr(block_masks, *NOT_HERE[reason])
+    stays(reason, attend, *FORMS.get(reason, lambda: [*inputs(), MASKS["random"]()])())
 
 
 def test_dropout_stays():
@@ -279,3 +284,54 @@ def test_little_work_stays_and_a_lot_over_all_layers_is_taken(monkeypatch):
     assert check_gradients(layers, *inputs(), mask).counts["block_mask"] == 3
     two = check_gradients(lambda *a: layers(*a, n=2), *inputs(), mask)
     assert not two.counts["block_mask"]
+
+
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """(direction, name of a list) -> (sizes, strides) of what kernels would be given. Nothing
+    runs: there are no kernels for the CPU's gradients. Scalar code builds faster."""
+    found = {}
+
+    def note(direction, block_mask):
+        parts = maybe_realize(list(block_mask[2:10]))
+        freeze_irnodes(parts)
+        for name, part in zip(LISTS, parts, strict=True):
+            found[direction, name] = tuple(
+                tuple(map(int, numbers)) for numbers in (part.get_size(), part.get_stride())
+            )
+
+    def copy(tensor):
+        return lowering.lowerings[aten.clone](tensor)
+
+    def forward(query, key, value, score_mod, block_mask, *_):
+        note("forward", block_mask)
+        rows = lowering.lowerings[aten.select](query, 3, 0)
+        return copy(query), copy(rows), copy(rows)
+
+    def backward(query, key, value, *rest):  # out, lse, their gradients, two graphs, block mask
+        note("backward", rest[6])
+        return copy(query), copy(key), copy(value), ()
+
+    monkeypatch.setitem(lowering.lowerings, higher_order.flex_attention, forward)
+    monkeypatch.setitem(lowering.lowerings, higher_order.flex_attention_backward, backward)
+    with config.patch({"cpp.simdlen": 0, "force_disable_caches": True}):
+        yield found
+
+
+def test_kernels_find_each_mask_of_a_batch(read):
+    """A kernel takes the lists of batch ``z`` from ``z * stride(1)``, though dimension 1, the
+    heads', has the size 1. A regression: it was 0, so that all read the blocks of the first."""
+    batch, t = 3, 256
+    seen = causal(t) & (torch.rand(batch, 1, 1, t) > 0.5)
+    tensors = inputs(t=t, batch=batch, dtype=torch.float32)
+    options = {"gate": "always", "strict": True}
+    compiled = torch.compile(sdpa, backend="coda", options=options)
+    compiled(*tensors, attn_mask=seen).sum().backward()
+    assert counters["coda"]["block_mask"] == 1
+    assert len(read) == 16
+    for where, (sizes, strides) in read.items():
+        assert sizes[:2] == (batch, 1), where
+        assert strides == torch.empty(sizes).stride(), where

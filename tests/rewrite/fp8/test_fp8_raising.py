@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's FP8 graphs become semantic ops, equal quantizations one; decomposed, they are back."""
+"""torchao's FP8 graphs become semantic ops, equal quantizations one; decomposed, they are back.
+Unfused products are given their scales where cuBLAS takes them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,19 @@ from float8 import assert_bits, batch, needs_scaled_mm
 from passes import aten_graph as traced
 from passes import codes, refused, run_pass
 
+from coda_inductor.mainloop import availability
+from coda_inductor.options import parse
+from coda_inductor.plan import Plan
+from coda_inductor.record import Record
+from coda_inductor.refusal import refuse
+from coda_inductor.rewrite.fp8 import rest
 from coda_inductor.rewrite.fp8.raising import raise_fp8
-from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
+from coda_inductor.semantic.fp8 import (
+    quantize,
+    quantize_definition,
+    scaled_mm,
+    scaled_mm_definition,
+)
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,34 +76,29 @@ def test_a_copy_that_no_cast_of_the_graph_can_write_stays(given):
     assert product.args[1].meta["val"].stride() == ((1, 48) if given else (64, 1))
 
 
-def test_a_tensor_whose_rows_lie_apart_is_a_matrix_too():
-    def function(a, b):
-        q, s = quantize_definition(a.transpose(0, 1), [2], E4M3, True)
-        r, t = quantize_definition(b.t(), [0], E4M3, True)
-        rows = q.reshape(32, 64), s.reshape(32, 1)
-        return aten._scaled_mm(rows[0], r, rows[1], t, None, None, torch.bfloat16)
+def rows_apart(a, b):
+    """A matrix too."""
+    q, s = quantize_definition(a.view(2, 16, 64).transpose(0, 1), [2], E4M3, True)
+    r, t = quantize_definition(b.t(), [0], E4M3, True)
+    rows = q.reshape(32, 64), s.reshape(32, 1)
+    return aten._scaled_mm(rows[0], r, rows[1], t, None, None, torch.bfloat16)
 
+
+def other_rows(a, b):
+    """Read as a view of what is quantized."""
+    q, s = quantize_definition(a.view(16, 128), [], E4M3, True)
+    r, t = quantize_definition(b.t(), [], E4M3, True)
+    return aten._scaled_mm(q.view(32, 64), r, s, t, None, None, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("function", "number"), [(rows_apart, 2), (other_rows, 1)])
+def test_views_of_quantized_tensors(function, number):
     needs_scaled_mm()
     a, b = matrices()
-    a = a.view(2, 16, 64)
     graph = aten_graph(function, a, b)
-    assert run_pass(raise_fp8, graph).fired == {"fp8_quantize": 2, "fp8_product": 1}
+    assert run_pass(raise_fp8, graph).fired == {"fp8_quantize": number, "fp8_product": 1}
     (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
-    assert product.args[0].args[0].target is quantize
-    assert_bits(torch.fx.GraphModule({}, graph)(a, b), function(a, b))
-
-
-def test_a_view_of_other_rows_is_read_as_it_is():
-    def function(a, b):
-        q, s = quantize_definition(a, [], E4M3, True)
-        r, t = quantize_definition(b.t(), [], E4M3, True)
-        return aten._scaled_mm(q.view(32, 64), r, s, t, None, None, torch.bfloat16)
-
-    needs_scaled_mm()
-    a, b = matrices()
-    a = a.view(16, 128)
-    graph = aten_graph(function, a, b)
-    assert run_pass(raise_fp8, graph).fired == {"fp8_quantize": 1, "fp8_product": 1}
+    assert (product.args[0].args[0].target is quantize) == (function is rows_apart)
     assert_bits(torch.fx.GraphModule({}, graph)(a, b), function(a, b))
 
 
@@ -198,3 +205,59 @@ def test_divided_it_is_torchaos_inference(by, dtype):
         assert same(q, want.qdata)
     row = subject(24, 64, dtype)[12]
     assert quantize(row[None], [1], E4M3, False, True)[0].float().isnan().all()
+
+
+M, N, K = 32, 48, 64
+HALF = torch.bfloat16
+
+
+def operands():
+    a, b = (torch.randn(*shape).to(torch.float8_e4m3fn) for shape in ((M, K), (N, K)))
+    return a, b.t(), torch.rand(M, 1) + 0.5, torch.rand(1, N) + 0.5
+
+
+def rewritten(monkeypatch, *, out=HALF, after=True, cublas=True, no_kernels=None):
+    """Is the product multiplied after it, when the pass has run?"""
+    monkeypatch.setattr(availability, "scales_vectors", lambda _: cublas)
+    graph = traced(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, after), *operands())
+    record = Record(parse(None, {}), "test")
+    record.plan = Plan(record.options, no_kernels=no_kernels, on_gpu=True)
+    rest.finish_fp8(graph, record)
+    (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
+    return node.args[6]
+
+
+def test_a_product_is_given_its_scales(monkeypatch):
+    assert rewritten(monkeypatch) is False
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"out": torch.float32}, {"cublas": False}, {"no_kernels": refuse("no-cuda", "no GPU")}],
+    ids=["dtype", "another GPU", "no kernels"],
+)
+def test_else_it_stays_torchaos(monkeypatch, how):
+    assert rewritten(monkeypatch, **how) is True
+
+
+def test_it_is_rounded_once():
+    needs_scaled_mm()
+    a, b, inv_a, inv_b = operands()
+    exact = (a.double() @ b.double()) * inv_a * inv_b
+    once, twice = (
+        (scaled_mm_definition(a, b, inv_a, inv_b, HALF, False, after).double() - exact).norm()
+        for after in (False, True)
+    )
+    assert once < twice
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "known"),
+    [("12.9", 9, True), ("12.8", 9, False), ("13.0", 10, False), (None, 9, False)],
+)
+def test_which_gpus_scale(monkeypatch, cuda, capability, known):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    assert availability.scales_vectors(torch.device("cuda", 0)) is known
+    assert not availability.scales_vectors(torch.device("cpu"))

@@ -37,11 +37,6 @@ def shared_weight(x, w, gamma, a, b):
     return F.linear(n, a).sin() + F.linear(n, b) + F.linear(n, a + 0).cos() * F.linear(n, a)
 
 
-def product_read_twice(x, w, gamma, a):
-    z = F.linear(norm(x, w, gamma), a)
-    return z.sin() * z.cumsum(0), z
-
-
 def residual(x, w, gamma, a):
     x = x + F.linear(x, w)
     return x + F.linear(F.rms_norm(x, (D,), gamma, EPS), a).sin()
@@ -89,7 +84,9 @@ CASES = {
         (UP, (HIDDEN,), UP), 1,
     ),
     "shared weight": (shared_weight, (UP, UP), 1),
-    "product read twice": (product_read_twice, (UP,), 1),
+    "product read twice": (
+        behind(lambda n, a: ((z := F.linear(n, a)).sin() * z.cumsum(0), z)), (UP,), 1,
+    ),
     "head wider than 4 d": (behind(F.linear), ((WIDE, D),), 1),
     "residual": (residual, (SQUARE,), 1),
     "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
