@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from coda_inductor.dynamo.attention import calls as calls_module
 from coda_inductor.dynamo.attention import constants
 from coda_inductor.dynamo.attention.calls import classify
-from coda_inductor.rewrite.tables import KEEP
 from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.matching import Body
+from coda_inductor.rewrite.tables import KEEP
 
 T = 12
 sdpa = F.scaled_dot_product_attention
