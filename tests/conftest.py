@@ -114,11 +114,19 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def guards_are_not_timed():
-    """Dynamo empties the processor's caches to time each graph's guards, 20 ms a graph."""
+def nothing_is_made_for_logs():
+    """Dynamo empties the processor's caches to time each graph's guards, 20 ms a graph, and
+    AOTAutograd prints graphs that no log takes, a fortieth of the time."""
+    compiler = "torch._functorch._aot_autograd.graph_compile"
+    none = {
+        "torch._dynamo.guards.profile_guard_manager": 0.0,
+        f"{compiler}._log_joint_graph": None,
+        f"{compiler}._log_inference_graph": None,
+        f"{compiler}._log_fw_bw_graphs": (None, None),
+    }
     with pytest.MonkeyPatch.context() as patch:
-        timed = "torch._dynamo.guards.profile_guard_manager"
-        patch.setattr(timed, lambda *_: 0.0, raising=False)
+        for name, result in none.items():
+            patch.setattr(name, lambda *_, result=result: result, raising=False)
         yield
 
 

@@ -113,10 +113,12 @@ def test_without_a_name_of_the_kernel_libraries_there_are_no_kernels(monkeypatch
     assert f"has no {path}_gone" in why.text
 
 
-#: A process without some names of torch's compiles a model, and computes what eager does.
+#: A process without some names of torch's compiles a model, and computes what eager does; then
+#: another without others.
 REMOVE = '''
 import dataclasses, functools, importlib.util, json, sys
 import torch, torch._dynamo, torch._functorch.aot_autograd, torch._inductor.compile_fx
+from apart import apart
 
 def as_it_is(gm, inputs, **how):
     """In place of Inductor's code."""
@@ -126,47 +128,53 @@ def as_it_is(gm, inputs, **how):
     call._boxed_call = True
     return call
 
-root, names = sys.argv[1], json.loads(sys.argv[2])
-spec = importlib.util.spec_from_file_location("coda_inductor", f"{root}/__init__.py",
-                                              submodule_search_locations=[root])
-package = importlib.util.module_from_spec(spec)
-sys.modules["coda_inductor"] = package
-import coda_inductor.compat as compat
-for name in names:
-    path = compat.TORCH[name].path
-    compat.TORCH[name] = dataclasses.replace(compat.TORCH[name], path=f"{path}_gone")
-del sys.modules["coda_inductor"]
-spec.loader.exec_module(sys.modules.setdefault("coda_inductor", package))
-from coda_inductor import backend, op_by_op, report
-inductor = torch._inductor.compile_fx
-inductor.compile_fx = functools.partial(inductor.compile_fx, inner_compile=as_it_is)
-op_by_op.compile_fx_inner = as_it_is
-for name in names:
-    getattr(compat, name)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
-x = torch.ones(2, 8, requires_grad=True)
-y = torch.compile(model, backend=backend.coda)(x)
-(got,) = torch.autograd.grad(y.square().sum(), x)
-(want,) = torch.autograd.grad(model(x).square().sum(), x)
-torch.testing.assert_close(y, model(x))
-torch.testing.assert_close(got, want)
-print(json.dumps({"lacking": compat.lacking(), "analysed": len(report.reports())}))
+def process(root, names):
+    print("-- next --", file=sys.stderr)
+    spec = importlib.util.spec_from_file_location("coda_inductor", f"{root}/__init__.py",
+                                                  submodule_search_locations=[root])
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["coda_inductor"] = package
+    import coda_inductor.compat as compat
+    for name in names:
+        path = compat.TORCH[name].path
+        compat.TORCH[name] = dataclasses.replace(compat.TORCH[name], path=f"{path}_gone")
+    del sys.modules["coda_inductor"]
+    spec.loader.exec_module(sys.modules.setdefault("coda_inductor", package))
+    from coda_inductor import backend, op_by_op, report
+    inductor = torch._inductor.compile_fx
+    inductor.compile_fx = functools.partial(inductor.compile_fx, inner_compile=as_it_is)
+    op_by_op.compile_fx_inner = as_it_is
+    for name in names:
+        getattr(compat, name)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    x = torch.ones(2, 8, requires_grad=True)
+    y = torch.compile(model, backend=backend.coda)(x)
+    (got,) = torch.autograd.grad(y.square().sum(), x)
+    (want,) = torch.autograd.grad(model(x).square().sum(), x)
+    torch.testing.assert_close(y, model(x))
+    torch.testing.assert_close(got, want)
+    print(json.dumps({"lacking": compat.lacking(), "analysed": len(report.reports())}))
+
+for names in json.loads(sys.argv[2]):
+    apart(process, sys.argv[1], names)
 '''
 
 
-@pytest.mark.parametrize("essential", [True, False])
-def test_without_names_of_torchs_models_compile_and_are_right(essential, tmp_path):
-    entries = {name: e for name, e in compat.TORCH.items() if e.essential == essential}
+def test_without_names_of_torchs_models_compile_and_are_right(tmp_path):
+    """Essential ones, and others."""
+    parts = [{n: e for n, e in compat.TORCH.items() if e.essential == how} for how in (True, False)]
     (tmp_path / "remove.py").write_text(REMOVE)
     own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = python(tmp_path / "remove.py", PACKAGE, json.dumps([*entries]), **own)
-    for entry in entries.values():
-        assert f"this torch has no {entry.path}_gone" in done.stderr
-        assert entry.without in done.stderr
-    found = json.loads(done.stdout)
-    assert set(found["lacking"]) == {f"{e.path}_gone" for e in entries.values() if essential}
-    assert found["analysed"] == (not essential)
-    assert ("falls back to Inductor: it does nothing" in done.stderr) == essential
+    done = python(tmp_path / "remove.py", PACKAGE, json.dumps([[*part] for part in parts]), **own)
+    lines, (_, *logs) = done.stdout.splitlines(), done.stderr.split("-- next --")
+    for entries, line, log, essential in zip(parts, lines, logs, (True, False), strict=True):
+        for entry in entries.values():
+            assert f"this torch has no {entry.path}_gone" in log
+            assert entry.without in log
+        found = json.loads(line)
+        assert set(found["lacking"]) == {f"{e.path}_gone" for e in entries.values() if essential}
+        assert found["analysed"] == (not essential)
+        assert ("falls back to Inductor: it does nothing" in log) == essential
 
 
 def test_stand_ins_do_what_they_stand_for_or_raise_when_they_are_called():

@@ -12,7 +12,7 @@ import pytest
 from fuzz_seeds import outcome, report, totals
 
 #: Mode -> how many programs; code generation takes seconds a program, and one of its two trains.
-PROGRAMS = {"inference": 24, "training": 16, "rounding": 6, "end_to_end": 2}
+PROGRAMS = {"inference": 20, "training": 13, "rounding": 5, "end_to_end": 2}
 #: Mode, rewrite -> in how many of these programs it fires at least.
 FIRES = {
     "inference": {

@@ -36,6 +36,7 @@ HOPPER = (
 COMPILE = """
 import gc, json, os, sys, time, traceback
 gc.disable()  # a tenth of the time
+import torch._inductor.compile_fx  # as QuACK does, whatever the architecture
 from apart import apart
 from programs import fp8, grouped, heads, programs
 from coda_inductor.select.config import Config, legal_configs
