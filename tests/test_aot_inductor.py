@@ -44,8 +44,7 @@ def test_a_program_that_needs_no_python_is_not_fused(tmp_path, monkeypatch, warn
     leave_custom_ops(monkeypatch)  # as on a GPU
     counters.clear()
     model, x = Block(), torch.randn(3, D)
-    # Its text: compiling it takes seconds.
-    text = {"aot_inductor.package_cpp_only": True, "cpp_cache_precompile_headers": False}
+    text = {"aot_inductor.package_cpp_only": True}  # compiling it takes seconds
     with torch.no_grad(), coda_inductor.enabled():
         program = torch.export.export(model, (x,))
         path = torch._inductor.aoti_compile_and_package(
