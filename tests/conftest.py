@@ -121,7 +121,6 @@ def nothing_is_made_for_logs():
     none = {
         "torch._dynamo.guards.profile_guard_manager": 0.0,
         f"{compiler}._log_joint_graph": None,
-        f"{compiler}._log_inference_graph": None,
         f"{compiler}._log_fw_bw_graphs": (None, None),
     }
     with pytest.MonkeyPatch.context() as patch:

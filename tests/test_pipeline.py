@@ -174,23 +174,18 @@ def said(caplog):
     return [text for r in caplog.records if "a bug of ours" in (text := r.getMessage())]
 
 
-def fail_together(which, how, monkeypatch):
-    """Some passes fail in one compilation, all of which numbers survive; returns their names."""
-    chosen = {"even": OTHERS[::2], "odd": OTHERS[1::2], "needed": NEEDED, "others": OTHERS}[which]
-    failing = {
-        name: replace_pass(monkeypatch, name, lambda run: Failing(run, how)) for name in chosen
-    }
+#: Passes that fail in one compilation, and when.
+FAIL = [(OTHERS[::2], "start"), (OTHERS[1::2], "start"), (NEEDED, "start"), (OTHERS, "end")]
+
+
+@pytest.mark.parametrize(("names", "how"), FAIL)
+def test_at_the_start_or_the_end(names, how, monkeypatch, caplog):
+    """Others find what those have left; numbers survive."""
+    failing = [replace_pass(monkeypatch, name, lambda run: Failing(run, how)) for name in names]
     compare(Harness(strict=False))
-    assert [name for name, each in failing.items() if not each.failed] == []
-    return [*failing]
-
-
-@pytest.mark.parametrize("which", ["even", "odd", "needed"])
-def test_at_the_start(which, monkeypatch, caplog):
-    """Nothing is put back, others find what those have left."""
-    first, *_ = fail_together(which, "start", monkeypatch)
-    (warning,) = said(caplog)
-    assert f": pass {first} falls back to Inductor: IndexError in our own passes" in warning
+    assert all(each.failed for each in failing)
+    (warning,) = said(caplog)  # they are of one kind
+    assert f": pass {names[0]} falls back to Inductor: IndexError in our own passes" in warning
 
 
 #: Passes that fail together, none of which leaves another without work, and in front of which of
@@ -208,11 +203,6 @@ def test_between_two_of_its_changes(names, how, monkeypatch, caplog):
     compare(Harness(strict=False))
     assert all(each.failed for each in failing)
     assert len(said(caplog)) <= 1
-
-
-def test_what_they_have_done_is_put_back(monkeypatch, caplog):
-    fail_together("others", "end", monkeypatch)
-    assert len(said(caplog)) == 1  # of one kind
 
 
 def test_a_pass_that_others_need_takes_them_along(monkeypatch, caplog):

@@ -8,14 +8,14 @@ import json
 import re
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
-from processes import python
 
 import coda_inductor
-from coda_inductor import PatternError, patterns
+from coda_inductor import PatternError, options, patterns
 from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -244,9 +244,6 @@ def test_every_documented_rewrite_has_a_name_of_its_own():
     assert set(attention.NAMES) <= loading.builtin_names()
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 def test_a_file_that_takes_too_much_memory_is_refused(tmp_path):
     path = write(tmp_path / "large.py", text="HELD = bytearray(6 << 30)\n" + GATE)
     assert str(verdict._prove_elsewhere(read(path))).startswith(f"{path}:1: MemoryError")
@@ -261,14 +258,9 @@ def test_a_record_that_is_damaged_is_none(tmp_path, monkeypatch):
     assert not verdict._recorded(source)
 
 
-ASK = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from coda_inductor.options import parse
-print(json.dumps(parse(None, {}).patterns))
-"""
-
-
-def test_python_that_ignores_the_environment_ignores_ours(tmp_path):
-    path = str(write(tmp_path / "good.py"))
-    assert python("-E", "-c", ASK, ROOT, CODA_PATTERNS=path).stdout == "[]\n"
+def test_python_that_ignores_the_environment_ignores_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_PATTERNS", path := str(write(tmp_path / "good.py")))
+    assert parse(None, {}).patterns == (path,)
+    flags = types.SimpleNamespace(ignore_environment=True)
+    monkeypatch.setattr(options, "sys", types.SimpleNamespace(flags=flags))
+    assert parse(None, {}).patterns == ()

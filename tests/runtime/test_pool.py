@@ -228,7 +228,7 @@ sys.path.insert(0, sys.argv[1])
 client._MODULE = "quick_server"
 pool._file = lambda request: Path("none")
 stuck = [pool.KernelRequest("time.sleep(1000)", str(i)) for i in range(2)]
-pool.wait(stuck[:1], timeout=2)
+pool.wait(stuck[:1], timeout=0.5)
 pool.submit(stuck[1:])
 time.sleep(0.5)
 print(time.time(), flush=True)
@@ -309,8 +309,8 @@ def test_what_keeps_a_server_from_compiling_is_a_reason(text, why, serve):
 
 
 def test_an_idle_server_ends_and_another_is_started(serve):
-    serve("server.IDLE = 0.5")
-    assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
+    serve("server.IDLE = 0.2")
+    assert pool.wait([ask("time.sleep(0.5)")]) == {ask("time.sleep(0.5)"): None}
     (server,) = pool._servers.values()
     until(lambda: server.ended, 30)
     until(lambda: not alive(server.child.pid), 5)  # it closes its files before it is gone
