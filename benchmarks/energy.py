@@ -9,6 +9,7 @@ repeats without a pause, and multiplied by the time of one call.
 
 from __future__ import annotations
 
+import collections
 import importlib
 import statistics
 import threading
@@ -23,7 +24,6 @@ POLL_S = 0.002
 BATCH_S = 0.01
 #: Share of the loop after which steps of the counter count: the power has settled.
 SETTLED = 0.2
-
 
 #: What keeps clocks down under a load, by the end of NVML's name for it.
 _LIMITS = {"SwPowerCap": "power", "HwSlowdown": "hardware", "SwThermalSlowdown": "heat",
@@ -97,9 +97,7 @@ def joules(call: Call, seconds: float, counter: Counter) -> dict:
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(counter, steps, clocks, done), daemon=True)
     watcher.start()
-    start = time.perf_counter()
-    count = 0
-    before = None
+    start, count, before = time.perf_counter(), 0, None
     while time.perf_counter() - start < seconds:
         for _ in range(batch):
             call()
@@ -117,12 +115,12 @@ def joules(call: Call, seconds: float, counter: Counter) -> dict:
     (first_s, first_mj), (last_s, last_mj) = counted[0], counted[-1]
     watts = (last_mj - first_mj) / 1e3 / (last_s - first_s)
     read = [(mhz, limits) for when, mhz, limits in clocks if settled <= when <= last]
-    named = sorted({limit for _, limits in read for limit in limits})
+    limited = collections.Counter(limit for _, limits in read for limit in limits)
     return {
         "joules": watts * took / count,
         "watts": watts,
         "mhz": statistics.median(mhz for mhz, _ in read),
-        "limits": {limit: sum(limit in now for _, now in read) / len(read) for limit in named},
+        "limits": {limit: times / len(read) for limit, times in sorted(limited.items())},
         "calls": count,
         "counted_s": last_s - first_s,
     }
