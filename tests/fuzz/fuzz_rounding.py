@@ -5,12 +5,13 @@ under autocast.
 
 The truth is the same text in float64, on the same rounded inputs. One draw of numbers says little:
 what exceeds the bound is drawn again, up to as often as ``DRAWS`` says at each stage, and root mean
-squares are compared. In some programs few elements make the error of every gradient, so that eight
-draws say little as well.
+squares are compared. In some programs few elements make the error of every gradient, so that 64
+draws say little as well: seed 920615 has 1.29 times eager's after 64, 1.11 after 260.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from fuzz_program import Program
 from harness import Harness, Stock
 
 FACTOR = 1.2
-DRAWS = (8, 64)
+DRAWS = (8, 64, 256)
 #: Kinds of arithmetic: names of ``low`` and ``high``.
 KINDS = (("bfloat16", "float32"), ("bfloat16", "float32"), ("float32", "float32"))
 #: Relative errors that count as none: what one rounding of a result can make of it, and in float32
@@ -164,11 +165,12 @@ def _squares(truth: Any, *others: Any) -> dict[str, list[float]]:
 def _suspects(
     squares: dict[str, list[float]], floor: float, sizes: dict[str, int], draws: int
 ) -> list[str]:
-    """The tensors whose error is out of bounds, by sums of squares over some draws."""
+    """The tensors whose error is out of bounds, by sums of squares over some draws. Where eager or
+    torch.compile has none that is finite, there is no bound."""
     found = []
     for name, (ours, eager, plain) in squares.items():
         chance = 1 + 2 / (2 * draws * sizes[name]) ** 0.5  # two standard errors of a mean square
         bound = max(FACTOR * chance * max(eager, plain) ** 0.5, floor * draws**0.5)
-        if not ours**0.5 <= bound:
+        if not ours**0.5 <= bound and math.isfinite(eager + plain):
             found.append(name)
     return found
