@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 
@@ -131,13 +132,16 @@ def test_rounding_is_judged_in_both_numerics(monkeypatch):
         assert fuzz_rounding.judge(program).kind == "rounding"
 
 
-@pytest.mark.parametrize(("chance", "failure"), [(8, ""), (1000, "rounding")])
-def test_rounding_that_is_chance_is_drawn_again(chance, failure, monkeypatch):
-    """Ours is off by half as much again in the first draws only, or in all of them."""
+@pytest.mark.parametrize(
+    ("chance", "others", "failure"), [(8, 1, ""), (1000, 1, "rounding"), (1000, math.nan, "")]
+)
+def test_rounding_that_is_chance_is_drawn_again(chance, others, failure, monkeypatch):
+    """Ours is off by half as much again in the first draws only, or in all of them; or others have
+    no error to compare with."""
 
     class Drawn(fuzz_rounding.Runs):
         def __call__(self, who, backend=None, draw=0):
-            error = {"truth": 0, "ours": 1.5 if draw < chance else 1}.get(who, 1)
+            error = {"truth": 0, "ours": 1.5 if draw < chance else 1}.get(who, others)
             return {"output 0": torch.ones(1000, dtype=torch.float64) * (1 + error / 100)}
 
     monkeypatch.setattr(fuzz_rounding, "Runs", Drawn)
