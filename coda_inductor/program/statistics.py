@@ -10,6 +10,9 @@ kernel combines the two, the difference can dominate the result: for a confident
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc
                                                reduce part0 = logsumexp over N of acc_r
 
+What is stored in float32 is read as it is, also if it was computed from something that is stored
+rounded: the gradient of a row's maximum looks for it among the stored values.
+
 ``verify`` refuses a sum, maximum or log-sum-exp of a row that reads an unrounded value.
 """
 
@@ -55,6 +58,8 @@ class _Rounded:
         self._made = {step.name: step for step in program.steps}
         self._known: dict[str, str] = {}
         self._stored = {s.value: ROUNDING[s.dtype] for s in program.stores if s.dtype in ROUNDING}
+        #: What is in memory as it is, whatever it was computed from.
+        self._exact = {s.value for s in program.stores} - self._stored.keys()
 
     def __call__(self, value: str) -> str:
         # Not recursive: a chain of elementwise steps may be longer than Python's stack.
@@ -72,14 +77,14 @@ class _Rounded:
         return self._known[value]
 
     def _ends_at(self, value: str, step: Step) -> bool:
-        return value in self._stored or step.op in ROUNDING.values()
+        return value in self._stored or value in self._exact or step.op in ROUNDING.values()
 
     def _rounded(self, value: str, step: Step | None) -> str:
         if (op := self._stored.get(value)) is not None:
             # A program that rounds already does not change: rounding twice is rounding once.
             done = step is not None and step.op == op
             return value if done else self._put(value, op, (value,), "as stored")
-        if step is None or step.op in ROUNDING.values():
+        if step is None or self._ends_at(value, step):
             return value
         args = tuple(self._known[a] if isinstance(a, str) else a for a in step.args)
         return value if args == step.args else self._put(value, step.op, args, step.origin)

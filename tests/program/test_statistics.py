@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
+from harness import Harness
 from programs import parsed
 from torch import nn
 
@@ -66,6 +67,23 @@ def test_gradients_of_biases_stay_more_exact_than_the_tile():
     columns = [p for p in fused(harness) if any(r.axis == "col" for r in p.reduces)]
     assert columns
     assert not any(s.op.startswith("round") for p in columns for s in p.steps)
+
+
+def test_the_largest_of_a_row_is_one_of_those_that_are_stored():
+    """Its gradient compares them. The product is stored too, rounded, for the gain's gradient."""
+
+    def function(x, w, gain):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x + F.linear(x, w) * gain
+            return y, y.amax(-1)
+
+    shapes = (M, K), (K, K), (K,)
+    x, w, gain = (randn(*shape, dtype=torch.float32).requires_grad_() for shape in shapes)
+    compiled = torch.compile(function, backend=Harness(reference=True))
+    y, most = compiled(x, w, gain)
+    assert torch.equal(most, y.amax(-1))
+    (gradient,) = torch.autograd.grad(most.sum(), x)
+    assert gradient.isfinite().all()
 
 
 def test_a_sum_over_rows_that_meets_its_tile_again_is_of_what_is_stored():
