@@ -96,9 +96,9 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
 
 
 def lora(name: str = "1B", rank: int = 16, weights: str = "") -> Workload:
-    """LoRA by peft on all linears, in bf16, or ``weights``: "float32", as peft makes adapters, or
-    "nf4", on 4 bits; rank 0: none, and of the frozen model only the first norm has a gradient, so
-    that all inputs have theirs."""
+    """LoRA by peft on all linears, in bf16, with adapters as peft makes them ("float32") or on 4
+    bits ("nf4"); rank 0: none, and the first norm alone is trained, so that inputs have gradients."""
+    assert weights in ("", "float32", "nf4"), f"{weights!r} is no kind of weights"
     workload = stock(name)
     if not rank:
         workload.model.requires_grad_(False)

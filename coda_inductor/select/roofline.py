@@ -8,7 +8,7 @@ not. It also takes at least the time to read its operands, with as many processo
 With few tiles cuBLAS splits K (an adapter of rank 16: 65 us for 29 us in cuBLAS, 8192 x 4096, an
 H100).
 
-This is rough, so a kernel must win by ``MARGIN``. Of the 825 shipped measured sites with a known
+This is rough, so a kernel must win by ``MARGIN``. Of 825 measured sites with a known
 program (H100 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them would be fused; 67
 lose by more than 3 %: 34 of them would be refused. On average these choices take 0.9 % longer than
 the best ones; fusing all takes 1.0 % longer, fusing none 11 % (2026-11). The constants here were
