@@ -97,7 +97,7 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
 
 def lora(name: str = "1B", rank: int = 16, weights: str = "") -> Workload:
     """LoRA by peft on all linears, in bf16, with adapters as peft makes them ("float32") or on 4
-    bits ("nf4"); rank 0: none, and the first norm alone is trained, so that inputs have gradients."""
+    bits ("nf4"); rank 0: none, and only the first norm is trained, for gradients of inputs."""
     assert weights in ("", "float32", "nf4"), f"{weights!r} is no kind of weights"
     workload = stock(name)
     if not rank:
