@@ -8,7 +8,7 @@ import sys
 
 #: Name -> module, imported when asked for.
 COMMANDS = {name: name for name in (
-    "account", "report", "worth", "headline", "first", "whole", "adapters", "paper",
+    "account", "report", "worth", "headline", "first", "whole", "adapters", "paper", "memory",
 )} | {"families": "run"}  # fmt: skip
 
 

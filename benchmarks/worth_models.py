@@ -95,11 +95,11 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
     return workload
 
 
-def lora(name: str = "1B", rank: int = 16, weights: str = "") -> Workload:
+def lora(name: str = "1B", rank: int = 16, weights: str = "", layers: int = 4) -> Workload:
     """LoRA by peft on all linears, in bf16, with adapters as peft makes them ("float32") or on 4
     bits ("nf4"); rank 0: none, and only the first norm is trained, for gradients of inputs."""
     assert weights in ("", "float32", "nf4"), f"{weights!r} is no kind of weights"
-    workload = stock(name)
+    workload = stock(name, layers)
     if not rank:
         workload.model.requires_grad_(False)
         next(p for n, p in workload.model.named_parameters() if "norm" in n).requires_grad_()

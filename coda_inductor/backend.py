@@ -16,6 +16,7 @@ from coda_inductor.compat import compile_fx, lacking, lookup_backend
 from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
+from coda_inductor.memory.partition import Partitioner
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 
@@ -59,6 +60,8 @@ def coda(
         settle=lambda graph: settle(graph, record),
     )
     patches = {**settings.inductor, **theirs, pass_mode.JOINT: ours}
+    if pass_mode.SPLIT in theirs and theirs[pass_mode.SPLIT] is None:
+        patches[pass_mode.SPLIT] = Partitioner(lambda: record, ours.uuid)
     compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     if not ours.ran:
         logger.info("%s: from torch's compile cache, neither counted nor reported", record.name)

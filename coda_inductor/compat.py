@@ -91,6 +91,10 @@ TORCH: dict[str, Private] = {
         for name in names.split()
     },
     "inductor_config": Private("torch._inductor.config", essential=True),
+    "CustomPartitionerFn": Private(
+        "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+        "memory budgets and selective checkpoints work as without coda", object,
+    ),
     "TracingContext": Private(
         "torch._guards.TracingContext",
         "a graph that must be compiled again, because a kernel is missing, is an error",
@@ -186,7 +190,8 @@ TORCH: dict[str, Private] = {
     # explain and check: graphs without code generation
     "aot_autograd": Private("torch._dynamo.backends.common.aot_autograd", _EXPLAIN),
     "min_cut_rematerialization_partition": Private(
-        "torch._functorch.partitioners.min_cut_rematerialization_partition", _EXPLAIN
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "memory budgets, explain and check do not work",
     ),
     "BackendCompilerFailed": Private(
         "torch._dynamo.exc.BackendCompilerFailed", "explain's errors are Dynamo's", _NeverRaised
@@ -200,7 +205,8 @@ TORCH: dict[str, Private] = {
     ),
     "dynamo_config": Private("torch._dynamo.config", "explain may show symbolic sizes", _NO_CONFIG),
     "functorch_config": Private(
-        "torch._functorch.config", "explain may leave entries in torch's caches", _NO_CONFIG
+        "torch._functorch.config",
+        "memory budgets are ignored, and explain may leave entries in torch's caches", _NO_CONFIG
     ),
     "pgo": Private(
         "torch._dynamo.pgo", "a size that explain saw may be dynamic later", types.SimpleNamespace()

@@ -17,10 +17,12 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from coda_inductor import patterns
-from coda_inductor.compat import CustomGraphPass, inductor_config
+from coda_inductor.compat import CustomGraphPass, functorch_config, inductor_config
 from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.availability import identity
+from coda_inductor.memory import costs
+from coda_inductor.memory.limit import limit
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import crowded
@@ -28,6 +30,8 @@ from coda_inductor.record import Record
 from coda_inductor.runtime import launch, notice, pool
 from coda_inductor.select.store import generation
 
+#: torch's setting of how much memory is kept, of ``torch._functorch.config``.
+BUDGET = "activation_memory_budget"
 #: Elements of a weight below which a graph's GEMMs are bound by the host anyway.
 _LARGE = 2**21
 
@@ -76,7 +80,7 @@ class Chained(CustomGraphPass):
             return None
         options = self.options
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        decided = crowded(), generation()
+        decided = crowded(), generation(), getattr(functorch_config, BUDGET, 1.0)
         everything = (_sources(), options.identity, identity(), inner, files, decided)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -94,7 +98,13 @@ class JointPass(Chained):
 
     def run(self, graph: Graph) -> None:
         self.ran = True
-        on_aten(graph, self.record)
+        rewrite(graph, self.record)
+
+
+def rewrite(graph: Graph, record: Record) -> None:
+    """Run the passes on the aten graph, whose limit of memory is known before them."""
+    record.limit = limit(graph, record.options)
+    on_aten(graph, record)
 
 
 def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..., Any]:
@@ -107,6 +117,7 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
     launch.forget_failures()
+    costs.install()
     notice.before_compile(gm, inputs, record.options)
     if _likely_fused(inputs, record.options):
         pool.warm_up()  # tracing a model takes seconds as well

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import typing
 from collections.abc import Mapping
@@ -58,6 +59,12 @@ class Options:
             module paths, or of their last parts ("lm_head", "0.mlp.up_proj"; what peft wraps keeps
             its name).
         fp8_small: also take layers that the backend considers too small to gain.
+        memory: how much memory a training step may take. A number of bytes with its unit, as
+            "40 GiB": the peak on the device, with weights, gradients and everything that other
+            tensors hold when the graph is compiled. "fit": what is free then, less 5 %. A number
+            from 0 to 1: the share of what torch.compile keeps for the backward pass, as
+            ``torch._functorch.config.activation_memory_budget``. What exceeds it is computed again
+            where that costs least time. None (the default): torch's own setting.
         aot: also fuse in AOTInductor's programs (with ``coda_inductor.enable``). They then need a
             Python process that has imported ``coda_inductor.backend``.
         inductor: Inductor's own options, passed on.
@@ -76,6 +83,7 @@ class Options:
     fp8: str = ""
     fp8_skip: tuple[str, ...] = ("lm_head", "output", "classifier", "score")
     fp8_small: bool = False
+    memory: int | float | str | None = None
     aot: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -185,6 +193,8 @@ def _check(key: str, value: Any, name: str = "") -> Any:
         if not number or not 0 < value < float("inf"):
             raise OptionError(f"option {key!r} takes a positive number of seconds, got {value!r}")
         return float(value)
+    if key == "memory":
+        return _memory(value)
     if key == "debug_dir":
         if not isinstance(value, (str, os.PathLike)):
             raise OptionError(f"option 'debug_dir' takes a path, got {value!r}")
@@ -192,3 +202,26 @@ def _check(key: str, value: Any, name: str = "") -> Any:
     if not isinstance(value, bool):
         raise OptionError(f"option {key!r} takes True or False, got {value!r}")
     return value
+
+
+def _memory(value: Any) -> int | float | str | None:
+    """Bytes as int, a share as float, or "fit"."""
+    if value is None or value == "fit":
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    said = (
+        re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]i?)?B\s*", value)
+        if isinstance(value, str)
+        else None
+    )
+    if said is not None and float(said[1]) > 0:
+        unit = said[2] or ""
+        return int(
+            float(said[1])
+            * (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1] or " ")
+        )
+    raise OptionError(
+        f'option \'memory\' takes a peak with its unit ("40 GiB"), "fit" or a number from 0 to 1, '
+        f"got {value!r}"
+    )

@@ -38,14 +38,17 @@ from coda_inductor.compat import (
     recursive_pre_grad_passes,
 )
 from coda_inductor.errors import OptionError
-from coda_inductor.joint import Chained, begin
+from coda_inductor.joint import Chained, begin, rewrite
 from coda_inductor.log import warn_once
 from coda_inductor.matching import value
+from coda_inductor.memory.partition import Partitioner
 from coda_inductor.options import Options, parse
-from coda_inductor.pipeline import check_names, on_aten
+from coda_inductor.pipeline import check_names
 from coda_inductor.record import Record
 
 DYNAMO, JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"
+#: Inductor's setting for the split into forward and backward pass.
+SPLIT = "custom_partitioner_fn"
 
 
 class _Compiling(threading.local):
@@ -93,7 +96,7 @@ class _JointPass(_Enabled):
 
     def run(self, graph: Graph) -> None:
         options = self.options  # without a record Inductor ran no pass on Dynamo's graph
-        on_aten(graph, _compiling.now(options) or _compiling.begin(options))
+        rewrite(graph, _compiling.now(options) or _compiling.begin(options))
 
     def uuid(self) -> Any:
         """As every pass's; None (do not cache) after a failure that the next process may not have.
@@ -133,13 +136,15 @@ def enabled(**options: Any) -> Iterator[None]:
 
 
 def beneath(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's passes of both kinds, without ours: from torch.compile's ``options``, else from
-    Inductor's configuration."""
-    names = [name for name in (DYNAMO, JOINT) if hasattr(inductor_config, name)]
+    """The user's passes of both kinds and partitioner, without ours: from torch.compile's
+    ``options``, else from Inductor's configuration."""
+    names = [name for name in (DYNAMO, JOINT, SPLIT) if hasattr(inductor_config, name)]
     return {name: _without(options.get(name, getattr(inductor_config, name))) for name in names}
 
 
 def _without(passes: Any) -> Any:
+    if isinstance(passes, Partitioner):
+        return None
     if isinstance(passes, _Enabled):
         return passes.was
     if isinstance(passes, (list, tuple)) and any(isinstance(p, _Enabled) for p in passes):
@@ -167,10 +172,11 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return {}
-    return {
-        DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode=by_mode),
-        JOINT: _JointPass(settings, theirs[JOINT], by_mode=by_mode),
-    }
+    joint = _JointPass(settings, theirs[JOINT], by_mode=by_mode)
+    ours = {DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode=by_mode), JOINT: joint}
+    if SPLIT in theirs and theirs[SPLIT] is None:
+        ours[SPLIT] = Partitioner(lambda: _compiling.now(joint.options), joint.uuid)
+    return ours
 
 
 def _nested() -> bool:

@@ -45,6 +45,8 @@ class Record:
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name of its counter.
         around: wrappers for the compiled graph, first one innermost.
+        limit: what the joint graph that is compiled now may keep for its backward pass, a
+            ``memory.limit.Limit``; None without a limit.
         failed: something failed that may succeed in the next process (a compiler was killed, a disk
             was full): the result must not be kept in torch's cache.
     """
@@ -61,6 +63,7 @@ class Record:
     plan: Plan = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
     around: list[Around] = field(default_factory=list)
+    limit: Any = None
     failed: bool = False
 
     def __post_init__(self) -> None:

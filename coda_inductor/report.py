@@ -122,14 +122,41 @@ class SiteReport:
         return self.bytes_before - self.bytes_after
 
 
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a graph keeps for its backward pass, under a limit of memory.
+
+    Attributes:
+        kept: bytes that the forward pass leaves, inputs and outputs of the graph apart.
+        before: the same if nothing were computed again.
+        again: tensors that are computed again.
+        ms: how long that takes, as expected.
+        peak: the most bytes that the step takes beyond its inputs, as expected.
+    """
+
+    kept: int
+    before: int
+    again: int
+    ms: float
+    peak: int
+
+    def __str__(self) -> str:
+        kept, before, peak = (f"{x / 2**30:.2f} GiB" for x in (self.kept, self.before, self.peak))
+        less = f" in place of {before}, computes {self.again} tensors again" if self.again else ""
+        took = f" (about {self.ms:.1f} ms)" if self.again else ""
+        return f"keeps {kept} for the backward pass{less}{took}; peak about {peak} over its inputs"
+
+
 @dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs, and what else was recognized but not rewritten."""
+    """One compiled graph: its GEMMs, what else was recognized but not rewritten, and, under a limit
+    of memory, what it keeps for the backward pass and computes again."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     folder: str = ""
+    memory: MemoryReport | None = None
 
     @property
     def near_misses(self) -> list[str]:
@@ -161,7 +188,8 @@ class GraphReport:
 
     def table(self) -> str:
         """:func:`sites_table` of the GEMMs, then near misses."""
-        lines = [f"near miss: {m}" for m in self.near_misses]
+        lines = [f"memory: {self.memory}"] if self.memory is not None else []
+        lines += [f"near miss: {m}" for m in self.near_misses]
         return "\n".join([sites_table(self.sites), *lines])
 
 

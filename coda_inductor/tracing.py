@@ -38,9 +38,13 @@ class Traced:
 
 
 def trace(
-    gm: GraphModule, inputs: Sequence[Any], passes: Callable[[Graph], None] | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    passes: Callable[[Graph], None] | None = None,
+    splits: Callable[..., Any] = min_cut_rematerialization_partition,
 ) -> Traced:
-    """Trace and split ``gm``, with ``passes`` at the place of ``joint_custom_pre_pass``."""
+    """Trace ``gm``, with ``passes`` at the place of ``joint_custom_pre_pass``, and split it by
+    ``splits`` into forward and backward pass."""
     traced = Traced()
 
     def apply(part: GraphModule) -> None:
@@ -53,7 +57,7 @@ def trace(
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         traced.training = True
         apply(joint)
-        split = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        split = splits(joint, joint_inputs, **kwargs)
         traced.graphs += [split[0].graph, split[1].graph]
         outputs = split[0].graph.output_node().args[0]
         traced.saved += [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, Node)]

@@ -33,6 +33,11 @@ def decompose(graph: Graph, _record: Record) -> None:
     _decompose(graph, ())
 
 
+def decompose_all(graph: Graph) -> None:
+    """The same outside the pipeline."""
+    _decompose(graph, ())
+
+
 def decompose_most(graph: Graph, _record: Record) -> None:
     """The same, except GEMMs, and reductions, rotations of heads and rows of groups, which an
     epilogue may absorb."""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ops cost: FLOP for ``torch.utils.flop_counter``, milliseconds for the planner.
+
+A fused GEMM counts the FLOP of its products and nothing for its epilogue, as torch counts ``mm``
+and nothing for elementwise ops. So model FLOP utilization is the same with and without us, and the
+prices of ``torch._functorch.partitioners`` see a fused GEMM as the products that it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from coda_inductor.compat import tree_map
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sizes import hint
+from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
+from coda_inductor.runtime.op import OP
+from coda_inductor.select.device import Gpu
+from coda_inductor.semantic.experts import WGRAD
+
+#: Attention reaches this share of what large products reach (FlashAttention 2 on an H100).
+_ATTENTION = 0.55
+_HEAD = torch.ops.coda_inductor.linear_cross_entropy_backward.default
+
+
+@functools.cache
+def install() -> None:
+    """Register FLOP formulas of our ops with torch, once for this process."""
+    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (_HEAD, _head_gradients)
+    for op, formula in formulas:
+        packet = op.overloadpacket
+        if packet not in flop_registry:
+            register_flop_formula(packet)(formula)
+
+
+def _gemm_epilogue(as_, bs, *_: Any, **__: Any) -> int:
+    """FLOP of ``coda_inductor::gemm_epilogue`` from shapes: as_[j] (M, K_j), bs[j] (K_j, N) or
+    (E, K_j, N), one A for both halves of a pair, one B for all rows of an expert."""
+    terms = max(len(as_), len(bs))
+    total = 0
+    for j in range(terms):
+        a, b = as_[min(j, len(as_) - 1)], bs[min(j, len(bs) - 1)]
+        total += 2 * a[-2] * a[-1] * b[-1]
+    return total
+
+
+def _grouped_wgrad(a, _rows, bs, *_: Any, **__: Any) -> int:
+    """FLOP of the weight gradients of experts: a (M, K), bs[j] (M, N_j)."""
+    return sum(2 * b[0] * a[-1] * b[1] for b in bs)
+
+
+def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
+    """FLOP of the gradients of an LM head: logits (..., V), weight (V, K) and x (M, K), each None
+    if its gradient is not wanted."""
+    matrices = [shape for shape in others[3:5] if shape is not None]
+    return sum(2 * math.prod(logits) * shape[1] for shape in matrices)
+
+
+def workspace(node: Node) -> int:
+    """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
+    if node.target is _HEAD:  # a slice, and the sum over slices in float32
+        return SLICE_BYTES + 2 * size(fake(node)[0])
+    if "attention_backward" in str(node.target):  # the gradient of queries in float32
+        return 2 * size(fake(node.all_input_nodes[1]))
+    return 0
+
+
+def size(value: Any) -> int:
+    """Bytes of a fake tensor, or of all in a list; symbolic sizes count as their hints."""
+    if isinstance(value, torch.Tensor):
+        return hint(value.numel()) * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(map(size, value))
+    return 0
+
+
+def flops(node: Node) -> int:
+    """FLOP of one call, by torch's formulas and ours; 0 where there is none."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if packet not in flop_registry:
+        return 0
+    formula = flop_registry[packet]
+    args, kwargs = tree_map(_concrete, (node.args, node.kwargs))
+    return int(formula(*args, **kwargs, out_val=tree_map(_meta, fake(node))))
+
+
+def _concrete(argument: Any) -> Any:
+    return _meta(fake(argument)) if isinstance(argument, Node) else argument
+
+
+def _meta(value: Any) -> Any:
+    """A tensor of the meta device with hints for sizes, because formulas compare and multiply."""
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty([hint(s) for s in value.shape], dtype=value.dtype, device="meta")
+
+
+def milliseconds(node: Node, gpu: Gpu) -> float:
+    """Expected time of ``node`` on ``gpu`` as a kernel of its own: the longer of computing and
+    moving its bytes."""
+    moved = size(fake(node)) + sum(size(fake(n)) for n in node.all_input_nodes)
+    us = gpu.launch_us + moved / gpu.bytes_per_us
+    rate = gpu.flops_per_us * (_ATTENTION if "attention" in str(node.target) else 1.0)
+    return max(us, flops(node) / rate) / 1000

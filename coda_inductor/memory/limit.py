@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a graph's forward pass may leave to its backward pass, as the user says it.
+
+Three ways to say it lead to one :class:`Limit`:
+
+- ``options={"memory": ...}``: a peak in bytes, or a share from 0 to 1;
+- ``torch._functorch.config.activation_memory_budget`` below 1: a share;
+- a policy of selective checkpoints (``create_selective_checkpoint_contexts`` of
+  ``torch.utils.checkpoint``): the bytes that torch would keep under it.
+
+A share is one of what torch.compile keeps without us and without recomputation, so that one value
+means the same memory under both backends. A policy's marks say which ops are kept. They are limits
+of memory, not orders about kernels: with them a fused GEMM would be cut at every mark. So they are
+taken off before the rewrites, and the planner keeps the same bytes where that costs least.
+
+Checkpoints without a policy keep nothing but their inputs; they stay as they are, unless the option
+``memory`` says more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from coda_inductor.compat import functorch_config, unset_fake_temporarily
+from coda_inductor.errors import OptionError
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sides import training
+from coda_inductor.graph.snapshots import snapshot
+from coda_inductor.options import Options
+from coda_inductor.rewrite.decompose import decompose_all
+
+#: The share of free memory that "fit" takes: the rest is for fragments and workspaces.
+_FIT = 0.95
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a graph may keep.
+
+    Attributes:
+        before: the joint graph as torch.compile would have had it, from which torch's partitioner
+            says what is kept without us.
+        share: of that; 1.0 where ``room`` is the limit, or the marks in ``before``.
+        room: the most bytes that the step may take beyond what the device holds when the graph is
+            compiled; None without such a limit.
+    """
+
+    before: GraphModule
+    share: float = 1.0
+    room: int | None = None
+
+
+def limit(graph: Graph, options: Options) -> Limit | None:
+    """The limit of the joint graph ``graph``, before any rewrite; None where there is none. Takes
+    the marks of checkpoints off that the planner replaces."""
+    if not training(graph):
+        return None
+    marked = [n for n in graph.nodes if n.meta.get("recompute") is not None]
+    selective = any(n.meta["recompute"] in _SAVED for n in marked)
+    share = min(1.0, getattr(functorch_config, "activation_memory_budget", 1.0))
+    asked = options.memory
+    if asked is None and share >= 1 and not selective:
+        return None
+    before = snapshot(graph)
+    decompose_all(before)
+    owner = graph.owning_module
+    module = GraphModule({} if owner is None else owner, before)
+    for node in marked if selective or asked is not None else ():
+        node.meta["recompute"] = None
+    if isinstance(asked, float):
+        return Limit(module, min(share, asked))
+    return Limit(module, share, None if asked is None else _room(graph, asked))
+
+
+def _room(graph: Graph, asked: int | str) -> int:
+    """Bytes that a step may take beyond what the device holds now: up to a peak of ``asked`` bytes,
+    or what is free, less a margin for what the allocator cannot use ("fit"). The least of all
+    ranks, because their kernels must be the same."""
+    device = next((d for d in map(_device, graph.nodes) if d is not None), None)
+    if device is None:
+        raise OptionError(
+            f"option 'memory' is {asked!r}, but the graph has no tensor on a GPU: a number from 0 "
+            "to 1 works everywhere"
+        )
+    held = torch.cuda.memory_allocated(device)
+    if asked == "fit":
+        free, _ = torch.cuda.mem_get_info(device)
+        room = int(_FIT * (free + torch.cuda.memory_reserved(device) - held))
+    else:
+        room = int(asked) - held
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+        with unset_fake_temporarily():
+            least = torch.tensor(room, device=device)
+            group.all_reduce(least, group.ReduceOp.MIN)
+            room = int(least)
+    return room
+
+
+def _device(node: Node) -> torch.device | None:
+    value = fake(node)
+    return value.device if isinstance(value, torch.Tensor) and value.is_cuda else None

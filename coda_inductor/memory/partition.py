@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inductor's hook for the split into forward and backward pass (``custom_partitioner_fn``).
+
+Without a :class:`~coda_inductor.memory.limit.Limit` it is torch's own partitioner. With one,
+torch's partitioner says what is kept without recomputation, the planner chooses what to compute
+again, and marks on nodes (``CheckpointPolicy.MUST_RECOMPUTE``, as checkpoints set them) tell
+torch's partitioner, which splits the graph. torch's own budgets cannot be used for that: its solver
+chooses among single nodes whose price it cannot know, and recomputes at once what is cheap in all
+layers (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from coda_inductor.compat import (
+    CustomPartitionerFn,
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
+from coda_inductor.errors import OptionError
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.snapshots import snapshot
+from coda_inductor.log import logger
+from coda_inductor.memory.candidates import Kept, candidates
+from coda_inductor.memory.costs import size
+from coda_inductor.memory.limit import Limit
+from coda_inductor.memory.peak import Timeline
+from coda_inductor.memory.planner import Choice, choice, choose, least
+from coda_inductor.record import Record
+from coda_inductor.report import MemoryReport
+
+Split = tuple[GraphModule, GraphModule]
+
+
+class Partitioner(CustomPartitionerFn):
+    """See the module docstring.
+
+    Args:
+        record: of the graph that is compiled now.
+        key: what the result depends on, as a pass's ``uuid``.
+    """
+
+    def __init__(self, record: Callable[[], Record | None], key: Callable[[], Any]):
+        self.record, self.key = record, key
+
+    def __deepcopy__(self, _memo: Any) -> Partitioner:
+        return self  # as a pass
+
+    def uuid(self) -> Any:
+        return self.key()
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **how: Any) -> Split:
+        record = self.record()
+        limit = None if record is None else record.limit
+        if record is None or limit is None:
+            return min_cut_rematerialization_partition(gm, joint_inputs, **how)
+        record.limit = None  # of this graph alone
+        with functorch_config.patch(activation_memory_budget=1.0):
+            mark(gm.graph, limit, record, joint_inputs, how)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **how)
+
+
+def mark(
+    graph: Graph, limit: Limit, record: Record, joint_inputs: Sequence[Any], how: dict[str, Any]
+) -> None:
+    """Mark what is computed again in the joint graph ``graph``, and tell the record.
+
+    Raises:
+        OptionError: no choice stays within the option ``memory``; names the least peak.
+    """
+    outputs = how["num_fwd_outputs"]
+    gpu = record.plan.gpu
+    stock = Kept.of(limit.before.graph, outputs, _kept(limit.before, joint_inputs, how))
+    allowed = limit.share * sum(size(fake(n)) for n in stock.kept)
+    names = _kept(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, how)
+    kept = Kept.of(graph, outputs, names)
+    order = candidates(kept, gpu)
+    timeline = Timeline(kept, [n for n in graph.output_node().args[0] if isinstance(n, Node)])
+
+    def fits(found: Choice) -> bool:
+        if limit.room is not None and timeline.peak(found.gone) > limit.room:
+            return False
+        return found.kept <= allowed
+
+    found = choose(kept, order, fits, gpu)
+    if found is None and limit.room is not None:
+        raise OptionError(_too_little(limit, least(order, timeline.peak)))
+    if found is None:  # a share: as little as possible
+        found = choice(kept, [each.node for each in order], gpu)
+    again = kept.again(_read_by_backward(kept, found.gone), found.gone)
+    for node in again if found.gone else ():
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    peak = timeline.peak(found.gone)
+    said = MemoryReport(found.kept, found.before, len(found.gone), found.ms, peak)
+    record.report.memory = said
+    logger.info("%s: memory: %s", record.name, said)
+
+
+def _too_little(limit: Limit, peak: int) -> str:
+    assert limit.room is not None
+    return (
+        f"option 'memory': the step may take {_gib(limit.room)} beyond what the device holds now, "
+        f"but it needs {_gib(peak)} even if everything that can be is computed again: allow "
+        f"{_gib(peak - limit.room)} more, or use a smaller batch"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _read_by_backward(kept: Kept, gone: Sequence[Node]) -> list[Node]:
+    """What the backward pass reads of the forward pass and is not kept."""
+    there = kept.there(gone)
+    return [
+        node
+        for node in kept.forward
+        if node.op == "call_function"
+        and node not in there
+        and any(user in kept.backward for user in node.users)
+    ]
+
+
+def _kept(gm: GraphModule, joint_inputs: Sequence[Any], how: dict[str, Any]) -> set[str]:
+    """The names of what torch's partitioner keeps; consumes ``gm``."""
+    forward, _ = min_cut_rematerialization_partition(gm, joint_inputs, **how)
+    results = forward.graph.output_node().args[0][how["num_fwd_outputs"] :]
+    return {n.name for n in results if isinstance(n, Node) and n.op != "placeholder"}

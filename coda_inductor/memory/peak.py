@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of one training step over time, before it is compiled.
+
+Kernels run in the graph's order; what is computed again runs right before its first reader, as
+torch's partitioner orders it. A *stored* value has memory of its own: a result of a heavy node,
+what a heavy node reads, what is kept, and outputs. All others exist only inside kernels: whoever
+reads them reads the stored values that they are computed from. Memory is freed after the last
+reader, also that of outputs of the forward pass that the backward pass reads (logits): a caller who
+holds them needs as much more. Gradients stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from coda_inductor.graph.nodes import fake
+from coda_inductor.memory.candidates import Kept, heavy, owner
+from coda_inductor.memory.costs import size, workspace
+
+#: A stored value, and whether it is the one of the backward pass's own computation.
+_Value = tuple[Node, bool]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    reads: tuple[_Value, ...]
+    writes: tuple[_Value, ...]
+    workspace: int
+
+
+class Timeline:
+    """The schedule of one graph.
+
+    Args:
+        kept: what it computes and keeps.
+        results: the outputs of the joint graph, of forward and backward pass.
+    """
+
+    def __init__(self, kept: Kept, results: Iterable[Node]):
+        self.kept, self.results = kept, {owner(n) for n in results}
+        self._stay = {
+            n
+            for n in self.results
+            if n not in kept.forward or not any(u in kept.backward for u in kept.readers(n))
+        }
+        self._known: dict[Node, tuple[Node, ...]] = {}
+        self._stored: dict[Node, bool] = {}
+
+    def peak(self, gone: Collection[Node]) -> int:
+        """The most bytes that are held at once beyond the graph's inputs, if the kept tensors in
+        ``gone`` are computed again."""
+        kernels = self._kernels(gone)
+        last = {value: at for at, kernel in enumerate(kernels) for value in kernel.reads}
+        frees: dict[int, list[_Value]] = {}
+        for at, kernel in enumerate(kernels):
+            for value in kernel.writes:
+                frees.setdefault(max(at, last.get(value, 0)), []).append(value)
+        now = most = 0
+        for at, kernel in enumerate(kernels):
+            now += sum(size(fake(node)) for node, _ in kernel.writes)
+            most = max(most, now + kernel.workspace)
+            freed = frees.get(at, ())
+            now -= sum(size(fake(node)) for node, _ in freed if node not in self._stay)
+        return most
+
+    def _kernels(self, gone: Collection[Node]) -> list[_Kernel]:
+        forward = [n for n in self.kept.forward if self._runs(n)]
+        kernels = [self._kernel(n, [(s, False) for s in self._reads(n)], False) for n in forward]
+        has = self.kept.there(gone)
+        done: set[Node] = set()
+        for node in self.kept.backward:
+            if self._runs(node):
+                missing = self._missing(node, has, done)
+                kernels += [self._kernel(n, self._values(n, has), True) for n in missing]
+                kernels.append(self._kernel(node, self._values(node, has), False))
+        return kernels
+
+    def _missing(self, node: Node, has: Collection[Node], done: set[Node]) -> list[Node]:
+        """The kernels of the forward pass that run again for ``node``, in order."""
+        found: list[Node] = []
+        todo = [node]
+        while todo:
+            new = [
+                _maker(source)
+                for source in self._reads(todo[-1])
+                if source in self.kept.forward and source not in has
+            ]
+            new = [maker for maker in dict.fromkeys(new) if maker not in done]
+            if new:
+                todo += new
+                continue
+            top = todo.pop()
+            if top is not node and top not in done:
+                done.add(top)
+                found.append(top)
+        return found
+
+    def _values(self, node: Node, has: Collection[Node]) -> list[_Value]:
+        """What ``node`` reads where it runs in the backward pass."""
+        mine = self.kept.forward
+        return [(source, source in mine and source not in has) for source in self._reads(node)]
+
+    def _kernel(self, node: Node, reads: list[_Value], again: bool) -> _Kernel:
+        parts = [user for user in node.users if user.target is operator.getitem]
+        writes = tuple((part, again) for part in parts or [node])
+        return _Kernel(tuple(reads), writes, workspace(node))
+
+    def _runs(self, node: Node) -> bool:
+        """Is ``node`` the result of a kernel?"""
+        return node.target is not operator.getitem and self._is_stored(node)
+
+    def _is_stored(self, node: Node) -> bool:
+        if node.op != "call_function" or owner(node) is not node:
+            return False
+        if node not in self._stored:
+            self._stored[node] = (
+                heavy(_maker(node))
+                or node in self.kept.kept
+                or node in self.results
+                or any(map(heavy, self.kept.readers(node)))
+            )
+        return self._stored[node]
+
+    def _reads(self, node: Node) -> tuple[Node, ...]:
+        """The stored values that the kernel of ``node`` reads, inputs of the graph apart."""
+        if node not in self._known:
+            found: dict[Node, None] = {}
+            todo = [owner(n) for n in node.all_input_nodes]
+            seen = set(todo)
+            while todo:
+                each = todo.pop()
+                if self._is_stored(each):
+                    found[each] = None
+                else:
+                    new = {owner(n) for n in each.all_input_nodes} - seen
+                    seen |= new
+                    todo += sorted(new)
+            self._known[node] = tuple(found)
+        return self._known[node]
+
+
+def _maker(node: Node) -> Node:
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
