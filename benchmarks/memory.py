@@ -2,12 +2,12 @@
 """Time against memory: what a training step takes at each peak, under torch.compile and under coda.
 
 ``python -m benchmarks memory OUT.json --case NAME --setting BACKEND:WHAT ...`` compiles one model
-under each setting and times all in turn, there and back, sustained. BACKEND is compile or coda; WHAT
-is ``none``, a number (``torch._functorch.config.activation_memory_budget``), ``ckpt`` (a checkpoint
-a layer), ``ckpt2`` (every second layer), ``op`` (selective checkpoints as torchtitan has them:
-attention and every second product are kept) or, for coda, the option ``memory`` ("20 GiB"). Beside
-the milliseconds: the peak over weights and batch, what the forward pass keeps, the peak that was
-predicted, and a checksum of all gradients' bits.
+under each setting and times all in turn, there and back, sustained. BACKEND is compile or coda;
+WHAT is ``none``, a number (``torch._functorch.config.activation_memory_budget``), ``ckpt`` (a
+checkpoint a layer), ``ckpt2`` (every second layer), ``op`` (selective checkpoints as torchtitan has
+them: attention and every second product are kept) or, for coda, the option ``memory`` ("20 GiB").
+SDPA is told to be causal. Beside the milliseconds: the peak over weights and batch, what the
+forward pass keeps, the peak that was predicted, and a checksum of all gradients' bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from . import environment, worth, worth_models
+from . import environment, families, worth, worth_models
 
 GIB = 2**30
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
@@ -52,6 +52,9 @@ def main(arguments: list[str]) -> None:
         found = json.loads(options.file.read_text())
     found["environment"] = environment.describe(arguments, options.commit, "benchmarks.memory")
     workload = CASES[options.case]()
+    stock = getattr(workload.model, "get_base_model", lambda: workload.model)()
+    stock.config.use_cache = False  # a checkpoint would fill the cache twice
+    families.make_causal(stock)
     rows, steps = found["results"].setdefault(options.case, {}), {}
     for setting in options.setting or SETTINGS:
         steps[setting], rows[setting] = prepared(workload, *setting.split(":", 1))
@@ -82,7 +85,7 @@ def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[
         function = torch.compile(workload.model, backend=name, dynamic=False, options=options)
         try:
             return facts(workload, function)
-        except Exception as error:
+        except (RuntimeError, ValueError) as error:
             return None, {"error": environment.scrub(f"{type(error).__name__}: {error}")[:400]}
 
 

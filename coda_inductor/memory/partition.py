@@ -37,6 +37,10 @@ from coda_inductor.report import MemoryReport
 Split = tuple[GraphModule, GraphModule]
 
 
+class _Pickled(tuple):
+    """What a pickled :class:`Partitioner` is: its key."""
+
+
 class Partitioner(CustomPartitionerFn):
     """See the module docstring.
 
@@ -50,6 +54,9 @@ class Partitioner(CustomPartitionerFn):
 
     def __deepcopy__(self, _memo: Any) -> Partitioner:
         return self  # as a pass
+
+    def __reduce__(self) -> Any:
+        return _Pickled, ((self.uuid(),),)  # some releases of torch pickle settings into their keys
 
     def uuid(self) -> Any:
         return self.key()
