@@ -64,8 +64,8 @@ def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
 
 def workspace(node: Node) -> int:
     """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
-    if node.target is _HEAD:  # a slice, and the sum over slices in float32
-        return SLICE_BYTES + 2 * size(fake(node)[0])
+    if node.target is _HEAD:  # a slice, and the sum of dx over slices in float32, before dx itself
+        return min(SLICE_BYTES, size(fake(node.all_input_nodes[1]))) + size(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
         return 2 * size(fake(node.all_input_nodes[1]))
     return 0

@@ -61,6 +61,7 @@ def linear_cross_entropy_backward(
             torch.sum(piece, 0, dtype=db.dtype, out=db[first : first + width])
         if weight is not None:
             total = _accumulate(total, piece, weight[first : first + width], lse.dtype)
+        del piece  # or the next one would be a second slice in memory
     return rows.new_empty(0) if total is None else total.to(rows.dtype), dw, db
 
 

@@ -233,8 +233,15 @@ def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
 
 def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, with the fake value ``known``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
-    the batch."""
+    the batch.
+
+    What is not broadcast is stored, which ``as_strided`` makes Inductor do: it would inline a mask
+    that is concatenated or padded into FlexAttention's kernel, whose template cannot compute it
+    ("'function' object has no attribute 'graph'", torch 2.11).
+    """
     sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
     batched = sizes[0] > 1 and known.stride(0) > 0
-    wide = mask.expand(*sizes[:2], *lengths)
+    own = mask[tuple(slice(None if stride else 1) for stride in known.stride())].contiguous()
+    own = own.as_strided(own.shape, own.stride())
+    wide = own.expand(known.shape).expand(*sizes[:2], *lengths)
     return wide[:, 0] if batched else wide[0, 0]
