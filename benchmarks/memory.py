@@ -17,7 +17,8 @@ import contextlib
 import functools
 import gc
 import json
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ from . import environment, families, worth, worth_models
 
 GIB = 2**30
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
-    "8B x8": functools.partial(worth_models.stock, "8B", 8),
-    "8B x4": functools.partial(worth_models.stock, "8B", 4),
-    "8B": functools.partial(worth_models.stock, "8B-32", 32),
+    **{f"8B x{n}": functools.partial(worth_models.stock, "8B-32", n) for n in (4, 8, 32)},
     "qwen3 x6": functools.partial(worth_models.stock, "qwen3", 6),
-    "lora 8B x8": functools.partial(worth_models.lora, "8B", layers=8),
+    "lora 8B x8": functools.partial(worth_models.lora, "8B-32", layers=8),
     "olmoe x8": functools.partial(worth_models.stock, "olmoe", 8),
 }
 SETTINGS = ("compile:none", "compile:0.5", "compile:ckpt", "coda:none", "coda:0.5", "coda:ckpt")
@@ -72,64 +71,70 @@ def main(arguments: list[str]) -> None:
 
 def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[Any, Any]:
     """The step under one setting, compiled, and its memory."""
-    torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     budget = float(what) if what.replace(".", "", 1).isdigit() else 1.0
     options = {"memory": what} if what.endswith("GiB") else {}
-    with (
-        torch._functorch.config.patch(activation_memory_budget=budget),
-        checkpointed(workload.model, what),
-    ):
-        name = "inductor" if backend == "compile" else "coda"
-        function = torch.compile(workload.model, backend=name, dynamic=False, options=options)
+    layers = worth_models.blocks(workload.model)
+    plain, mine = list(layers), checkpointed(layers, what)
+
+    def call(**batch: Any) -> Any:
+        return workload.model(**batch)
+
+    # Dynamo keeps what it compiled by code object: each setting has its own.
+    own = types.FunctionType(call.__code__.replace(), globals(), None, None, call.__closure__)
+    name = "inductor" if backend == "compile" else "coda"
+    function = torch.compile(own, backend=name, dynamic=False, options=options)
+
+    @contextlib.contextmanager
+    def setting() -> Iterator[None]:
+        _put(layers, mine)
         try:
-            return facts(workload, function)
-        except (RuntimeError, ValueError) as error:
-            return None, {"error": environment.scrub(f"{type(error).__name__}: {error}")[:400]}
-
-
-def facts(workload: worth_models.Workload, function: Any) -> tuple[Any, dict[str, Any]]:
-    """A step of ``function``, and its peak and what it keeps, in GiB."""
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                yield
+        finally:
+            _put(layers, plain)
 
     def step() -> None:
-        function(**workload.batch).loss.backward()
-        workload.model.zero_grad(set_to_none=True)
+        with setting():
+            function(**workload.batch).loss.backward()
+            workload.model.zero_grad(set_to_none=True)
 
-    step()
-    step()
-    torch.cuda.synchronize()
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    loss = function(**workload.batch).loss
-    kept = torch.cuda.memory_allocated() - base
-    loss.backward()
-    peak = torch.cuda.max_memory_allocated() - base
+    try:
+        step()
+        step()
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with setting():
+            loss = function(**workload.batch).loss
+            kept = torch.cuda.memory_allocated() - base
+            loss.backward()
+        peak = torch.cuda.max_memory_allocated() - base
+    except (RuntimeError, ValueError) as error:
+        return None, {"error": environment.scrub(f"{type(error).__name__}: {error}")[:400]}
     workload.model.zero_grad(set_to_none=True)
     found = {"peak": peak / GIB, "kept": kept / GIB}
     import coda_inductor
 
-    said = coda_inductor.reports()[-1].memory if coda_inductor.reports() else None
-    if said is not None:
+    if backend == "coda" and (said := coda_inductor.reports()[-1].memory) is not None:
         found |= {"predicted": said.peak / GIB, "ms_predicted": said.ms}
-    coda_inductor.report.forget()
     return step, found
 
 
-@contextlib.contextmanager
-def checkpointed(model: Any, what: str) -> Iterator[None]:
-    """``model`` with its layers in checkpoints."""
-    every = {"ckpt": 1, "op": 1, "ckpt2": 2}.get(what, 0)
-    layers = worth_models.blocks(model)
-    was = list(layers)
+def _put(layers: Any, these: Sequence[Any]) -> None:
+    for i, layer in enumerate(these):
+        layers[i] = layer
+
+
+def checkpointed(layers: Sequence[Any], what: str) -> list[Any]:
+    """``layers``, those in checkpoints that ``what`` says."""
+    every = {"ckpt": 1, "op": 1, "ckpt2": 2}.get(what, len(layers) + 1)
     more = {"context_fn": selective} if what == "op" else {}
-    for i in range(0, len(layers), every) if every else ():
-        layers[i] = checkpoint_wrapper(was[i], **more)
-    try:
-        yield
-    finally:
-        for i, layer in enumerate(was):
-            layers[i] = layer
+    return [
+        checkpoint_wrapper(layer, **more) if i % every == 0 and every <= len(layers) else layer
+        for i, layer in enumerate(layers)
+    ]
 
 
 def selective() -> Any:

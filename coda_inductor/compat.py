@@ -91,6 +91,10 @@ TORCH: dict[str, Private] = {
         for name in names.split()
     },
     "inductor_config": Private("torch._inductor.config", essential=True),
+    "fx_graph_cse": Private(
+        "torch._functorch.compile_utils.fx_graph_cse",
+        "under a limit of memory more may be kept than was planned", lambda graph: graph,
+    ),
     "CustomPartitionerFn": Private(
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "memory budgets and selective checkpoints work as without coda", object,

@@ -17,8 +17,10 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 
+from coda_inductor.joint import rewrite
+from coda_inductor.memory.partition import Partitioner
 from coda_inductor.options import parse
-from coda_inductor.pipeline import on_aten, on_dynamo
+from coda_inductor.pipeline import on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.tracing import trace
 
@@ -44,7 +46,7 @@ class Harness:
         around = self._raise(gm)
         self.raised = gm.graph
         self.graphs += 1
-        traced = trace(gm, inputs, self._rewrite)
+        traced = trace(gm, inputs, self._rewrite, Partitioner(lambda: self.record, str))
         self.graph, self.saved = traced.whole, traced.saved
         if traced.training:
             self.parts += traced.graphs
@@ -54,7 +56,7 @@ class Harness:
         return on_dynamo(gm, self.record)
 
     def _rewrite(self, graph: torch.fx.Graph) -> None:
-        on_aten(graph, self.record)
+        rewrite(graph, self.record)
 
     def train(self, function: Any, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Any:
         """Compile ``function`` with this backend and call it once, ready for a backward pass."""

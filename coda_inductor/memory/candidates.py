@@ -63,6 +63,10 @@ def repeatable(node: Node) -> bool:
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
+def _is_tensor(node: Node) -> bool:
+    return node.op == "call_function" and isinstance(fake(node), torch.Tensor)
+
+
 def owner(node: Node) -> Node:
     """The node whose memory ``node`` has: what it is a view of, or what Inductor writes it into. A
     result of several is its own."""
@@ -104,7 +108,7 @@ class Kept:
         return Kept(
             {n: None for n in ordered if n in forward},
             {n: None for n in ordered if n not in forward},
-            {n: None for n in ordered if n in owners and n.op == "call_function"},
+            {n: None for n in ordered if n in owners and _is_tensor(n)},
             results,
         )
 

@@ -17,7 +17,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from coda_inductor.compat import tree_map
-from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import hint
 from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
 from coda_inductor.runtime.op import OP
@@ -83,10 +84,10 @@ def size(value: Any) -> int:
 def flops(node: Node) -> int:
     """FLOP of one call, by torch's formulas and ours; 0 where there is none."""
     packet = getattr(node.target, "overloadpacket", node.target)
+    if "attention" in str(packet) and "backward" not in str(packet):
+        return _attention(node)
     if packet not in flop_registry:
         return 0
-    if "attention" in str(packet):
-        return _attention(node)
     formula = flop_registry[packet]
     args, kwargs = tree_map(_concrete, (node.args, node.kwargs))
     return int(formula(*args, **kwargs, out_val=tree_map(_meta, fake(node))))
@@ -94,9 +95,13 @@ def flops(node: Node) -> int:
 
 def _attention(node: Node) -> int:
     """FLOP of attention, of which a causal mask leaves half; torch's formula takes no groups."""
-    query, key = (fake(n) for n in node.all_input_nodes[:2])
-    scores = hint(query.numel()) * hint(key.shape[-2])
-    return (2 if arguments(node).get("is_causal") else 4) * scores
+    call = read(node)
+    tensors = dict(
+        zip(("query", "key"), (*node.all_input_nodes, *node.all_input_nodes), strict=False)
+    )
+    given = tensors if call is None else call.args
+    scores = hint(fake(given["query"]).numel()) * hint(fake(given["key"]).shape[-2])
+    return (2 if given.get("is_causal") else 4) * scores
 
 
 def _concrete(argument: Any) -> Any:

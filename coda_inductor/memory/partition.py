@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from coda_inductor.compat import (
     CustomPartitionerFn,
     functorch_config,
+    fx_graph_cse,
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
@@ -67,6 +68,10 @@ class Partitioner(CustomPartitionerFn):
         if record is None or limit is None:
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)
         record.limit = None  # of this graph alone
+        gm.graph.eliminate_dead_code()
+        gm.graph = fx_graph_cse(
+            gm.graph
+        )  # as torch's partitioner begins: the plan is of these nodes
         with functorch_config.patch(activation_memory_budget=1.0):
             mark(gm.graph, limit, record, joint_inputs, how)
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sides import is_tangent
 from coda_inductor.memory.candidates import Kept, heavy, owner
 from coda_inductor.memory.costs import size, workspace
 
@@ -47,6 +48,13 @@ class Timeline:
             for n in self.results
             if n not in kept.forward or not any(u in kept.backward for u in kept.readers(n))
         }
+        #: Of the backward pass, but from forward values alone: computed right before its reader.
+        self._lazy = {n: None for n in kept.backward if n.op == "call_function"}
+        for node in kept.backward:
+            if is_tangent(node) or any(
+                n in kept.backward and n not in self._lazy for n in node.all_input_nodes
+            ):
+                self._lazy.pop(node, None)
         self._known: dict[Node, tuple[Node, ...]] = {}
         self._stored: dict[Node, bool] = {}
 
@@ -73,21 +81,21 @@ class Timeline:
         has = self.kept.there(gone)
         done: set[Node] = set()
         for node in self.kept.backward:
-            if self._runs(node):
-                missing = self._missing(node, has, done)
-                kernels += [self._kernel(n, self._values(n, has), True) for n in missing]
-                kernels.append(self._kernel(node, self._values(node, has), False))
+            if self._runs(node) and (node not in self._lazy or node in self.results):
+                for each in (*self._missing(node, has, done), node):
+                    again = each in self.kept.forward
+                    kernels.append(self._kernel(each, self._values(each, has), again))
         return kernels
 
     def _missing(self, node: Node, has: Collection[Node], done: set[Node]) -> list[Node]:
-        """The kernels of the forward pass that run again for ``node``, in order."""
+        """The kernels that run for ``node`` alone, those of the forward pass again, in order."""
         found: list[Node] = []
         todo = [node]
         while todo:
             new = [
                 _maker(source)
                 for source in self._reads(todo[-1])
-                if source in self.kept.forward and source not in has
+                if source in self._lazy or (source in self.kept.forward and source not in has)
             ]
             new = [maker for maker in dict.fromkeys(new) if maker not in done]
             if new:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our ops cost, for torch's FLOP counter and for the planner."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Harness
+from torch.utils.flop_counter import FlopCounterMode
+
+from coda_inductor.memory import costs
+from coda_inductor.program import EpilogueProgram, Operand, Step, Store
+from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.select.device import H100
+
+SCALED = EpilogueProgram(
+    ("acc",), "bfloat16", (Operand("r", "row", "bfloat16"),),
+    (Step("y", "mul", ("acc", "r")),), (Store("out0", "y", "bfloat16"),),
+)  # fmt: skip
+PAIR = EpilogueProgram(
+    ("acc0", "acc1"), "bfloat16", (), (Step("y", "mul", ("acc0", "acc1")),),
+    (Store("out0", "y", "bfloat16"),),
+)  # fmt: skip
+CONFIG = "128x128:2x1:pp"
+
+
+def counted(function, *args):
+    costs.install()
+    with FlopCounterMode(display=False) as mode:
+        function(*args)
+    return mode.get_total_flops()
+
+
+def test_a_fused_gemm_counts_as_its_product():
+    x, w, r = (
+        torch.randn(24, 16).bfloat16(),
+        torch.randn(16, 40).bfloat16(),
+        torch.ones(40).bfloat16(),
+    )
+    fused = counted(lambda: gemm_epilogue([x], [w], [r], SCALED, CONFIG))
+    assert fused == counted(lambda: x @ w) == 2 * 24 * 16 * 40
+
+
+def test_sums_and_pairs_count_each_product():
+    x, w = torch.randn(24, 16).bfloat16(), torch.randn(16, 40).bfloat16()
+    assert counted(lambda: gemm_epilogue([x], [w, w], [], PAIR, CONFIG)) == 4 * 24 * 16 * 40
+    r = torch.ones(40).bfloat16()
+    assert counted(lambda: gemm_epilogue([x, x], [w, w], [r], SCALED, CONFIG)) == 4 * 24 * 16 * 40
+
+
+def graph_of(function, *args):
+    harness = Harness(gate="always", reference=False)
+    harness.run(function, *args)
+    return harness.graph
+
+
+def test_attention_costs_half_where_it_is_causal():
+    q = torch.randn(1, 4, 64, 32)
+    found = {}
+    for causal in (False, True):
+        graph = graph_of(
+            functools.partial(F.scaled_dot_product_attention, is_causal=causal), q, q, q
+        )
+        (node,) = [n for n in graph.nodes if "attention" in str(n.target)]
+        found[causal] = costs.flops(node)
+    assert found[False] == 2 * found[True] == 4 * q.numel() * 64
+
+
+def test_a_product_takes_longer_than_moving_its_bytes():
+    x, w = torch.randn(4096, 4096, device="meta"), torch.randn(4096, 4096, device="meta")
+    graph = graph_of(lambda x, w: x @ w, x, w)
+    (node,) = [n for n in graph.nodes if "mm" in str(n.target)]
+    assert costs.milliseconds(node, H100) == pytest.approx(2 * 4096**3 / H100.flops_per_us / 1000)

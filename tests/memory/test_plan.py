@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept and what is computed again, under shares, torch's budgets, policies and peaks."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Harness, Stock
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import coda_inductor
+from coda_inductor.errors import OptionError
+from coda_inductor.joint import JointPass
+from coda_inductor.memory import limit as limits
+from coda_inductor.options import parse
+from coda_inductor.record import Record
+
+D, ROWS, LAYERS = 32, 64, 3
+SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.dropout = nn.RMSNorm(D), dropout
+        self.gate, self.up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
+        self.down = nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + (F.dropout(y, self.dropout) if self.dropout else y)
+
+
+def blocks(dropout=0.0, dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(dropout) for _ in range(LAYERS))).to(dtype)
+
+
+def inputs(dtype=torch.float64):
+    return torch.randn(ROWS, D, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(function, model, x):
+    model.zero_grad()
+    function(x).sin().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def kept(harness):
+    """Bytes that are saved, beside what the forward pass returns."""
+    outputs = set(harness.parts[0].output_node().args[0][:1])
+    tensors = [n.meta["val"] for n in harness.saved if n.op != "placeholder" and n not in outputs]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+@pytest.fixture(scope="module")
+def stock():
+    model, harness = blocks(), Stock()
+    harness.train(model, inputs())
+    return kept(harness)
+
+
+def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
+    model, x = blocks(), inputs()
+    want, before, first, counts = gradients(model, model, x), None, None, set()
+    for share in SHARES:
+        torch._dynamo.reset()
+        harness = Harness(gate="always", memory=share)
+        found = gradients(torch.compile(model, backend=harness), model, x)
+        said = harness.report.memory
+        assert kept(harness) == said.kept, "what was planned is what torch's partitioner keeps"
+        assert said.kept <= max(share * stock, 0), share
+        if before is not None:
+            assert said.kept <= before.kept
+            assert said.ms >= before.ms
+            assert said.again >= before.again
+        counts.add(said.again)
+        before, first = said, first or found
+        for mine, theirs, exact in zip(found, first, want, strict=True):
+            assert torch.equal(mine, theirs), f"share {share} changes bits"
+            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+    assert before.kept == 0
+    assert len(counts) > LAYERS, "layers are chosen one by one"
+
+
+def test_all_memory_computes_nothing_again():
+    harness, without = Harness(gate="always", memory=1.0), Harness(gate="always")
+    for each in (harness, without):
+        each.train(blocks(), inputs())
+    assert harness.report.memory.again == 0
+    assert [str(g) for g in harness.parts] == [str(g) for g in without.parts]
+    assert without.report.memory is None
+
+
+def test_the_budget_of_torch_is_a_share(stock):
+    with torch._functorch.config.patch(activation_memory_budget=0.4):
+        harness = Harness(gate="always")
+        harness.train(blocks(), inputs())
+    assert kept(harness) == harness.report.memory.kept <= 0.4 * stock
+    own = Harness(gate="always", memory=0.4)
+    own.train(blocks(), inputs())
+    assert own.report.memory == harness.report.memory
+
+
+def policy_of(every):
+    """Saves every ``every``-th product of a region, as torchtitan's policy does with 2."""
+
+    def contexts():
+        count = itertools.count(1), itertools.count(1)
+
+        def policy(context, op, *_, **__):
+            if op == torch.ops.aten.mm.default and next(count[context.is_recompute]) % every == 0:
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_policy_is_a_limit_of_memory(every):
+    model, x = blocks(), inputs()
+    want = gradients(model, model, x)
+    wrapped = nn.Sequential(*(checkpoint_wrapper(b, context_fn=policy_of(every)) for b in model))
+    stock, harness = Stock(), Harness(gate="always")
+    for each in (stock, harness):
+        torch._dynamo.reset()
+        found = gradients(torch.compile(wrapped, backend=each), model, x)
+        for mine, exact in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+    assert kept(harness) == harness.report.memory.kept <= kept(stock)
+    free = Harness(gate="always")
+    free.train(model, x)
+    assert len(harness.fused) == len(free.fused), "marks on products keep nothing from fusing"
+
+
+def test_checkpoints_without_a_policy_stay_as_they_are():
+    model = nn.Sequential(*(checkpoint_wrapper(b) for b in blocks()))
+    harness = Harness(gate="always")
+    harness.train(model, inputs())
+    assert harness.report.memory is None
+    assert kept(harness) <= LAYERS * ROWS * D * 8
+
+
+def test_dropout_draws_the_same_mask_in_both_passes():
+    """The gradient of x of ``dropout(x W)`` at zeros of the output is zero: masks are one."""
+    w = nn.Linear(D, D, bias=False)
+    x = torch.randn(ROWS, D, requires_grad=True)
+
+    def f(x):
+        return F.dropout(torch.tanh(w(x)), 0.5)
+
+    for share in (1.0, 0.0):
+        torch._dynamo.reset()
+        y = torch.compile(f, backend="coda", options={"gate": "always", "memory": share})(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        scale = (y != 0).to(x.dtype) * 2 * (1 - torch.tanh(w(x)).square())
+        torch.testing.assert_close(gradient, scale @ w.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_enabled_under_inductor():
+    model, x = blocks(dtype=torch.float32), inputs(torch.float32)
+    want = gradients(model, model, x)
+    torch._dynamo.reset()
+    with coda_inductor.enabled(gate="always", memory=0.2):
+        found = gradients(torch.compile(model), model, x)
+    assert coda_inductor.reports()[-1].memory.again > 0
+    for mine, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_symbolic_sizes():
+    model, x = blocks(), inputs()
+    want = gradients(model, model, x)
+    torch._dynamo.reset()
+    harness = Harness(gate="always", memory=0.3)
+    function = torch.compile(model, backend=harness, dynamic=True)
+    for mine, exact in zip(gradients(function, model, x), want, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+    assert harness.report.memory.again > 0
+
+
+def room(monkeypatch, room):
+    monkeypatch.setattr(limits, "_room", lambda _graph, _asked: room)
+
+
+def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
+    before = None
+    whole = Harness(gate="always", memory=1.0)
+    whole.train(blocks(), inputs())
+    peak = whole.report.memory.peak
+    for part in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8):
+        room(monkeypatch, int(part * peak))
+        harness = Harness(gate="always", memory="1 GiB")
+        harness.train(blocks(), inputs())
+        said = harness.report.memory
+        assert said.peak <= part * peak
+        assert before is None or said.ms >= before
+        before = said.ms
+        assert (said.again == 0) == (part >= 1)
+
+
+def test_what_cannot_fit_is_an_error_that_names_the_least_peak(monkeypatch):
+    room(monkeypatch, 1000)
+    with pytest.raises(Exception, match=r"option 'memory'.*GiB even if everything.*smaller batch"):
+        Harness(gate="always", memory="1 GiB").train(blocks(), inputs())
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [("40 GiB", 40 * 2**30), ("1.5GB", 1_500_000_000), ("fit", "fit"), (0.5, 0.5), (1, 1.0),
+     (None, None), ("800 MiB", 800 * 2**20)],
+)  # fmt: skip
+def test_the_option_is_a_peak_a_share_or_fit(said, means):
+    assert parse(None, {"memory": said}).memory == means
+
+
+@pytest.mark.parametrize("wrong", [2, -0.1, "40", "lots", "0 GiB", True, "5 bananas"])
+def test_the_option_says_what_it_takes(wrong):
+    with pytest.raises(OptionError, match=r"option 'memory' takes a peak with its unit"):
+        parse(None, {"memory": wrong})
+
+
+def test_a_peak_needs_a_gpu():
+    with pytest.raises(Exception, match="a number from 0 to 1 works everywhere"):
+        Harness(memory="1 GiB").train(blocks(), inputs())
+
+
+def test_the_key_knows_the_option_and_the_budget():
+    def key(**options):
+        return JointPass(Record(parse(None, options))).uuid()
+
+    keys = {key(), key(memory=0.5), key(memory=0.4), key(memory="1 GiB")}
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        keys.add(key())
+    assert len(keys) == 5
