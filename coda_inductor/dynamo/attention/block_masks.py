@@ -233,8 +233,12 @@ def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
 
 def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, with the fake value ``known``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
-    the batch."""
+    the batch. It is memory: Inductor would compute it inside the kernels, which cannot do what
+    ``cat`` and ``pad`` become there. ``as_strided`` prevents that, on what is not repeated."""
+    repeated = [size > 1 and not stride for size, stride in zip(known.shape, known.stride())]
+    once = mask[tuple(slice(0, 1) if each else slice(None) for each in repeated)].contiguous()
+    once = once.as_strided(once.shape, once.stride())
     sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
     batched = sizes[0] > 1 and known.stride(0) > 0
-    wide = mask.expand(*sizes[:2], *lengths)
+    wide = once.expand(*sizes[:2], *lengths)
     return wide[:, 0] if batched else wide[0, 0]
