@@ -235,8 +235,10 @@ def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, with the fake value ``known``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
     the batch. It is memory: Inductor would compute it inside the kernels, which cannot do what
     ``cat`` and ``pad`` become there. ``as_strided`` prevents that, on what is not repeated."""
-    repeated = [size > 1 and not stride for size, stride in zip(known.shape, known.stride())]
-    once = mask[tuple(slice(0, 1) if each else slice(None) for each in repeated)].contiguous()
+    once = mask
+    for dim in range(known.dim()):
+        once = once if known.stride(dim) else once.narrow(dim, 0, 1)
+    once = once.contiguous()
     once = once.as_strided(once.shape, once.stride())
     sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
     batched = sizes[0] > 1 and known.stride(0) > 0
