@@ -60,7 +60,7 @@ def coda(
         inner = op_by_op.compiler(
             name,
             strict=settings.strict,
-            falls=lambda: done,
+            falls=lambda: done or bool(falls.HELD & record.changed.keys()),
             failed=lambda: record.failed,
             settle=lambda graph: settle(graph, record),
         )

@@ -47,6 +47,9 @@ from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 
+#: A pass that cannot be left out on one rank alone: the others would wait in its collectives. If it
+#: changed the graph, there is no search: the backend runs op by op, else the error is the user's.
+HELD = {"collectives"}
 #: A graph and options -> passes that are left out, with reasons; None if all of them are.
 _left_out: dict[tuple[str, str], dict[str, str] | None] = {}
 _Noted = tuple[list[report.GraphReport], Counter[str], dict[str, Any]]
@@ -168,6 +171,8 @@ class _Search:
                 if self.options.strict:
                     raise FallbackError(f"{self.name} does not compile: {text}") from error
                 logger.debug("%s does not compile", self.name, exc_info=True)
+                if HELD & seen.keys():
+                    raise
                 inner = getattr(error, "inner_exception", error)
                 self.lasting &= not isinstance(inner, (torch.OutOfMemoryError, MemoryError))
                 more = seen.keys() - self.changed.keys()

@@ -149,7 +149,7 @@ OPTIONAL = list(
 )
 
 
-@pytest.mark.parametrize("name", OPTIONAL)
+@pytest.mark.parametrize("name", [name for name in OPTIONAL if name not in falls.HELD])
 def test_one_pass_is_out_and_named(name, break_pass, inner, warned):
     """The others have done their work, and Inductor has compiled it."""
     break_pass(name)
@@ -267,6 +267,18 @@ def test_where_inductor_cannot_compile_the_users_graph(break_pass, inner, warned
     assert all("falls back to one op at a time" in text and TEXT in text for text in warned())
     assert len(warned()) == 2
     assert inner.asked.count("forward refused") == 3
+
+
+def test_merged_collectives_stay_because_other_ranks_have_them(break_pass, inner, warned):
+    break_pass("collectives")
+    compare()
+    assert inner.asked == ["forward refused", "backward"]
+    (said,) = warned()
+    assert "forward pass, falls back to one op at a time" in said
+    assert TEXT in said
+    torch._dynamo.reset()
+    with pass_mode.enabled(), pytest.raises(InductorError, match="no such kernel"):
+        compare(enabled)
 
 
 def test_strict(break_pass, inner):
