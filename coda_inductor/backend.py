@@ -7,11 +7,12 @@ Options, our passes on Dynamo's graph, Inductor with our passes on the aten grap
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from coda_inductor import op_by_op, pass_mode
+from coda_inductor import falls, op_by_op, pass_mode
 from coda_inductor.compat import compile_fx, lacking, lookup_backend
 from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
@@ -48,24 +49,49 @@ def coda(
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return lookup_backend("inductor")(gm, inputs)  # with its own defaults
     settings = parse(mode, options)
-    record = Record(settings, name or "graph")
-    around = begin(gm, inputs, record)
+    name = name or "graph"
     theirs = pass_mode.beneath(settings.inductor)
-    ours = JointPass(record, theirs[pass_mode.JOINT])
-    record.later = True
-    inner = op_by_op.compiler(
-        record.name,
-        strict=settings.strict,
-        failed=lambda: record.failed,
-        settle=lambda graph: settle(graph, record),
-    )
-    patches = {**settings.inductor, **theirs, pass_mode.JOINT: ours}
-    if pass_mode.SPLIT in theirs and theirs[pass_mode.SPLIT] is None:
-        patches[pass_mode.SPLIT] = Partitioner(lambda: record, ours.uuid)
-    compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
-    if not ours.ran:
-        logger.info("%s: from torch's compile cache, neither counted nor reported", record.name)
-    return around(cast(Callable[..., Any], compiled))
+    patches = {**settings.inductor, **theirs}
+
+    def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
+        if out is None:
+            return without_us()
+        record = Record(replace(settings, disable=(*settings.disable, *out)), name)
+        done = False
+        inner = op_by_op.compiler(
+            name,
+            strict=settings.strict,
+            falls=lambda: done or bool(falls.HELD & record.changed.keys()),
+            failed=lambda: record.failed,
+            settle=lambda graph: settle(graph, record),
+        )
+        ours = JointPass(record, theirs[pass_mode.JOINT])
+        both = {**patches, pass_mode.JOINT: ours}
+        if pass_mode.SPLIT in theirs and theirs[pass_mode.SPLIT] is None:
+            both[pass_mode.SPLIT] = Partitioner(lambda: record, ours.uuid)
+        try:
+            around = begin(gm, inputs, record)
+            record.later = True
+            compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=both)
+        finally:
+            changed.update(record.changed)
+        done = True
+        if not ours.ran:
+            logger.info("%s: from torch's compile cache, neither counted nor reported", name)
+        return falls.Result(around(cast(Callable[..., Any], compiled)), record)
+
+    def without_us() -> falls.Result:
+        fallen = []
+
+        def note() -> bool:
+            fallen.append(True)
+            return True
+
+        inner = op_by_op.compiler(name, strict=settings.strict, falls=note)
+        compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+        return falls.Result(compiled, whole=not fallen)
+
+    return falls.compiled(gm, settings, name, attempt)
 
 
 class _Names(dict[str, Any]):

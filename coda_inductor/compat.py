@@ -131,6 +131,18 @@ TORCH: dict[str, Private] = {
         "torch._inductor.exc.InductorError",
         "what Inductor cannot compile is an error, as without coda", _NeverRaised,
     ),
+    **{
+        name: Private(
+            f"torch._dynamo.exc.{name}", "where Dynamo would start over, coda leaves passes out",
+            _NeverRaised,
+        )
+        for name in ("RestartAnalysis", "SkipFrame")
+    },
+    "inductor_compile": Private(
+        "torch._inductor.compile_fx",
+        "with coda_inductor.enable(), what Inductor cannot compile is an error",
+        types.SimpleNamespace(),
+    ),
     "make_boxed_func": Private(
         "torch._functorch.aot_autograd.make_boxed_func",
         "a graph that runs op by op frees its inputs later", _boxed,
@@ -283,6 +295,13 @@ def lacking() -> list[str]:
         except (ImportError, AttributeError):
             missing.append(path)
     return missing
+
+
+def backward_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Inside it, backward graphs are compiled after their forward graphs, not when they are called,
+    if this torch can do so."""
+    config, name = __getattr__("functorch_config"), "force_non_lazy_backward_lowering"
+    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()
 
 
 def storage(tensor: Tensor) -> int:

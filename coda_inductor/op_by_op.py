@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Inductor cannot compile runs op by op, with one warning: a training run goes on.
 
-After our rewrites Inductor generates kernels that it does not generate otherwise, and compilers
-have bugs: Triton 3.6 rejects some reductions with three stores (docs/gotchas.md). By then forward
-and backward passes are split, so stock Inductor cannot take over. But every op of a graph, ours
-included, also runs by itself.
+That is the last net, under ``falls.py``: for a graph that the user wrote, which Inductor cannot
+compile without us either, and for a backward graph that torch compiles only when it is called: then
+the forward pass has run and cannot change. Every op of a graph, ours included, also runs by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from coda_inductor.compat import (
     make_boxed_func,
 )
 from coda_inductor.errors import FallbackError
+from coda_inductor.falls import cause
 from coda_inductor.log import logger, warn_once
 
 
@@ -34,13 +34,15 @@ def compiler(
     name: str,
     *,
     strict: bool,
+    falls: Callable[[], bool],
     failed: Callable[[], bool] = lambda: False,
     settle: Callable[[Graph], bool] = lambda _: False,
 ) -> Callable[..., Any]:
     """``compile_fx``'s ``inner_compile``, which compiles a forward, backward or inference graph of
-    the Dynamo graph ``name``. ``failed`` is True if the result is worse than it could be.
-    ``settle`` waits for the kernels; it returns True if one is missing and it changed the graph for
-    that: then the graph is compiled again.
+    the Dynamo graph ``name``. ``falls`` is asked where Inductor fails: True if the graph is to run
+    op by op, False if the error goes on. ``failed`` is True if the result is worse than it could
+    be. ``settle`` waits for the kernels; it returns True if one is missing and it changed the graph
+    for that: then the graph is compiled again.
 
     With ``strict``, the result raises FallbackError instead of falling back.
     """
@@ -60,18 +62,14 @@ def compiler(
                     compiled = compile_fx_inner(GraphModule(gm, untouched), inputs, **how)
             return compiled
         except InductorError as error:
+            if not falls():
+                raise
             part = "backward pass" if how.get("is_backward") else "forward pass"
-            cause = f"Inductor could not compile it ({_last_line(error)})"
+            why = f"Inductor could not compile it: {cause(error)}"
             if strict:
-                raise FallbackError(f"{name}, {part}: {cause}") from error
-            warn_once(f"{name}, {part},", cause, to="one op at a time, which is slower")
+                raise FallbackError(f"{name}, {part}: {why}") from error
+            warn_once(f"{name}, {part},", why, to="one op at a time, which is slower")
             logger.debug("traceback", exc_info=True)
             return make_boxed_func(GraphModule(gm, untouched).forward)
 
     return compile_graph
-
-
-def _last_line(error: InductorError) -> str:
-    """The cause: the message of a worker process ends with its exception."""
-    inner = error.inner_exception
-    return f"{type(inner).__name__}: {inner}".strip().splitlines()[-1].strip()

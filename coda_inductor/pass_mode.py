@@ -11,7 +11,8 @@ The backend runs around Inductor and not inside it. Therefore it differs in this
 
 - here logits that are returned with a loss get a gradient of zeros if the user computes none (the
   backend avoids that: ``dynamo/late_gradients.py`` wraps the compiled graph);
-- here a graph that Inductor cannot compile is an error and does not run op by op (``op_by_op.py``);
+- here a graph that Inductor cannot compile without our passes either is an error, as without us,
+  and does not run op by op (``op_by_op.py``);
 - here kernels compile while the joint graph is rewritten, not in parallel with Inductor's work;
 - here a graph that comes from torch's caches is not logged;
 - here a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in the ``options`` of torch.compile
@@ -21,6 +22,7 @@ The backend runs around Inductor and not inside it. Therefore it differs in this
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import threading
@@ -31,11 +33,14 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from coda_inductor import falls
 from coda_inductor.compat import (
     TracingContext,
+    inductor_compile,
     inductor_config,
     lacking,
     recursive_pre_grad_passes,
+    virtualized,
 )
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import Chained, begin, rewrite
@@ -56,6 +61,8 @@ class _Compiling(threading.local):
 
     record: Record | None = None
     context: weakref.ref[Any] | None = None
+    out: tuple[str, ...] = ()  #: passes that are left out (``falls.py``)
+    inside: bool = False  #: of our ``compile_fx``
 
     def begin(self, options: Options) -> Record:
         """The record of a new one."""
@@ -77,6 +84,12 @@ _compiling = _Compiling()
 
 class _Enabled(Chained):
     """One of the two passes."""
+
+    @property
+    def options(self) -> Options:
+        """Without the passes that are left out in this compilation."""
+        options, out = super().options, _compiling.out
+        return dataclasses.replace(options, disable=(*options.disable, *out)) if out else options
 
 
 class _DynamoPass(_Enabled):
@@ -172,11 +185,53 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return {}
+    _let_fall()
     joint = _JointPass(settings, theirs[JOINT], by_mode=by_mode)
     ours = {DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode=by_mode), JOINT: joint}
     if SPLIT in theirs and theirs[SPLIT] is None:
         ours[SPLIT] = Partitioner(lambda: _compiling.now(joint.options), joint.uuid)
     return ours
+
+
+def _let_fall() -> None:
+    """Put ``falls.py`` around Inductor's ``compile_fx``, once in a process. No setting could do it:
+    its hooks see a graph before it fails, and never again. Where our passes are not enabled, the
+    function does what it did."""
+    inductor = getattr(inductor_compile, "compile_fx", None)
+    if inductor is None or getattr(inductor, "coda", False):
+        return
+
+    @functools.wraps(inductor)
+    def compile_fx(gm: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        patches = how.get("config_patches") or {}
+        ours = _ours(patches.get(DYNAMO, getattr(inductor_config, DYNAMO, None)))
+        aot = getattr(virtualized, "aot_compilation", False)
+        if ours is None or aot or _compiling.inside or not isinstance(gm, GraphModule):
+            return inductor(gm, inputs, *args, **how)
+
+        def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
+            _compiling.out, _compiling.record = out or (), None
+            theirs = {} if out is not None else {"config_patches": {**patches, **beneath(patches)}}
+            try:
+                compiled = inductor(gm, inputs, *args, **{**how, **theirs})
+                return falls.Result(compiled, _compiling.record)
+            finally:
+                _compiling.out = ()
+                changed.update(getattr(_compiling.record, "changed", {}))
+
+        _compiling.inside = True
+        try:
+            return falls.compiled(gm, ours.options, "graph", attempt)
+        finally:
+            _compiling.inside = False
+
+    compile_fx.coda = True  # type: ignore[attr-defined]
+    inductor_compile.compile_fx = compile_fx
+
+
+def _ours(passes: Any) -> _Enabled | None:
+    each = passes if isinstance(passes, (list, tuple)) else (passes,)
+    return next((one for one in each if isinstance(one, _Enabled)), None)
 
 
 def _nested() -> bool:

@@ -281,6 +281,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
+    before = _state(passes, graph, record)
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
@@ -289,6 +290,10 @@ def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
         try:
             if each.when(graph, record):
                 _observed(each, graph, record)
+                after = _state(passes, graph, record)
+                if after != before and not each.needed:
+                    record.changed[each.name] = None
+                before = after
         except Exception as error:
             if record.options.strict:
                 if isinstance(error, CodaError):
@@ -322,6 +327,12 @@ def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | No
     if passes is ON_ATEN:
         return [(None, graph)]
     return [(body.module, body.graph) for body in bodies(_owner(graph).graph)]
+
+
+def _state(passes: Sequence[Pass], graph: Graph, record: Record) -> tuple[Any, ...]:
+    """Something that is different after nearly every change, and takes no time."""
+    nodes = [n for _, inner in _graphs(passes, graph) for n in inner.nodes]
+    return nodes, [n.target for n in nodes], record.fired.copy()
 
 
 def _owner(graph: Graph) -> GraphModule:

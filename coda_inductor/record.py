@@ -44,6 +44,7 @@ class Record:
         plan: what may and should be fused; the first pass on an aten graph sets it.
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name of its counter.
+        changed: passes that changed the graph, in order, without those that are needed.
         around: wrappers for the compiled graph, first one innermost.
         limit: what the joint graph that is compiled now may keep for its backward pass, a
             ``memory.limit.Limit``; None without a limit.
@@ -62,6 +63,7 @@ class Record:
     folder: DebugFolder = field(init=False)
     plan: Plan = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
+    changed: dict[str, None] = field(default_factory=dict)
     around: list[Around] = field(default_factory=list)
     limit: Any = None
     failed: bool = False

@@ -326,6 +326,12 @@ def record(report: GraphReport) -> bool:
     return True
 
 
+def replace(kept: list[GraphReport]) -> None:
+    """Let :func:`reports` return ``kept``."""
+    _REPORTS.clear()
+    _REPORTS.extend(kept)
+
+
 def forget() -> None:
     """Drop all reports (``torch._dynamo.reset()`` does not)."""
     _REPORTS.clear()

@@ -233,15 +233,14 @@ def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
 
 def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, with the fake value ``known``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
-    the batch.
-
-    What is not broadcast is stored, which ``as_strided`` makes Inductor do: it would inline a mask
-    that is concatenated or padded into FlexAttention's kernel, whose template cannot compute it
-    ("'function' object has no attribute 'graph'", torch 2.11).
-    """
+    the batch. It is memory: Inductor would compute it inside the kernels, which cannot do what
+    ``cat`` and ``pad`` become there. ``as_strided`` prevents that, on what is not repeated."""
+    once = mask
+    for dim in range(known.dim()):
+        once = once if known.stride(dim) else once.narrow(dim, 0, 1)
+    once = once.contiguous()
+    once = once.as_strided(once.shape, once.stride())
     sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
     batched = sizes[0] > 1 and known.stride(0) > 0
-    own = mask[tuple(slice(None if stride else 1) for stride in known.stride())].contiguous()
-    own = own.as_strided(own.shape, own.stride())
-    wide = own.expand(known.shape).expand(*sizes[:2], *lengths)
+    wide = once.expand(*sizes[:2], *lengths)
     return wide[:, 0] if batched else wide[0, 0]

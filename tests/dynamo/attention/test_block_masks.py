@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
 from harness import Harness
 from torch._dynamo.utils import counters
-from torch._inductor import config, lowering
+from torch._inductor import config, ir, lowering
 from torch._inductor.kernel.flex.common import freeze_irnodes, maybe_realize
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
@@ -335,3 +335,37 @@ def test_kernels_find_each_mask_of_a_batch(read):
     for where, (sizes, strides) in read.items():
         assert sizes[:2] == (batch, 1), where
         assert strides == torch.empty(sizes).stride(), where
+
+
+def concatenated(text, t=256):
+    """The keys of a text, which is padded, and of an image."""
+    return torch.cat([text, text.new_ones(len(text), t - text.shape[1])], 1)[:, None, None]
+
+
+def extended(text, t=256):
+    return F.pad(text, (0, t - text.shape[1]), value=True)[:, None, None].expand(-1, 2, t, -1)
+
+
+@pytest.mark.parametrize("made", [concatenated, extended])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read, made, batch):
+    """A regression: Inductor computed ``cat`` inside the kernel, which raised an error."""
+    real, masks = lowering.lowerings[flex], []
+
+    def forward(*args):
+        masks.extend(args[-1])
+        return real(*args)
+
+    monkeypatch.setitem(lowering.lowerings, flex, forward)
+
+    def attended(q, k, v, text):
+        return sdpa(q, k, v, attn_mask=made(text))
+
+    compiled = torch.compile(attended, backend="coda", options={"gate": "always", "strict": True})
+    tensors = inputs(t=256, batch=batch, dtype=torch.float32)
+    with torch.no_grad(), config.patch(force_pointwise_cat=True):  # as on a GPU
+        compiled(*tensors, torch.ones(batch, 40, dtype=torch.bool))
+    (mask,) = masks
+    while not isinstance(mask, (ir.Buffer, ir.Loops)):
+        mask = mask.data
+    assert isinstance(mask, ir.Buffer)

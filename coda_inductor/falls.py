@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""If the graph that we wrote does not compile, the fewest of our passes are left out.
+
+Compilers have bugs, and our passes write what users do not write. :func:`compiled` tries, in order:
+
+1. all passes. Nearly always that is all;
+2. without the passes that changed something. If that compiles, halves of them are added: a half
+   that compiles stays, another one is halved again. Single passes that do not compile are named in
+   a warning, with all of the error's text;
+3. else no pass at all: the graph that the user wrote.
+
+The result of this search holds for the graph in this process, also when torch compiles it again,
+for example for other sizes. A pass that is left out is one more name in ``options["disable"]``, so
+that the keys of torch's caches contain it.
+
+The error may come from anything behind the passes: from AOTAutograd, which finds wrong shapes and
+dtypes, from Inductor or Triton, or from a lack of memory. Backward graphs are compiled together
+with their forward graphs, because at the first backward call it is too late for another forward
+graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from coda_inductor import report
+from coda_inductor.compat import (
+    RestartAnalysis,
+    SkipFrame,
+    TracingContext,
+    backward_at_once,
+    counters,
+)
+from coda_inductor.errors import CodaError, FallbackError
+from coda_inductor.graph.read import target_name
+from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.log import logger, warn_once
+from coda_inductor.options import Options
+from coda_inductor.record import Record
+from coda_inductor.refusal import refuse
+
+#: A pass that cannot be left out on one rank alone: the others would wait in its collectives. If it
+#: changed the graph, there is no search: the backend runs op by op, else the error is the user's.
+HELD = {"collectives"}
+#: A graph and options -> passes that are left out, with reasons; None if all of them are.
+_left_out: dict[tuple[str, str], dict[str, str] | None] = {}
+_Noted = tuple[list[report.GraphReport], Counter[str], dict[str, Any]]
+
+
+@dataclass
+class Result:
+    """Of one attempt.
+
+    Attributes:
+        call: the compiled graph.
+        record: of the passes; None if they did not run.
+        whole: Inductor compiled all parts: none runs op by op.
+    """
+
+    call: Any
+    record: Record | None = None
+    whole: bool = True
+
+
+#: Compiles the graph without these passes, or for None without any of ours. It adds the names of
+#: passes that changed something to the second argument, also if it raises.
+Attempt = Callable[["tuple[str, ...] | None", dict[str, None]], Result]
+
+
+def compiled(gm: GraphModule, options: Options, name: str, attempt: Attempt) -> Any:
+    """Compile Dynamo's graph ``gm``, which is the same at the start of each attempt.
+
+    Raises:
+        FallbackError: with ``strict``, if the first attempt fails.
+        Exception: of Inductor or AOTAutograd, about the graph that the user wrote.
+    """
+    return _Search(gm, options, name, attempt).run()
+
+
+def cause(error: BaseException) -> str:
+    """All of the text: the last line of an InductorError may be a line of the user's program."""
+    inner = getattr(error, "inner_exception", error)
+    return f"{type(inner).__name__}: {inner}".strip()
+
+
+class _Search:
+    """For the passes of one graph that do not compile.
+
+    Attributes:
+        changed: passes that changed something, in order. All others run.
+        good: those that are part of the best result.
+        out: those that are left out, with reasons.
+        best: the result with the most passes, and what was noted with it.
+        lasting: no error was one of memory, which there may be more of the next time.
+    """
+
+    def __init__(self, gm: GraphModule, options: Options, name: str, attempt: Attempt):
+        self.start, self.attempt = _Start(gm), attempt
+        self.options, self.name = options, name
+        self.changed: dict[str, None] = {}
+        self.good: set[str] = set()
+        self.out: dict[str, str] = {}
+        self.best = Result(None), self.start.noted()
+        self.lasting = True
+
+    def run(self) -> Any:
+        key = self.start.digest, self.options.identity
+        known = _left_out.get(key, {})
+        self.out, error = dict(known or {}), ""
+        if known is None or (error := self._error((), first=True)):
+            ours = self._fall(error)
+            if self.lasting and self.best[0].whole:
+                _left_out[key] = self.out if ours else None
+        result, noted = self.best
+        self.start.note(noted)
+        for name, text in self.out.items():
+            why = refuse("defect", f"what it wrote does not compile: {text}", failure=True)
+            if result.record is not None:
+                result.record.refuse("pass", name, why)
+            warn_once(f"{self.name}: the pass {name}", why.text, to="the graph without it")
+        return result.call
+
+    def _fall(self, error: str) -> bool:
+        """Compile with as many passes as possible; True if there are any. Without those that
+        changed something, it is nearly the user's graph."""
+        if error and self.changed and not self._error(()):
+            self._halve([n for n in self.changed if n not in self.good], error)
+            while rest := [n for n in self.changed if n not in self.good | self.out.keys()]:
+                self._halve(rest)
+            return True
+        self.out = {}
+        self._try(None, {})
+        if error and self.best[0].whole:
+            warn_once(self.name, f"with our passes it does not compile: {error}")
+        return False
+
+    def _halve(self, names: list[str], error: str = "") -> str:
+        """Add ``names``, which fail with ``error`` if there is one, to the good passes, or those of
+        them that compile. Returns the error of all of them."""
+        error = error or self._error(names)
+        if error and len(names) == 1:
+            self.out[names[0]] = error
+        elif error:
+            half = len(names) // 2
+            # If the first half compiles, it is the second one that does not.
+            first = self._halve(names[:half])
+            self._halve(names[half:], "" if first else error)
+        return error
+
+    def _error(self, names: Sequence[str], *, first: bool = False) -> str:
+        """Why the graph does not compile with the good passes and ``names``; empty if it does. A
+        pass that changes something for the first time here is left out for now, because the error
+        may be about its work."""
+        while True:
+            chosen, seen = self.good.union(names), dict[str, None]()
+            out = [each for each in self.changed if each not in chosen]
+            try:
+                self._try((*self.out, *(each for each in out if each not in self.out)), seen)
+            except (CodaError, RestartAnalysis, SkipFrame):
+                raise  # for users, and for Dynamo
+            except Exception as error:
+                text = cause(error)
+                if self.options.strict:
+                    raise FallbackError(f"{self.name} does not compile: {text}") from error
+                logger.debug("%s does not compile", self.name, exc_info=True)
+                if HELD & seen.keys():
+                    raise
+                inner = getattr(error, "inner_exception", error)
+                self.lasting &= not isinstance(inner, (torch.OutOfMemoryError, MemoryError))
+                more = seen.keys() - self.changed.keys()
+                self.changed.update(seen)
+                if first or not more:
+                    return text
+            else:
+                self.changed.update(seen)
+                self.good |= {*chosen, *seen}
+                return ""
+
+    def _try(self, out: tuple[str, ...] | None, changed: dict[str, None]) -> None:
+        self.start.again()
+        with backward_at_once():
+            result = self.attempt(out, changed)
+        self.best = result, self.start.noted()
+
+
+class _Start:
+    """What attempts change, as it is before the first one: graphs, torch's notes, and ours."""
+
+    def __init__(self, gm: GraphModule):
+        graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
+        self.graphs = [(each, snapshot(each.graph), dict(each.named_children())) for each in graphs]
+        self.context = TracingContext.try_get()
+        self.before, self.first = self.noted(), True
+        nodes = [n for _, graph, _ in self.graphs for n in graph.nodes if n.op.startswith("call")]
+        text = " ".join(str(target_name(n)) for n in nodes)
+        #: The same for a graph that is compiled again, also for other or for symbolic sizes.
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def again(self) -> None:
+        """Put everything back, unless this is the first attempt."""
+        if not self.first:
+            gc.collect()  # what the traceback of the last error kept
+            for module, graph, children in self.graphs:
+                for name in dict(module.named_children()).keys() - children.keys():
+                    delattr(module, name)
+                for name, child in children.items():
+                    setattr(module, name, child)
+                restore(module.graph, graph)
+                module.recompile()
+            self.note(self.before)
+        self.first = False
+
+    def noted(self) -> _Noted:
+        """Reports, counters, and torch's context, which Dynamo reads afterwards."""
+        torchs = {} if self.context is None else dict(vars(self.context))
+        return report.reports(), Counter(counters["coda"]), torchs
+
+    def note(self, noted: _Noted) -> None:
+        """Let them be these."""
+        report.replace(noted[0])
+        counters["coda"].clear()
+        counters["coda"].update(noted[1])
+        if self.context is not None:
+            vars(self.context).update(noted[2])
