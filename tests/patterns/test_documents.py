@@ -68,7 +68,7 @@ def test_tutorial(capsys):
                 assert words(line) in words(said)
     assert codes == [0, 1]
     assert seen == {"python", "sh", "text"}
-    assert len(Path("mish_glu.py").read_text().splitlines()) < 30
+    assert len(Path("elu_glu.py").read_text().splitlines()) < 30
 
 
 PAGE = "patterns_for_models.md"
@@ -81,7 +81,7 @@ def test_example_passes_every_check(text, tmp_path, prove_here):
     path = tmp_path / text.split()[1]
     path.write_text(text)
     results = list(check_file(path))
-    assert [r for r in results if r.outcome == "fail"] == []
+    assert [r for r in results if r.outcome in ("fail", "note")] == []  # taught is what pays
     idioms = re.search(r"idioms=\((.*?)\)", text)[1].split(", ")
     checks = {r.check for r in results}
     assert checks >= {
