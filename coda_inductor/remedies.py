@@ -151,9 +151,9 @@ _DO = {
 
 #: Limits of the project or properties of the model: nothing that a user should change, and why.
 _NOTHING = {
-    "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
-    "change it",
-    "measured-slower": "fusing was measured, and takes longer at this shape, or saves less than "
+    "expected-slower": "by an estimate, fusing takes longer at this shape, or gains less than an "
+    f"estimate's margin. {_ALWAYS}; another batch size may change it",
+    "measured-slower": "fusing was measured, and takes longer at this shape, or gains less than "
     f"the measurement's error. {_ALWAYS}",
     "no-working-config": "each of its kernels fails on this GPU: please report it, with the file "
     "under measured/ in the cache folder",

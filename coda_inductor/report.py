@@ -40,7 +40,8 @@ class Choice:
         unfused_us: the same for cuBLAS and Inductor's elementwise kernels.
         ground: what these times are based on: "here" (measured by this user), "shipped" (measured),
             "roofline", or "unknown" (a GPU of a generation without constants).
-        added_us: how much longer the kernel takes than its products alone in cuBLAS.
+        added_us: how much longer the kernel takes than its products alone in cuBLAS: as measured,
+            of it or of one that differs in its reductions only; else by the roofline.
     """
 
     how: str
@@ -250,7 +251,10 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
     widths = [22, 3, 12, 10, 24, 9, 8]
     text = tabulate(rows, heads, maxcolwidths=widths, maxheadercolwidths=widths, tablefmt="simple")
     about = any(site.estimate and not site.estimate.measured for site in sites)
-    return "\n".join([text, *["* about: by a roofline, not measured"] * about, *idle_lines(sites)])
+    alone = any(site.estimate and not (site.fused or site.idle) for site in sites)
+    notes = ["* about: by a roofline, not measured"] * about
+    notes += ["us of an unfused GEMM: in cuBLAS, without the kernels around it"] * alone
+    return "\n".join([text, *notes, *idle_lines(sites)])
 
 
 def idle_lines(sites: Sequence[SiteReport]) -> list[str]:

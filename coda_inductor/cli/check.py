@@ -79,5 +79,5 @@ def _total(results: list[Result]) -> str:
         return f"{counts['pass']} passed, {counts['skip']} skipped: proven, but never tried"
     if counts.keys() == {"pass"}:
         return "all passed"
-    words = {"fail": "failed", "pass": "passed", "skip": "skipped"}
+    words = {"fail": "failed", "pass": "passed", "note": "noted", "skip": "skipped"}
     return ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])

@@ -50,6 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
             raise
         hint = "--hf is for language models; name others as FILE.py:FUNCTION"
         raise ExplainError(f"{error}; {hint}") from error
+    found.notes += models.cache_note(model) if chosen.hf else []
     sys.stdout.write(f"{found}\n")
     if chosen.out:
         try:

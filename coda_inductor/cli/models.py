@@ -124,11 +124,17 @@ def _hugging_face(
         model.tie_weights()
     device = next(model.parameters()).device
     ids = torch.zeros((chosen.batch or 1, tokens), dtype=torch.long, device=device)
-    causal = speaks(model)
-    kwargs: dict[str, Any] = {"use_cache": False} if causal else {}
-    if chosen.train and causal:
-        kwargs["labels"] = ids
-    return model, (ids,), kwargs
+    return model, (ids,), {"labels": ids} if chosen.train and speaks(model) else {}
+
+
+def cache_note(model: Callable[..., Any]) -> list[str]:
+    """Which ``use_cache`` a language model is called with: one sentence, or none."""
+    used = getattr(getattr(model, "config", None), "use_cache", None)
+    if not isinstance(used, bool) or not speaks(model):
+        return []
+    text = f"It is called with use_cache={used}, as its config says, on which it depends whether "
+    text += f"transformers makes a causal mask. --set use_cache={not used} explains the other call."
+    return [text]
 
 
 def positive(text: str) -> int:

@@ -25,7 +25,8 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Result:
-    """One check. ``outcome`` is "pass", "fail" or "skip"; ``listings`` are (title, source)."""
+    """One check. ``outcome`` is "pass", "fail", "skip", or "note" for what the author should know;
+    ``listings`` are (title, source)."""
 
     pattern: str
     check: str
@@ -121,7 +122,8 @@ def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
 
 def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
     """The epilogue programs in bfloat16, the source of their kernels, and a check that GEMMs move
-    no more bytes and absorb no fewer ops than without the pattern, when its ops are plain ones."""
+    no more bytes and absorb no fewer ops than without the pattern, when its ops are plain ones. As
+    many bytes are a note: the pattern brings nothing."""
     ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)} at {site.site}, in bfloat16", render(site.program))
@@ -138,4 +140,9 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     bare, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
     worse = ours.moved > bare.moved or (ours.left and ours.absorbed < bare.absorbed)
     each = (f"GEMMs move {t.moved} bytes and absorb {t.absorbed} ops" for t in (ours, bare))
-    yield _result(pattern, "plan", not worse, "; without the pattern ".join(each))
+    said = "; without the pattern ".join(each)
+    if not worse and ours.moved == bare.moved:
+        said = f"brings nothing: the fuser does this without the file ({said})"
+        yield Result(pattern.name, "plan", "note", said)
+    else:
+        yield _result(pattern, "plan", not worse, said)

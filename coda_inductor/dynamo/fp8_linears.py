@@ -35,6 +35,7 @@ from coda_inductor.graph.nodes import of_linear, place
 from coda_inductor.graph.read import read, target_name
 from coda_inductor.graph.sizes import at_least_one, same
 from coda_inductor.graph.walk import base
+from coda_inductor.log import warn_once
 from coda_inductor.matching import bodies, forward_mode, is_cast, plain, value
 from coda_inductor.options import Options
 from coda_inductor.record import Record
@@ -47,10 +48,12 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)$
 
 def quantize_linears(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its regions, in place, with ``options["fp8"]``. Each layer
-    counts, or has a reason."""
+    counts, or has a reason. If the graph has layers and none is converted, a warning says why."""
     options, dual = record.options, forward_mode(graph)
     if not options.fp8 or not record.enabled("fp8_linear"):
         return
+    left: list[Refusal] = []
+    before = record.fired["fp8_linear"]
     for node in [n for body in bodies(graph) for n in body.graph.nodes]:
         if (layer := _layer(node)) is None:
             continue
@@ -59,6 +62,7 @@ def quantize_linears(graph: Graph, record: Record) -> None:
             why = refuse("forward-mode", f"{dual} uses forward-mode differentiation")
         if why is not None:
             record.refuse("fp8_linear", place(node), why)
+            left.append(why.at("fp8_linear", place(node)))
             continue
         record.fire("fp8_linear")
         node.target, node.kwargs = fp8_linear, {}
@@ -67,6 +71,12 @@ def quantize_linears(graph: Graph, record: Record) -> None:
         why = _odd({"M": _rows(layer[0])}) if trained else None
         if why is not None and RECIPES[options.fp8].wgrad is not None:
             record.refuse("fp8_linear", place(node), why.within("its weight's gradient: {}"))
+    unasked = [why for why in left if why.code != "fp8-skipped"]
+    if unasked and record.fired["fp8_linear"] == before and not record.dry:
+        why, count = unasked[0], len(left)
+        text = f"it converts no layer of this graph: {why.text}. {why.remedy.text}"
+        first = f"(first of {count} layers: {why.where})"
+        warn_once("options['fp8']", text, to="the layers' own dtype", first=first)
 
 
 def skips(pattern: str, path: str) -> bool:

@@ -4,7 +4,7 @@
 Products take the time that the gate expects; fused ones also the additional time that was measured
 or is expected for their site. Attention multiplies at a part of cuBLAS's rate. The rest is
 elementwise kernels, one for all ops that depend on the same products: it reads and writes each of
-its tensors once.
+its tensors once. An op whose result only later kernels read is computed in the first of them.
 
 The constants are an H200's (``benchmarks/results/h200_account*.json``), those of products and masks
 fitted to measured steps. The host, an optimizer and the blocks that a mask hides are not included.
@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.traffic import size
@@ -35,7 +36,7 @@ _BUSY = 1.08
 #: The part of cuBLAS's rate that attention reaches, with heads of 64 columns and of more.
 _NARROW, _WIDE = 0.5, 0.62
 #: Work of its gradients relative to the forward, and its time with a mask relative to none.
-_BACKWARD, _MASKED = 2.5, 1.56
+_BACKWARD, _MASKED = 2.5, 1.62
 #: Read as many bytes as they write, of a tensor of any size.
 _LOOKUPS = ("embedding", "gather", "index", "scatter")
 _LOSS = "linear_cross_entropy_backward"
@@ -78,6 +79,11 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
     us = 0.0
     for node in graph.nodes:
         waits[node] = max((waits[n] + _apart(n) for n in node.all_input_nodes), default=0)
+    for node in reversed(graph.nodes):  # Inductor computes an elementwise op where it is read
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            later = readers(node, may_view)[1]
+            if not any(_apart(n) or n.op == "output" for n in later):
+                waits[node] = min((waits[n] for n in later), default=waits[node])
     for node in graph.nodes:
         if _apart(node):
             us += _alone_us(node, gpu)
@@ -85,7 +91,7 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
             kernel = moved[waits[node]]
             for read in node.all_input_nodes:
                 made = base(read, may_view)
-                if made.op == "placeholder" or waits[read] < waits[node] or _apart(made):
+                if made.op == "placeholder" or waits[made] < waits[node] or _apart(made):
                     kernel[made, False] = max(kernel.get((made, False), 0), _read(node, read))
             if any(waits[n] != waits[node] or _apart(n) or n.op == "output"
                    for n in readers(node, may_view)[1]):  # fmt: skip

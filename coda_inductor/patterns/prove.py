@@ -28,6 +28,12 @@ from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.semantic.define import DEFINITIONS, parameters
 
+#: Functions of whole rows, which a norm may have and a meaning may not.
+_OF_ROWS = {
+    "amax", "amin", "layer_norm", "linalg_norm", "linalg_vector_norm", "logsumexp", "mean", "norm",
+    "normalize", "prod", "rms_norm", "softmax", "std", "sum", "var", "var_mean", "vector_norm",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -72,7 +78,7 @@ def claims(pattern: Pattern) -> Iterator[Claim]:
     """
     functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
     for function in dict.fromkeys(functions):
-        _check_matchable(function)
+        _check_matchable(function, pattern)
     if pattern.meaning is not None:
         yield from _of_meaning(pattern)
     elif pattern.examples:
@@ -189,8 +195,18 @@ def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
     return Match(next(iter(nodes), None), bound), nodes
 
 
-def _check_matchable(idiom: Callable[..., Any]) -> None:
+def _numbers(pattern: Pattern) -> set[Any]:
+    """The parameters that stand for numbers."""
+    if pattern.meaning is not None:
+        signature = Signature(pattern.meaning)
+        return {*signature.names} - {*signature.tensors}
+    given = [item for example in pattern.examples for item in example.items()]
+    return {name for name, value in given if isinstance(value, (int, float))}
+
+
+def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
     """An idiom that the matcher cannot read would never fire, silently."""
+    numbers = _numbers(pattern)
     try:
         graph = torch.fx.symbolic_trace(idiom).graph
     except Exception as error:
@@ -201,6 +217,20 @@ def _check_matchable(idiom: Callable[..., Any]) -> None:
         raise PatternError(f"idiom {idiom.__name__} must return one tensor")
     for node in graph.nodes:
         call = node.op in ("call_function", "call_method")
+        if call and pattern.meaning is not None and target_name(node) in _OF_ROWS:
+            raise PatternError(
+                f"{idiom.__name__} computes {target_name(node)} of rows, and a meaning is of "
+                "single elements. A norm x * scale * weight is written as "
+                "Pattern.norm(name, scale, idioms): docs/patterns_for_models.md, 'A norm'"
+            )
+        read = {n.target if n.op == "placeholder" else None for n in node.all_input_nodes}
+        alone = read and read <= numbers and target_name(node) != "neg"  # which the matcher reads
+        if call and alone and idiom in pattern.idioms:
+            raise PatternError(
+                f"idiom {idiom.__name__} computes with numbers alone ({target_name(node)} of "
+                f"{', '.join(sorted(map(str, read)))}), which is never found: Dynamo computes it "
+                "and puts one number into the graph. Use that number as the parameter"
+            )
         if call and normalize(node) is None:
             options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
             raise PatternError(

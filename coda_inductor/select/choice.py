@@ -67,7 +67,9 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
         why = gate.unmeasured(gpu)
     if why is not None and gated:
         return Choice("unfused", config, why, fused, unfused, ground)
-    return Choice("kernel", config, None, fused, unfused, ground, (fused or plain) - plain)
+    near = store.related(site)
+    added = (fused or plain) - plain if near is None else min(near.us.values()) - near.plain
+    return Choice("kernel", config, None, fused, unfused, ground, added)
 
 
 def _config(site: Site, gpu: Gpu, store: Store) -> Config:
@@ -89,8 +91,7 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
     us = found.us[config]
     loses = gate.saves_nothing(site)
     if loses is None and not found.wins(us, unfused):
-        text = f"measured {us:.0f} us fused, {unfused:.0f} us unfused"
-        loses = refuse("measured-slower", text)
+        loses = gate.slower("measured-slower", us, unfused, found.tolerance)
     if loses is not None and gated:
         return Choice("unfused", config, loses, us, unfused, where)
     return Choice("kernel", config, None, us, unfused, where, us - found.plain)

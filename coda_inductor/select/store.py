@@ -66,9 +66,17 @@ class Store:
             return own, "here"
         if (other := self._others.get(key)) is not None:
             return other, "shipped"
-        place = key.partition(" ")[2]
-        at = [found for name, found in self._alike(site) if name.partition(" ")[2] == place]
-        return (max(at, key=lambda found: min(found.us.values())), "shipped") if at else None
+        slowest = _slowest(self._alike(site), key)
+        return None if slowest is None else (slowest, "shipped")
+
+    def related(self, site: Site) -> Figures | None:
+        """The shipped measurements at the size and layout of ``site`` of a program that differs
+        only in its reductions, of several the slowest: an estimate where it was not measured."""
+        like = _moves(signature(site.program))
+        rows = [
+            r for known, rows in self._by_signature.items() if _moves(known) == like for r in rows
+        ]
+        return _slowest(rows, key_of(site))
 
     def nearest(self, site: Site) -> Figures | None:
         """Of the shipped measurements of programs like that of ``site``, the nearest in size."""
@@ -176,6 +184,18 @@ def sites_in(path: Path) -> dict[str, Figures]:
         if path.exists():
             logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
         return {}
+
+
+def _moves(like: str) -> list[str]:
+    """The words of a signature (``figures.signature``) except those about reductions."""
+    return [word for word in like.split() if not word.startswith(("row-", "col-"))]
+
+
+def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:
+    """Of the measurements at the size and layout that ``key`` names the slowest, if any."""
+    place = key.partition(" ")[2]
+    at = [found for name, found in rows if name.partition(" ")[2] == place]
+    return max(at, key=lambda found: min(found.us.values()), default=None)
 
 
 def _how(key: str) -> list[str]:

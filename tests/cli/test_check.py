@@ -109,6 +109,57 @@ def test_a_plan_that_is_worse_than_without_the_pattern_fails(tmp_path):
     assert "; without the pattern " in found.detail
 
 
+def test_a_pattern_that_brings_nothing_is_noted(tmp_path, capsys):
+    """All passed was said of a file without which GEMMs do the same."""
+    assert main(["check", "--quiet", write(tmp_path, MISH)]) == 0
+    said = capsys.readouterr().out
+    assert "note  brings nothing: the fuser does this without the file" in said
+    assert said.splitlines()[-2] == "9 passed, 1 noted"
+    where = MISH.replace("F.mish(gate) * up", "torch.where(gate > 0, gate, 0.5 * gate) * up")
+    where = where.replace("idioms=(mish_glu, spelled_out)", "idioms=(mish_glu,)")
+    assert main(["check", "--quiet", write(tmp_path, where)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2] == "all passed"
+
+
+NORM = """
+import torch
+from coda_inductor import Pattern
+
+def scale(sum_square, eps: float):
+    return torch.rsqrt(sum_square + eps)
+
+def my_norm(x, weight, eps):
+    return weight * (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps))
+
+PATTERN = Pattern.norm("my_norm", scale, idioms=(my_norm,))
+"""
+BY_MEANING = """
+from coda_inductor import Pattern
+
+def my_norm(x, weight):
+    return x / (x.abs().mean(-1, keepdim=True) + 1e-5) * weight
+
+PATTERN = Pattern(name="my_norm", meaning=my_norm)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (NORM, ""),
+        (BY_MEANING, "A norm x * scale * weight is written as Pattern.norm("),
+        (NORM.replace("True) + eps", "True) + eps * eps"), "numbers alone (mul of eps)"),
+        (SWISH.replace("torch.sigmoid(beta *", "torch.sigmoid(beta**2 *"), "alone (pow of beta)"),
+    ],
+    ids=["right", "as a meaning", "numbers of a norm", "numbers of a gate"],
+)
+def test_what_can_never_be_found_is_said(text, said, tmp_path, capsys):
+    """A norm as a meaning was a ZeroDivisionError; eps * eps was not found, without a reason."""
+    code, found = results(write(tmp_path, text), capsys)
+    assert code == bool(said)
+    assert said in found["proof"]["detail"]
+
+
 def test_what_gemms_do_not_absorb_is_said(tmp_path):
     """A fifth power has no epilogue step: alone nothing fires, behind a sigmoid that part does."""
     alone = write(tmp_path, SQUARED_SIGMOID.replace("torch.sigmoid(x) ** 2", "x ** 5"))
@@ -126,7 +177,7 @@ def test_what_gemms_do_not_absorb_is_said(tmp_path):
 def test_what_was_skipped_is_said(tmp_path, capsys):
     """All passed is only said of what was tried."""
     for name, said in (
-        ("swiglu", "all passed"),
+        ("swiglu", "11 passed, 1 noted"),
         ("rotary_complex", "1 passed, 1 skipped: proven, but never tried"),
     ):
         assert main(["check", "--quiet", f"{patterns.builtin_folder()}/{name}.py"]) == 0

@@ -8,6 +8,8 @@ import pytest
 from coda_inductor.__main__ import main
 
 HINT = "--hf is for language models"
+SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "vocab_size=256",
+         "num_attention_heads=4", "num_key_value_heads=2")  # fmt: skip
 SOURCE = """
 import torch
 from torch import nn
@@ -41,15 +43,44 @@ def test_a_function_of_a_file_is_explained_and_saved(target, tmp_path, capsys):
 
 
 def test_a_hugging_face_model_needs_no_weights(capsys):
-    sizes = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "vocab_size=256",
-             "num_attention_heads=4", "num_key_value_heads=2")  # fmt: skip
-    settings = [word for size in sizes for word in ("--set", size)]
+    settings = [word for size in SIZES for word in ("--set", size)]
     how = ["--tokens", "64", "--option", "gate=always", "--gpu", "h200"]
     assert main(["explain", "--hf", "llama", *settings, *how]) == 0
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM on cpu: 14 of 15 GEMMs absorb" in printed
     assert "64 x 64 x 64" in printed
     assert "on an H200 a call takes about" in printed
+
+
+@pytest.mark.parametrize("cached", [None, True, False])
+def test_use_cache_is_what_the_config_says(cached, monkeypatch, tmp_path, capsys):
+    """``--set use_cache=True`` had no effect: the call passed False. The default is the config's,
+    which is what somebody gets who calls the model."""
+    from coda_inductor import explanation
+
+    calls = []
+    explain = explanation.explain
+
+    def watched(model, *args, **named):
+        calls.append(named)
+        found = explain(model, *args, **named)
+        outputs.append(model(*args, labels=named["labels"]).past_key_values is not None)
+        return found
+
+    outputs: list[bool] = []
+    monkeypatch.setattr(explanation, "explain", watched)
+    page = tmp_path / "page.html"
+    settings = () if cached is None else ("--set", f"use_cache={cached}")
+    sizes = [word for size in SIZES for word in ("--set", size)]
+    command = ["explain", "--hf", "llama", *sizes, "--train", "--tokens", "64", "--gpu", "h200"]
+    settings += ("--option", "gate=always")
+    assert main([*command, *settings, "--out", str(page)]) == 0
+    assert "use_cache" not in calls[0]
+    assert outputs == [cached is not False]
+    printed = capsys.readouterr().out
+    for text in (printed, page.read_text(encoding="utf-8")):
+        assert f"It is called with use_cache={cached is not False}, as its config says" in text
+    assert ("attention reads a mask" in printed) == (cached is False)
 
 
 @pytest.mark.parametrize(

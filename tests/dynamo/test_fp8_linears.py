@@ -282,3 +282,26 @@ def test_the_report_has_each_layer_that_a_pattern_names():
     kept = [why.where for why in harness.report.refusals if why.code == "fp8-skipped"]
     assert kept == ["layers.0.gate", "layers.0.up", "layers.0.down", "layers.1.gate"]
     assert harness.counts["fp8_linear"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wide", "dtype", "options", "says"),
+    [
+        (4096, torch.float32, {}, "torch.float32, not bfloat16. options['fp8'] is for bfloat16"),
+        (64, torch.bfloat16, {}, "too small to gain from rowwise. options['fp8_small'] = True"),
+        (64, torch.bfloat16, {"fp8_small": True}, ""),
+        (64, torch.bfloat16, {"fp8_skip": ["*"]}, ""),
+    ],
+)
+def test_a_graph_of_which_no_layer_is_converted_is_one_warning(wide, dtype, options, says, warned):
+    """It was silent. Layers that the user names are no reason for one."""
+    model = nn.Sequential(nn.Linear(wide, 64), nn.GELU(), nn.Linear(64, wide)).to(dtype)
+    x = torch.ones(32, wide, dtype=dtype)
+    for _ in range(2):
+        Harness(fp8="rowwise", disable=["fuse"], **options).train(model, x)
+        torch._dynamo.reset()
+    told = [text for text in warned() if "options['fp8']" in text]
+    assert len(told) == bool(says)
+    if says:
+        assert "(first of 2 layers: 0)" in told[0]
+        assert says in told[0]

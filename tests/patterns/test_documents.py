@@ -68,7 +68,7 @@ def test_tutorial(capsys):
                 assert words(line) in words(said)
     assert codes == [0, 1]
     assert seen == {"python", "sh", "text"}
-    assert len(Path("mish_glu.py").read_text().splitlines()) < 30
+    assert len(Path("elu_glu.py").read_text().splitlines()) < 30
 
 
 PAGE = "patterns_for_models.md"
@@ -81,7 +81,7 @@ def test_example_passes_every_check(text, tmp_path, prove_here):
     path = tmp_path / text.split()[1]
     path.write_text(text)
     results = list(check_file(path))
-    assert [r for r in results if r.outcome == "fail"] == []
+    assert [r for r in results if r.outcome in ("fail", "note")] == []  # taught is what pays
     idioms = re.search(r"idioms=\((.*?)\)", text)[1].split(", ")
     checks = {r.check for r in results}
     assert checks >= {
@@ -128,6 +128,22 @@ def words_of(picture: Path) -> list[str]:
 
 def test_table_is_what_the_results_say():
     assert gains.BLOCK.findall(README) == [gains.block()]
+
+
+def test_no_baseline_is_slower_than_another_variant_of_its_run():
+    """The rows with a causal mask once left out torch.compile of the model without one, which was
+    1.57 times as fast. What stands in the README is compared, not what the tool returns."""
+    said = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)x \|", README, re.MULTILINE)
+    rows = [row for rows in gains.GROUPS.values() for row in rows]
+    assert [name for name, *_ in said] == [row.name for row in rows]
+    for row, (_, *figures) in zip(rows, said, strict=True):
+        baseline, coda, factor = map(float, figures)
+        run = gains.results(row.file)
+        for key in row.where:
+            run = run[key]
+        others = [v["median_ms"] for k, v in run.items() if "coda" not in k and k != "before"]
+        assert baseline == pytest.approx(min(others), abs=0.06), row.name
+        assert factor == pytest.approx(baseline / coda, abs=0.01), row.name
 
 
 def test_picture_says_what_the_results_say(tmp_path):

@@ -96,6 +96,8 @@ def test_what_was_not_measured_must_win_by_a_margin(monkeypatch):
         monkeypatch.setattr(roofline, "fused_us", lambda *_, us=factor * unfused / MARGIN: us)
         found = select(NEW, gated=True)
         assert (found.how == "kernel", found.refusal and found.refusal.code) == (not code, code)
+        if code:  # a remedy that says "longer" beside times that say "shorter" is not believed
+            assert ("faster by less than 2.0 %" in found.refusal.text) == (factor < MARGIN)
         assert select(NEW, gated=False).how == "kernel"
     assert [Tuning(None, every=every).wants(found) for every in (False, True)] == [False, True]
 
