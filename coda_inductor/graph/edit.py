@@ -80,8 +80,10 @@ class Put:
         return self(aten.sum.dim_IntList, node, [-1], True)
 
     def column_sum(self, node: Node) -> Node:
-        """The sum over all dimensions but the last."""
-        return self(aten.sum.dim_IntList, node, list(range(fake(node).dim() - 1)))
+        """The sum over all dimensions but the last; of a vector itself, because aten reads an empty
+        list of dimensions as all of them."""
+        dims = list(range(fake(node).dim() - 1))
+        return self(aten.sum.dim_IntList, node, dims) if dims else node
 
     def reshape(self, node: Node, sizes: list[Any]) -> Node:
         return self(aten.reshape.default, node, sizes)

@@ -123,8 +123,12 @@ def converts(node: Any) -> bool:
 
 
 def is_cast(node: Any) -> bool:
-    """Does ``node`` convert between float types that epilogues compute through?"""
-    return converts(node) and {fake(n).dtype for n in (node, *node.all_input_nodes)} <= {*FLOATS}
+    """Does ``node`` convert between float types that epilogues compute through? One that narrows
+    float64 is not such a cast: programs of float64 GEMMs compute in float64 and do not round."""
+    if not converts(node):
+        return False
+    before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
+    return {before, after} <= {*FLOATS} and before != torch.float64
 
 
 def renames_or_casts(node: Any) -> bool:

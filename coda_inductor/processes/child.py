@@ -125,11 +125,13 @@ class Child:
 
 
 def import_path() -> list[str]:
-    """``sys.path``, without the current folder: what lies there is data, not a library."""
+    """``sys.path``, without the current folder: what lies there is data, not a library. Import
+    ignores entries that are not text, such as a ``pathlib.Path``."""
     here = None
     with contextlib.suppress(FileNotFoundError):  # it was removed
         here = os.path.realpath(os.getcwd())
-    found = [p for p in sys.path if os.path.isabs(p) and os.path.realpath(p) != here]
+    texts = [p for p in sys.path if isinstance(p, str)]
+    found = [p for p in texts if os.path.isabs(p) and os.path.realpath(p) != here]
     modules = [sys.modules[name] for name in _NEEDED if name in sys.modules]
     needed = [str(Path(str(module.__file__)).absolute().parents[1]) for module in modules]
     return list(dict.fromkeys([*found, *needed]))

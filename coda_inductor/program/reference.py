@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from coda_inductor.compat import scaled_mm
+from coda_inductor.compat import scaled_mm, storage
 from coda_inductor.program import OPS, EpilogueProgram
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.grouped import group_of, grouped_product
 from coda_inductor.program.heads import swap
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.program.scales import scaled
+from coda_inductor.program.statistics import ROUNDING
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -47,6 +48,11 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
     "max": torch.amax,
     "logsumexp": logsumexp,
 }
+
+
+#: Ops whose second argument may stay a number. As a tensor, Inductor would drop a sum with zero and
+#: a product with one, and return one tensor for two outputs.
+_TAKE_NUMBERS = ("add", "sub", "mul", "div")
 
 
 def compute_dtype(program: EpilogueProgram) -> torch.dtype:
@@ -102,10 +108,18 @@ def run(
             env[step.name] = swap(whole, program.head, *map(int, numbers))
             continue
         args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
+        if step.op in _TAKE_NUMBERS and isinstance(step.args[1], float):
+            args[1] = step.args[1]
         env[step.name] = OPS[step.op].torch(*args)
-    outputs = [
-        env[s.value].to(getattr(torch, s.dtype)).expand(shape).contiguous() for s in program.stores
-    ]
+    outputs: list[Tensor] = []
+    taken = {storage(x) for x in (*as_, *bs, *operands)}  # each store is a tensor of its own
+    # Inductor drops a cast down and up, so readers of a store would get what was not rounded.
+    rounded = {(step.op, step.args[0]): step.name for step in program.steps}
+    for store in program.stores:
+        name = rounded.get((ROUNDING.get(store.dtype), store.value), store.value)
+        value = env[name].to(getattr(torch, store.dtype)).expand(shape).contiguous()
+        outputs.append(value.clone() if storage(value) in taken else value)
+        taken.add(storage(outputs[-1]))
     for reduce in program.reduces:
         value = env[reduce.value].expand(shape)
         outputs.append(COMBINE[reduce.combine](value, reduce.dim, keepdim=True))

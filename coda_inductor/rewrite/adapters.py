@@ -75,9 +75,9 @@ def _full_rank_first(total: Node) -> None:
     if reader is not None and is_sum(reader) and _alike(total, reader):
         return  # a part of a longer sum
     terms = _terms(total, total)
-    products = {t: base(t) for t in terms if base(t).target is aten.mm.default}
-    full = [t for t, product in products.items() if not low_rank(product)]
-    if len(full) < 2 or len(full) == len(products) or terms[: len(full)] == full:
+    products = [t for t in terms if base(t).target is aten.mm.default]
+    full = [t for t in products if not low_rank(base(t))]  # a term may occur several times
+    if len({*full}) < 2 or len(full) == len(products) or terms[: len(full)] == full:
         return
     first, *rest = full + [t for t in terms if t not in full]
     for term in rest:

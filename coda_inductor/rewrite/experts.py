@@ -49,8 +49,9 @@ def _parts(split: Node) -> list[Node]:
 def _merge_columns(split: Node) -> None:
     """Merge products of one A with all parts of one weight's columns."""
     weight, size, dim = (arguments(split)[name] for name in ("input", "split_size", "dim"))
-    products = [u for part in _parts(split) for u in part.users if u.target is grouped_mm]
-    if dim % 3 != 2 or len(products) != len(split.users) or len(products) < 2:
+    read = [list(part.users) for part in _parts(split)]
+    products = [users[0] for users in read if len(users) == 1 and users[0].target is grouped_mm]
+    if dim % 3 != 2 or len(products) != len(read) or len(products) < 2:
         return
     alike = {(gemm_inputs(p)[0], routes_of(p)) for p in products}
     if len(alike) != 1 or fake(weight).dim() != 3:

@@ -143,14 +143,19 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with results in new memory: an op may not return one of its inputs, but some
-    gradients, such as that of ``gate + up``, are inputs."""
+    """``function`` with results in new memory, each in its own: an op may return neither one of its
+    inputs nor one tensor twice, but some gradients, such as those of ``gate + up``, are both."""
 
     def call(*arguments: Any) -> Any:
         taken = {storage(a) for a in arguments if isinstance(a, Tensor)}
+
+        def own(result: Tensor) -> Tensor:
+            result = result.clone() if storage(result) in taken else result
+            taken.add(storage(result))
+            return result
+
         with isolated():
-            results = function(*arguments)
-            return tree_map(lambda r: r.clone() if storage(r) in taken else r, results)
+            return tree_map(own, function(*arguments))
 
     return call
 
