@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each pass, pattern and counter is worth: a stock model's step with it and without.
 
-``python -m benchmarks worth measure OUT.json`` compiles each workload once with everything and once
-without each feature that did something to it, and times the two sustained, A B B A: milliseconds,
-peak GiB of a step, host milliseconds (until the step's last launch) and kernels. A pass that leaves
-a workload's graphs as they are is worth nothing there and is not run again, nor is one that saved
-enough elsewhere. Workloads compile side by side, in processes that take turns on the
-GPU. OUT.json is written after every feature; what it
-has is not measured again. ``python -m benchmarks worth render OUT.json`` writes docs/worth.md.
+``python -m benchmarks worth measure OUT.json`` compiles each workload under torch.compile, with
+everything, and without each feature that did something to it, and times each beside the whole,
+sustained, A B A B: milliseconds, peak GiB of a step, host milliseconds (until the step's last
+launch) and kernels. A pass that leaves a workload's graphs as they are is worth nothing there and
+is not run again, nor is one that saved enough elsewhere. ``--cliffs`` asks instead how a step
+without a feature compares with torch.compile: it takes all idioms away from every workload of
+``CLIFFS``, and each feature from those where it saved most by the last results. Workloads compile
+side by side, in processes that take turns on the GPU. OUT.json is written after every feature; what
+it has is not measured again. ``python -m benchmarks worth render OUT.json [CLIFFS.json]`` writes
+docs/worth.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import copy
 import fcntl
 import functools
 import hashlib
@@ -24,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -32,18 +36,24 @@ from typing import Any
 
 import torch
 
-from . import environment
+from . import environment, families
 from .measure import mark
 from .worth_models import WORKLOADS, Workload
-from .worth_page import page
+from .worth_page import gains, page
 
 Step = Callable[[], Any]
 #: Seconds of one sustained sample; there are two of each side.
 SAMPLE = 0.5
 #: The same of warming up, until the clock has settled.
 SETTLE = 0.3
-#: Two samples of one step further apart than this were disturbed, and are taken again.
-CALM = 1.005
+#: The two least samples of a step are no further apart, and no further above the time of its
+#: kernels: else it was disturbed, and more samples are taken.
+CALM, EXPLAINED = 1.005, 1.25
+LEAST, MOST = 2, 8
+#: Workloads of a run for cliffs; from how many each feature is taken away; what says which.
+CLIFFS = ("LoRA", "1B training", "8B training", "1B prefill", "Qwen3 1.7B", "Gemma 3 1B", "GPT-2")
+WORST = 2
+LAST = environment.REPOSITORY / "benchmarks" / "results" / "h200_worth.json"
 #: A feature that saves this part of a step, or of the peak, on one workload is not taken away from
 #: another.
 ENOUGH, ENOUGH_PEAK = 0.015, 0.06
@@ -54,22 +64,26 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks worth", description=__doc__)
     parser.add_argument("what", choices=("measure", "part", "render"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("of_cliffs", type=Path, nargs="?", help="what measured the cliffs (render)")
+    parser.add_argument("--cliffs", action="store_true", help="beside torch.compile; few workloads")
+    parser.add_argument("--workloads")
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     options = parser.parse_args(arguments)
     os.environ.setdefault("CODA_TUNE", "never")
-    names = options.workloads.split(",")
+    chosen = options.workloads
+    names = chosen.split(",") if chosen else list(CLIFFS if options.cliffs else WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
         parser.error(
             f"--workloads: unknown {', '.join(sorted(unknown))}; known: {', '.join(WORKLOADS)}"
         )
     if options.what == "render":
-        text = page(json.loads(options.file.read_text()))
+        files = filter(None, (options.file, options.of_cliffs))
+        text = page(*(json.loads(file.read_text()) for file in files))
         (environment.REPOSITORY / "docs" / "worth.md").write_text(text)
     elif options.what == "part":
-        part(names[0], options.file, time.monotonic() + options.seconds)
+        part(names[0], options.file, time.monotonic() + options.seconds, options.cliffs)
     elif failed := measure(options, names):
         sys.exit(f"{failed} workloads failed; their logs stand beside {options.file}")
 
@@ -77,6 +91,8 @@ def main(arguments: list[str]) -> None:
 def measure(options: argparse.Namespace, names: list[str]) -> int:
     """Run a process a workload, at most ``options.jobs`` at once; how many of them failed."""
     end = time.monotonic() + options.seconds
+    each = max(1, (os.cpu_count() or 1) // min(options.jobs, len(names)))  # the host launches too
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(each))
     found: dict[str, Any] = {"workloads": {}}
     if options.file.exists():
         found = json.loads(options.file.read_text())
@@ -92,7 +108,7 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
         if left < 40:
             return 0
         command = [sys.executable, "-m", "benchmarks", "worth", "part", str(paths[name])]
-        command += ["--workloads", name, "--seconds", str(left)]
+        command += ["--workloads", name, "--seconds", str(left), *["--cliffs"] * options.cliffs]
         with paths[name].with_suffix(".log").open("w") as log:
             try:
                 return subprocess.call(command, stdout=log, stderr=log, timeout=left + 20) != 0
@@ -116,7 +132,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def part(name: str, path: Path, end: float) -> None:
+def part(name: str, path: Path, end: float, cliffs: bool = False) -> None:
     """Measure one workload into ``path``, feature by feature, until ``end``."""
     torch._dynamo.config.recompile_limit = 512
     torch._dynamo.config.accumulated_recompile_limit = 4096
@@ -131,36 +147,70 @@ def part(name: str, path: Path, end: float) -> None:
         found.update({"fired": dict(fired), "features": features, "whole": facts(whole)})
         found["whole"]["ms"] = found["whole"]["ms_whole"] = sustained(whole)
     found.setdefault("without", {})
+    if "ms" not in found.get("compile", {}):
+        found["compile"] = compared(plain(workload), whole, lock, {"whole": found["whole"]})
     _write(path, found)
     start = list(WORKLOADS).index(name) * len(features) // len(WORKLOADS)  # not all the same first
-    for feature in features[start:] + features[:start]:
+    order = cliffs_of(name, features) if cliffs else features[start:] + features[:start]
+    for feature in order:
         if feature in found["without"] or time.monotonic() > end - 30:
             continue
-        if feature in earned(path.parent):
+        if not cliffs and feature in earned(path.parent):
             continue
         known = {"whole": found["whole"], **found["without"]}
-        found["without"][feature] = compared(workload, whole, feature, lock, known)
+        found["without"][feature] = compared(workload.step((feature,)), whole, lock, known)
         _write(path, found)
 
 
-def compared(
-    workload: Workload, whole: Step, feature: str, lock: Path, known: dict[str, Any]
-) -> dict[str, Any]:
-    """The step without ``feature`` beside the whole one. ``known``: steps whose times are known;
+def plain(workload: Workload) -> Step:
+    """The step under torch.compile; SDPA is told to be causal where that is all a mask says."""
+    own = copy.copy(workload)
+    if own.causal:
+        own.model = families.causal(own.model)
+    return own.step((), "inductor")
+
+
+def cliffs_of(name: str, features: Iterable[str]) -> list[str]:
+    """Those of ``features`` to take from the workload ``name`` for cliffs: all idioms first; then
+    those that saved most there, and those of which the last results know too little."""
+    chosen = ["idioms"]
+    for feature in set(features) - {"idioms"}:
+        rows = gains(json.loads(LAST.read_text())).get(feature, ())
+        known = [r["workload"] for r in rows if "step" in r and r["workload"] in CLIFFS]
+        if len(known) < WORST or name in known[:WORST]:
+            chosen.append(feature)
+    return sorted(chosen, key=lambda feature: (feature != "idioms", feature))
+
+
+def compared(step: Step, whole: Step, lock: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """``step`` beside the whole one. ``known``: steps whose times are known, "whole" among them;
     one that launches the same kernels is not timed again."""
     try:
-        step = workload.step((feature,))
         with compiled(step, functools.partial(turn, lock)):
             found = facts(step)
             same = (r for r in known.values() if r.get("launches") == found["launches"])
             if (twin := next(same, None)) is not None:
                 return found | {key: twin[key] for key in ("ms", "ms_whole")}
-            times = [sustained(each) for each in (whole, step, step, whole)]
-            if max(times[0] / times[3], times[3] / times[0]) > CALM:
-                times = [sustained(each) for each in (whole, step, step, whole)]
+            busy = known["whole"]["busy"], found["busy"]
+            times = in_turns((whole, step), busy)
     except (RuntimeError, ImportError, TypeError) as error:
         return {"error": environment.scrub(f"{type(error).__name__}: {error}")[:300]}
-    return found | {"ms_whole": min(times[0], times[3]), "ms": min(times[1:3])}
+    return found | dict(zip(("ms_whole", "ms"), times, strict=True))
+
+
+def in_turns(steps: Iterable[Step], busy: Iterable[float]) -> list[float]:
+    """Least milliseconds of each step, taken in turns until all are calm; ``busy``: of their
+    kernels. Raises RuntimeError where some never are."""
+    runs: list[tuple[Step, float, list[float]]] = [
+        (step, ms, []) for step, ms in zip(steps, busy, strict=True)
+    ]
+    for turn in range(MOST):
+        for step, _, samples in runs:
+            samples.append(sustained(step))
+        two = [(*sorted(samples)[:2], ms) for _, ms, samples in runs]
+        if turn + 1 >= LEAST and all(b <= CALM * a and a <= EXPLAINED * ms for a, b, ms in two):
+            return [least for least, *_ in two]
+    raise RuntimeError(f"disturbed: (kernels' ms, samples) are {[run[1:] for run in runs]}")
 
 
 def earned(folder: Path) -> set[str]:
@@ -225,7 +275,7 @@ def compiled(
 
 
 def facts(step: Step) -> dict[str, Any]:
-    """Peak GiB, host ms and kernels of one step; ``launches`` tells two sets of kernels apart."""
+    """Peak GiB, host ms, kernels and their ms of one step; ``launches`` tells two sets apart."""
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -248,7 +298,9 @@ def facts(step: Step) -> dict[str, Any]:
     names = sorted((event.key, event.count) for event in events)
     launches = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
     kernels = sum(event.count for event in events)
-    return {"peak": peak, "host": min(host), "kernels": kernels, "launches": launches}
+    busy = sum(event.self_device_time_total for event in events) / 1e3
+    found = {"peak": peak, "host": min(host), "kernels": kernels, "launches": launches}
+    return found | {"busy": busy}
 
 
 def sustained(step: Step, settle: float = SETTLE, sample: float = SAMPLE, least: int = 7) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import models
+from . import families, models
 
 Step = Callable[[], Any]
 #: Of a step or a prompt.
@@ -27,7 +27,10 @@ class Workload:
         batch: its keyword arguments.
         training: a step is forward and backward; else forward without gradients.
         blocks: compile each of these modules by itself, in place.
+        causal: its masks say no more than "causal".
     """
+
+    causal = False
 
     blocks: Sequence[nn.Module] = ()
     optimizer: torch.optim.Optimizer | None = None
@@ -75,7 +78,9 @@ def stock(name: str, layers: int = 4, training: bool = True, **more: Any) -> Wor
     if not training:
         batch.pop("labels")
         more["logits_to_keep"] = 1
-    return Workload(model, batch | more, training)
+    workload = Workload(model, batch | more, training)
+    workload.causal = name in families.CAUSAL
+    return workload
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
@@ -135,7 +140,7 @@ def fsdp() -> Workload:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
     workload = stock("8B", layers=3, use_cache=False)
-    workload.blocks = list(blocks(workload.model))
+    workload.blocks, workload.causal = list(blocks(workload.model)), False
     for module in (*workload.blocks, workload.model):
         fully_shard(module)
     return workload

@@ -25,6 +25,14 @@ first run was disabled. Lines are those of the module or folder that has the fea
 several may share, and of the test files that name it or import that module. Written by `python -m
 benchmarks worth render`.
 """
+_CLIFFS = """
+## Cliffs
+
+Where a model is written in a way that coda does not know, coda is what is left of it. Each row
+disables one feature and says how coda then compares with torch.compile, on the workload where that
+is least; `idioms` disables all idioms. torch.compile's attention is told to be causal where its
+mask says no more. Both steps are measured in turns in one process. No row may be below 0.99x.
+"""
 
 
 def gains(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -40,6 +48,8 @@ def gains(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
                     "host": without["host"] - workload["whole"]["host"],
                     "kernels": without["kernels"] - workload["whole"]["kernels"],
                 }
+                if "ms" in (plain := workload.get("compile", {})):
+                    row["beside"] = plain["ms"] / plain["ms_whole"] / (1 + row["step"])
             rows.setdefault(feature, []).append(row)
     for each in rows.values():
         each.sort(key=lambda row: -row.get("step", 0.0))
@@ -80,8 +90,9 @@ def earns(rows: list[dict[str, Any]]) -> bool:
     return any(row.get("step", 0) >= STEP or row.get("peak", 0) >= PEAK for row in rows)
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page, the most useful feature first."""
+def page(found: dict[str, Any], cliffs: dict[str, Any] | None = None) -> str:
+    """The page, the most useful feature first; ``cliffs``: what was measured beside
+    torch.compile."""
     rows = gains(found)
     table = []
     for feature in sorted(rows, key=lambda name: -max(r.get("step", 0) for r in rows[name])):
@@ -103,13 +114,35 @@ def page(found: dict[str, Any]) -> str:
         ])  # fmt: skip
     head = ("feature", "earns its lines", "step without it, worst", "least", "peak, worst",
             "host ms", "kernels", "lines", "of tests", "workloads")  # fmt: skip
-    environment = found["environment"]
-    packages = ", ".join(f"{k} {v}" for k, v in environment.get("versions", {}).items() if v)
-    where = f"\nMeasured on one {environment.get('gpu', 'GPU')}: {packages}.\n"
     sizes = [
         [name, len(w.get("without", {})), f"{w['whole']['peak']:.1f}", w["whole"]["kernels"]]
         for name, w in found["workloads"].items()
         if "whole" in w
     ]
     sizes = tabulate(sizes, ("workload", "features tried", "peak GiB", "kernels"), "github")
-    return f"{_HEAD}{where}\n{tabulate(table, head, 'github')}\n\n{sizes}\n"
+    text = f"{_HEAD}\n{_where(found)}\n{tabulate(table, head, 'github')}\n\n{sizes}\n"
+    return text + (_cliffs(cliffs) if cliffs else "")
+
+
+def _where(found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    packages = ", ".join(f"{k} {v}" for k, v in environment.get("versions", {}).items() if v)
+    return f"Measured on one {environment.get('gpu', 'GPU')}: {packages}.\n"
+
+
+def _cliffs(found: dict[str, Any]) -> str:
+    """The section on cliffs: each feature's row where it leaves least, the worst first."""
+    every = {name: sorted((r["beside"], r["workload"], r["step"]) for r in rows if "beside" in r)
+             for name, rows in gains(found).items()}  # fmt: skip
+    worst = sorted((*rows[0], name, len(rows)) for name, rows in every.items() if rows)
+    table = [[f"`{n}`", f"{x:.2f}x ({at})", f"{s:+.1%}", count] for x, at, s, n, count in worst]
+    head = ("without", "coda beside torch.compile, worst", "step without it", "workloads")
+    whole = []
+    for name, workload in found["workloads"].items():
+        if "ms" in (plain := workload.get("compile", {})):
+            x = next((f"{x:.2f}x" for x, at, _ in every.get("idioms", ()) if at == name), "")
+            ours, theirs = plain["ms_whole"], plain["ms"]
+            whole.append([name, f"{theirs:.1f}", f"{ours:.1f}", f"{theirs / ours:.2f}x", x])
+    names = ("workload", "torch.compile, ms", "coda, ms", "coda", "coda without idioms")
+    tables = [tabulate(rows, of, "github") for rows, of in ((table, head), (whole, names))]
+    return "\n".join((_CLIFFS, _where(found), tables[0], "", tables[1], ""))

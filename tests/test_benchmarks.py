@@ -26,7 +26,9 @@ from benchmarks import (  # noqa: E402
     run,
     sweep,
     whole,
+    worth,
     worth_models,
+    worth_page,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
 from coda_inductor.select.config import legal_configs  # noqa: E402
@@ -136,6 +138,36 @@ def test_cases_are_chosen_by_pattern_or_named():
     for case in every:
         assert Case.parse(case.name) == case
         assert {*families.variants(case)} <= {*cases.ways({"gate": "always"})}
+
+
+@pytest.mark.parametrize(
+    ("samples", "least"),
+    [([35, 48, 35.1, 48.1, 35, 36, 35, 36.05], [35, 36]), ([35, 48] * worth.MOST, None)],
+)
+def test_a_disturbed_step_is_measured_again_or_not_at_all(samples, least, monkeypatch):
+    """Two samples that agree and that the kernels do not explain are no measurement."""
+    left = iter(samples)
+    monkeypatch.setattr(worth, "sustained", lambda _: next(left))
+    if least:
+        assert worth.in_turns(["whole", "step"], [34, 34]) == least
+    else:
+        with pytest.raises(RuntimeError, match="disturbed"):
+            worth.in_turns(["whole", "step"], [34, 34])
+
+
+def test_cliffs_are_measured_where_they_were_worst_and_shown_worst_first():
+    assert worth.cliffs_of("LoRA", ["fuse", "rms_norm", "idioms", "unheard"]) == [
+        "idioms", "rms_norm", "unheard",
+    ]  # fmt: skip
+    off = {"ms": 44.0, "ms_whole": 40.0, "peak": 1.0, "host": 1.0, "kernels": 9}
+    one = {"whole": off, "compile": off | {"ms": 48.0}, "without": {"idioms": off | {"ms": 40.0}}}
+    two = one | {"without": {"fuse": off, "idioms": off}}
+    found = {"environment": {}, "workloads": {"LoRA": one, "GPT-2": two}}
+    page = worth_page.page(found, found).partition("## Cliffs")[2]
+    assert "idioms` disables all idioms" in page
+    rows = [line for line in page.splitlines() if "| 1." in line and "`" in line]
+    assert ["1.09x (GPT-2)" in row for row in rows] == [True, True]
+    assert all("+10.0%" in row for row in rows)
 
 
 # Tables that ship

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites whose neighbours nobody rewrote: each must still pay.
+
+A model may have a norm that no pattern knows, or a user may disable one. What is left is fused if
+it saves bytes in the whole graph, where Inductor fuses the rest into the kernels that run anyway.
+The forecast of ``explain`` counts these bytes, with no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from coda_inductor import explain
+from coda_inductor.fusing.driver import _Planner
+from coda_inductor.refusal import refuse
+from coda_inductor.report import Choice
+
+ROWS, WIDTH, INNER, HEAD, RANK = 8192, 2048, 8192, 128, 16
+#: Milliseconds by which the forecast may err about one site: a launch.
+LAUNCH = 0.003
+OFF = ("rms_norm", "residual", "adapters", "idioms")
+
+
+class AbsNorm(nn.Module):
+    """Divides by the mean of absolute values, which is no pattern's norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        wide = x.float()
+        scale = torch.reciprocal(wide.abs().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class RMSNorm(AbsNorm):
+    """As transformers writes it."""
+
+    def forward(self, x):
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class LoRA(nn.Module):
+    """As peft writes it."""
+
+    def __init__(self, k, n, rank):
+        super().__init__()
+        self.base = nn.Linear(k, n, bias=False)
+        self.rank = rank
+        if rank:
+            self.base.requires_grad_(False)
+            self.a, self.b = nn.Linear(k, rank, bias=False), nn.Linear(rank, n, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x)) * 0.5 if self.rank else self.base(x)
+
+
+class Layer(nn.Module):
+    """Llama's, without rotations. No norm is trained: the forecast does not count that sums over
+    rows take a kernel more."""
+
+    def __init__(self, norm, rank):
+        super().__init__()
+        self.norms = nn.ModuleList([norm(), norm()])
+        self.qkv = nn.ModuleList([LoRA(WIDTH, WIDTH, rank) for _ in range(3)])
+        self.out, self.down = LoRA(WIDTH, WIDTH, rank), LoRA(INNER, WIDTH, rank)
+        self.gate, self.up = LoRA(WIDTH, INNER, rank), LoRA(WIDTH, INNER, rank)
+        self.norms.requires_grad_(False)
+
+    def forward(self, x):
+        h = self.norms[0](x)
+        q, k, v = (f(h).view(1, ROWS, -1, HEAD).transpose(1, 2) for f in self.qkv)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(1, ROWS, WIDTH))
+        h = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture
+def forecast():
+    """A function of (norm, rank, training, disabled): the explanation of a layer."""
+
+    @functools.cache
+    def made(norm, rank):
+        with torch.device("meta"):
+            return nn.Sequential(Layer(norm, rank), norm()).bfloat16()
+
+    def found(norm, rank, training, disable=()):
+        x = torch.empty(1, ROWS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with torch.set_grad_enabled(training):
+            return explain(made(norm, rank), x, gpu="h200", options={"disable": list(disable)})
+
+    return found
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("rank", [0, RANK], ids=["full", "lora"])
+@pytest.mark.parametrize("norm", [RMSNorm, AbsNorm])
+def test_no_feature_left_out_makes_a_step_slower_than_torch_compile(norm, rank, training, forecast):
+    for off in ("idioms",) if norm is AbsNorm else OFF:
+        stock, ours = forecast(norm, rank, training, [off]).ms
+        assert ours <= stock, f"without {off}: {ours:.2f} ms, {stock:.2f} under torch.compile"
+
+
+@pytest.mark.parametrize(
+    ("norm", "rank", "training", "off"),
+    [(AbsNorm, RANK, True, ()), (AbsNorm, 0, True, ()), (RMSNorm, RANK, False, ("rms_norm",)),
+     (RMSNorm, 0, True, ("idioms",))],
+)  # fmt: skip
+def test_each_site_beside_an_unknown_norm_pays(norm, rank, training, off, forecast, monkeypatch):
+    """Without any one of its kernels the whole step takes longer, or as long."""
+    found = forecast(norm, rank, training, off)
+    fused = {site.site for site in found.sites if site.fused}
+    assert fused
+    judged = _Planner._judged
+    for name in fused:
+
+        def without(planner, region, site, name=name):
+            judgment, choice = judged(planner, region, site)
+            if judgment.site == name:
+                choice = Choice(refusal=refuse("disabled", "it is left out"), how="unfused")
+            return (site if judgment.site == name else judgment), choice
+
+        monkeypatch.setattr(_Planner, "_judged", without)
+        left = forecast(norm, rank, training, off)
+        assert all(site.site != name or not site.fused for site in left.sites)
+        assert found.ms[1] <= left.ms[1] + LAUNCH, f"{name} costs {found.ms[1] - left.ms[1]:.4f} ms"
