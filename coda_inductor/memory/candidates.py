@@ -161,9 +161,9 @@ def candidates(kept: Kept, gpu: Gpu) -> list[Candidate]:
     times: dict[Node, float] = {}
     groups: dict[tuple[Node, ...], list[Node]] = {}
     for node in kept.kept:
-        again = [n for n in kept.again([node], (node,)) if heavy(n)]
+        again = tuple(sorted(n for n in kept.again([node], (node,)) if heavy(n)))
         if all(map(repeatable, again)):
-            groups.setdefault(tuple(sorted(again)), []).append(node)
+            groups.setdefault(again, []).append(node)
     found = []
     order = {node: i for i, node in enumerate(kept.kept)}
     for again, nodes in groups.items():
