@@ -130,7 +130,8 @@ def import_path() -> list[str]:
     here = None
     with contextlib.suppress(FileNotFoundError):  # it was removed
         here = os.path.realpath(os.getcwd())
-    texts = [p for p in sys.path if isinstance(p, str)]
+    entries: list[Any] = sys.path
+    texts = [p for p in entries if isinstance(p, str)]
     found = [p for p in texts if os.path.isabs(p) and os.path.realpath(p) != here]
     modules = [sys.modules[name] for name in _NEEDED if name in sys.modules]
     needed = [str(Path(str(module.__file__)).absolute().parents[1]) for module in modules]

@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coda_inductor.compat import scaled_mm, storage
+from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.grouped import group_of, grouped_product
@@ -112,14 +113,16 @@ def run(
             args[1] = step.args[1]
         env[step.name] = OPS[step.op].torch(*args)
     outputs: list[Tensor] = []
-    taken = {storage(x) for x in (*as_, *bs, *operands)}  # each store is a tensor of its own
+    # Each store is a tensor of its own. The products of a grouped pair are parts of one.
+    taken = {o.name for o in program.operands} | ({*program.accs} if program.grouped else set())
     # Inductor drops a cast down and up, so readers of a store would get what was not rounded.
-    rounded = {(step.op, step.args[0]): step.name for step in program.steps}
+    rounded: dict[Any, str] = {(step.op, step.args[0]): step.name for step in program.steps}
     for store in program.stores:
         name = rounded.get((ROUNDING.get(store.dtype), store.value), store.value)
-        value = env[name].to(getattr(torch, store.dtype)).expand(shape).contiguous()
-        outputs.append(value.clone() if storage(value) in taken else value)
-        taken.add(storage(outputs[-1]))
+        value = env[name].to(getattr(torch, store.dtype)).expand(shape)
+        form = torch.contiguous_format
+        outputs.append(value.clone(memory_format=form) if name in taken else value.contiguous())
+        taken.add(name)
     for reduce in program.reduces:
         value = env[reduce.value].expand(shape)
         outputs.append(COMBINE[reduce.combine](value, reduce.dim, keepdim=True))

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, leave_custom_ops, randn, reasons, side_by_side
+from checking import check, check_gradients, leave_custom_ops, randn, reasons, side_by_side
 from torch import nn
 
 from coda_inductor.fusing import driver
@@ -277,3 +277,15 @@ def test_a_number_that_is_complex_is_no_constant():
         return (x @ w) * torch.full((), 2.0, dtype=torch.complex128)
 
     assert not check(function, randn(6, 8), randn(8, 10)).fused
+
+
+def test_a_cast_that_narrows_float64_rounds():
+    """Programs of float64 GEMMs do not: in front of a norm it was as if there were none."""
+
+    def function(x, w, g):
+        z = (F.linear(x, w)).float().double()
+        y = F.linear(x, w) + (x * g).bfloat16().double()
+        return z * g + 1, F.rms_norm(z, (8,), g, 1e-2), y
+
+    check(function, randn(6, 8), randn(8, 8), randn(8), tolerance=1e-12)
+    check_gradients(function, *(randn(*n).requires_grad_() for n in ((6, 8), (8, 8), (8,))))

@@ -168,6 +168,19 @@ def test_copies_are_copies_and_views_are_views():
         assert view.abs().sum() == 0
 
 
+def test_equal_results_are_two_tensors_after_inductor():
+    """Which drops a sum with a tensor of zeros, and what follows from equal steps."""
+
+    def function(x, w):
+        y = x @ w
+        return y, y + 0, y * 1, torch.sigmoid(y), torch.sigmoid(y)
+
+    x, w = torch.randn(4, 16), torch.randn(16, 8)
+    for outputs in (torch.compile(function, backend="coda")(x, w), Harness().run(function, x, w)):
+        assert len({t.untyped_storage().data_ptr() for t in outputs}) == len(outputs)
+        torch.testing.assert_close(tuple(outputs), function(x, w))
+
+
 def halves(x, w):
     g, u = (x @ w.t()).chunk(2, -1)
     return F.silu(g) * u, u, g + 0, u.t().contiguous()

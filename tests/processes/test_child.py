@@ -163,6 +163,11 @@ def test_nothing_is_imported_from_the_current_folder(start, tmp_path, monkeypatc
     assert ask(start(), do)["files"] == [m.__file__ for m in (sympy, torch, coda_inductor)]
 
 
+def test_entries_that_import_ignores_do_not_reach_it(start, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/somewhere"), b"/bytes"])
+    assert ask(start(), "say(path=sys.path)") == {"path": child.import_path()}
+
+
 def test_what_it_needs_is_found_where_the_parent_has_it(start, monkeypatch):
     """Even if that is the current folder: a checkout of PyTorch, or of this package."""
     place = Path(torch.__file__).parents[1]

@@ -97,6 +97,27 @@ def test_a_sum_over_rows_that_meets_its_tile_again_is_of_what_is_stored():
     assert any(s.op == "round_bfloat16" for s in found.steps)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_stored_is_what_inductor_lets_others_read(exact):
+    """It drops the cast of a store down, and that of its reader up."""
+    top = verify(consistent(program("x mul acc 1.1; h mul x 2", "x h", "part:x:row:max")))
+
+    def differences(a, b, t):
+        x, _, largest = reference.run(top, [a], [b], [t], exact=exact)
+        return (x.float() - largest).amax(1)
+
+    args = [randn(*shape, dtype=torch.bfloat16) for shape in ((M, K), (K, N), (M, N))]
+    for call in (differences, torch.compile(differences, backend="inductor")):
+        assert torch.equal(call(*args), torch.zeros(M))
+
+
+def test_no_store_shares_memory():
+    made = verify(parsed("float64", "t:tile", "", "acc acc t"))
+    a, b, t = (randn(*shape) for shape in ((M, K), (K, N), (M, N)))
+    tensors = [*reference.run(made, [a], [b], [t]), a, b, t]
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
+
+
 def of_tiles(steps: str, stores: str, reduces: str = "") -> EpilogueProgram:
     return verify(parsed("float64", "t:tile u:tile", steps, stores, reduces))
 

@@ -148,6 +148,9 @@ def mm(x, n):
 SUMS = {
     "of low rank between": (lambda x: mm(x, 2) + mm(x, 12) + mm(x, 1) + mm(x, 13), True),
     "nested": (lambda x: (mm(x, 2) + mm(x, 12)) + (x + mm(x, 13)), True),
+    "one of them twice": (lambda x: (((y := mm(x, 12)) + mm(x, 2)) + y) + mm(x, 13), True),
+    "low rank twice": (lambda x: (((y := mm(x, 2)) + mm(x, 12)) + y) + mm(x, 13) + x, True),
+    "only one, twice": (lambda x: ((y := mm(x, 12)) + mm(x, 2)) + y, False),
     "through views": (lambda x: (mm(x, 2).view(8, 4, -1) + mm(x, 12).view(8, 4, -1))
                       + mm(x, 13).view(8, 4, -1), True),
     "in order": (lambda x: mm(x, 12) + mm(x, 13) + mm(x, 2), False),

@@ -72,6 +72,16 @@ def test_products_of_several_rows_stay_apart():
     assert left(halves_of, A, A, W) == 2
 
 
+def test_one_part_that_is_read_twice_stays():
+    """The other part is read by something else."""
+
+    def twice(x, y, w, groups):
+        lower, upper = torch.split(w, 8, 2)
+        return [grouped_mm(x, lower, groups, None) * s for s in (y, y + 1)], upper.sum()
+
+    assert left(twice, A, (5, 8), W) == 2
+
+
 def test_one_part_alone_stays():
     def one(x, w, groups):
         return grouped_mm(x, torch.split(w, 8, 2)[0], groups, None)

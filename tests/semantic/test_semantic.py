@@ -148,6 +148,14 @@ def expert_examples(dtype):
     }
 
 
+def test_no_two_results_of_an_op_are_one_tensor():
+    from coda_inductor.semantic.define import _fresh
+
+    x = randn(3)
+    results = _fresh(lambda x: (x, x, *[x * 2] * 2))(x)
+    assert len({t.data_ptr() for t in (x, *results)}) == 5
+
+
 def test_fp8_ops_are_what_torch_asks_of_one():
     """But for the comparison of inputs before and after, which torch has for no FP8 tensor."""
     checks = ["test_faketensor", "test_autograd_registration"]

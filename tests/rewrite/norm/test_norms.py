@@ -376,3 +376,14 @@ def test_one_token_without_a_dimension_of_tokens(norm, between):
 
     shapes = (8,), (8,), (8, 2), (8, 2), (2,), (2, 4)
     check_gradients(chain, *(randn(*shape).requires_grad_() for shape in shapes))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_block_of_one_token_has_eagers_gradients(norm):
+    """Gamma's gradient is summed over rows, of which there are none."""
+
+    def block(x, w, b, gamma, out):
+        return F.linear(NORMS[norm](x + F.linear(x, w, b), gamma), out, b)
+
+    shapes = (40,), (40, 40), (40,), (40,), (40, 40)  # torch has other ops for smaller ones
+    check_gradients(block, *(randn(*shape).requires_grad_() for shape in shapes))
