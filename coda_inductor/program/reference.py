@@ -118,7 +118,7 @@ def run(
     # Inductor drops a cast down and up, so readers of a store would get what was not rounded.
     rounded: dict[Any, str] = {(step.op, step.args[0]): step.name for step in program.steps}
     for store in program.stores:
-        name = rounded.get((ROUNDING.get(store.dtype), store.value), store.value)
+        name = rounded.get((ROUNDING.get(store.dtype, ""), store.value), store.value)
         value = env[name].to(getattr(torch, store.dtype)).expand(shape)
         form = torch.contiguous_format
         outputs.append(value.clone(memory_format=form) if name in taken else value.contiguous())
