@@ -4,6 +4,8 @@
 operands     how an outside tensor covers the tile
 region       what an epilogue absorbs, and its program
 grow         grow a GEMM's epilogue
+grower       what it absorbs, in the order of the graph, and what is taken back
+tile         ops of the graph become steps on the tile
 fit          a region without a kernel gives up what takes most shared memory
 sums         a sum of GEMMs is one GEMM
 pair         gate and up in one tile

@@ -19,8 +19,6 @@ over part of M, or the limits on tile operands and stores are reached.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch.fx import Node
 
 from coda_inductor.fuse.grower import Banned, Grower
@@ -47,26 +45,28 @@ def grow(
     """
     banned = dict(banned or {})
     known = set(banned)
+    first = Grower(Region(anchors, total, lanes=lanes or {}), scope, banned)
     while True:
-        region = _grown(lambda: Region(anchors, total, lanes=lanes or {}), scope, banned)
-        trouble = unstorable(region)
-        if trouble is None:
+        first.run(early=True)
+        grower = _fewer_tiles(first)
+        troubles = unstorable(grower.region)
+        if not troubles:
+            region = grower.finish()
             region.refusals.update({n: why for n, why in banned.items() if n not in known})
             return region
-        node, reason = trouble
-        if node in banned or node in (*anchors, total, *region.lanes):
+        if not first.ban(troubles):
+            node, reason = next(iter(troubles.items()))
             raise Refused(reason.within(f"{node.name}: {{}}"))
-        banned[node] = reason
 
 
-def _grown(start: Callable[[], Region], scope: Scope, banned: Banned) -> Region:
-    """A region that loads as few tiles as possible: a tile that the backward pass recomputes is not
-    loaded if the region can compute it from tiles that it loads later."""
-    first = Grower(start(), scope, banned)
-    region, tiles = first.run(), first.tiles()
+def _fewer_tiles(first: Grower) -> Grower:
+    """A tile that the backward pass recomputes is not loaded if the region can compute it from
+    tiles that it loads later."""
+    region, scope, tiles = first.region, first.scope, first.tiles()
     made = {tile for tile in tiles if scope.recomputed(tile)}
     if not made:
-        return region
-    second = Grower(start(), scope, banned, tiles - made)
-    again = second.run()
-    return again if len(second.tiles()) < len(tiles) else region
+        return first
+    again = Region(region.anchors, region.total, lanes=region.lanes)
+    second = Grower(again, scope, first.banned, tiles - made)
+    second.run(early=False)
+    return second if len(second.tiles()) < len(tiles) else first

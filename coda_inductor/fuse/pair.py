@@ -25,9 +25,10 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, routes_of
-from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.vocabulary import LOWERINGS
 from coda_inductor.graph.walk import back_to, base, readers
 from coda_inductor.refusal import Refused
 
@@ -60,6 +61,8 @@ def _lane(node: Node, product: Node) -> int | None:
 def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
     """Regions of ``anchor`` and each later GEMM of the same A with a weight of the same form."""
     a, b = gemm_inputs(anchor)
+    if not _meets(anchor, scope):
+        return
     for other in sorted(n for n in _readers(a) if anchor < n):
         alike = fast_accumulation(other) == fast_accumulation(anchor)
         alike = alike and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
@@ -68,6 +71,22 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
             continue
         with contextlib.suppress(Refused):
             yield grow((anchor, other), scope, banned)
+
+
+def _meets(anchor: Node, scope: Scope) -> bool:
+    """May an epilogue combine the product of ``anchor`` with one that is not computed from it?"""
+    own, todo, seen = scope.products(anchor), [anchor], {anchor}
+    while todo:
+        for user in todo.pop().users:
+            if user in seen or not scope.same_side(user, anchor):
+                continue
+            if not (user.target in LOWERINGS or renames_or_casts(user)):
+                continue
+            if scope.products(user) & ~own:
+                return True
+            seen.add(user)
+            todo.append(user)
+    return False
 
 
 def _readers(a: Node) -> set[Node]:

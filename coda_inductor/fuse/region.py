@@ -7,6 +7,7 @@ Nothing here changes a graph: :mod:`coda_inductor.fuse.grow` fills regions, ``em
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +105,13 @@ class Region:
 
     def is_truth(self, value: Value) -> bool:
         """Is ``value`` a bool in the program?"""
-        step = next((step for step in self.steps if step.name == value), None)
+        step = self.step(value)
         return step is not None and step.op in OPS and OPS[step.op].boolean
+
+    def step(self, value: Value) -> Step | None:
+        """The step that computes ``value``, if one does: its name says which."""
+        name = str(value)
+        return self.steps[int(name[1:])] if name.startswith("v") else None
 
     def operand(self, node: Node, kind: str) -> str:
         """The name of ``node`` as an operand of ``kind``."""
@@ -118,12 +124,13 @@ class Region:
             self.operands[node, kind] = known
         return known.name
 
-    def stored(self) -> dict[Value, list[Node]]:
-        """Values that something outside reads, each with the nodes that are read."""
+    def stored(self, decided: Callable[[Node], bool] = lambda _: True) -> dict[Value, list[Node]]:
+        """Values that something outside reads, each with the nodes that are read; of readers, only
+        those count for which ``decided`` holds."""
         inside = {*self.values, *self.reduces}
         result: dict[Value, list[Node]] = {}
         for node, value in self.values.items():
-            if any(user not in inside for user in node.users):
+            if any(user not in inside and decided(user) for user in node.users):
                 result.setdefault(value, []).append(node)
         return result
 

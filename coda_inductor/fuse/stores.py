@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.fx import Node
 
 from coda_inductor.fuse.region import Region
@@ -16,38 +18,46 @@ from coda_inductor.refusal import Refusal, refuse
 MAX_STORES = 3
 
 
-def unstorable(region: Region) -> tuple[Node, Refusal] | None:
-    """A node that must leave the region, because it cannot be stored or because storing it gains
-    nothing; and why."""
-    stored = region.stored()
-    order = list(region.values)
+def unstorable(
+    region: Region, decided: Callable[[Node], bool] | None = None
+) -> dict[Node, Refusal]:
+    """Nodes that must leave the region, because they cannot be stored or because storing them gains
+    nothing, and why. One at a time, because without it others may stay; but of many that are too
+    many, half. ``decided``: while the region grows, which nodes outside of it stay there."""
+    sure = decided or (lambda _: True)
+    stored = region.stored(sure)
+    nodes_of: dict[Value, list[Node]] = {}
+    for node, value in region.values.items():
+        nodes_of.setdefault(value, []).append(node)
+    inside = {*region.values, *region.reduces}
+    names = {operand.name for operand in region.operands.values()} | set(stored)
+
+    def only_adds_a_store(value: Value) -> bool:
+        """Would Inductor compute ``value`` for free in the kernels that read it? It does so if they
+        are elementwise and the inputs of ``value`` are in memory anyway."""
+        step = region.step(value)
+        if step is None or not names.issuperset(step.names):
+            return False
+        users = (u for n in nodes_of[value] for u in n.users if u not in inside)
+        return all(elementwise(u) and not renames(u) and sure(u) for u in users)
+
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
         if not isinstance(value, str) or dtype_name(fake(node).dtype) not in STORE_DTYPES:
             text = "its result is read outside and is not a floating tile"
-            return _owner(node, region), refuse("store-dtype", text)
+            return {_owner(node, region): refuse("store-dtype", text)}
         if not row_major(fake(node)):
             text = "its result is not laid out row by row"
-            return _owner(node, region), refuse("store-layout", text)
-        if _only_adds_a_store(value, region, stored):
+            return {_owner(node, region): refuse("store-layout", text)}
+        if only_adds_a_store(value):
             text = "fusing it only adds a store: its readers are elementwise too"
-            return _owner(node, region), refuse("store-needless", text)
-    if len(stored) > MAX_STORES:
-        last = max((nodes[0] for nodes in stored.values()), key=order.index)
-        text = f"more than {MAX_STORES} tiles would be stored"
-        return _owner(last, region), refuse("epilogue-full", text)
-    return None
-
-
-def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
-    """Would Inductor compute ``value`` for free in the kernels that read it? It does so if they are
-    elementwise and the inputs of ``value`` are in memory anyway."""
-    step = next((s for s in region.steps if s.name == value), None)
-    names = {o.name for o in region.operands.values()} | set(stored)
-    if step is None or any(isinstance(a, str) and a not in names for a in step.args):
-        return False
-    inside = {*region.values, *region.reduces}
-    users = [u for n, v in region.values.items() if v == value for u in n.users]
-    return all(u in inside or (elementwise(u) and not renames(u)) for u in users)
+            return {_owner(node, region): refuse("store-needless", text)}
+    many = len(stored) - MAX_STORES
+    if many <= 0 or decided is not None:
+        return {}
+    place = {node: i for i, node in enumerate(region.values)}
+    last = sorted((nodes[0] for nodes in stored.values()), key=place.__getitem__, reverse=True)
+    why = refuse("epilogue-full", f"more than {MAX_STORES} tiles would be stored")
+    return {_owner(node, region): why for node in last[: (many + 1) // 2]}
 
 
 def _owner(node: Node, region: Region) -> Node:

@@ -55,6 +55,8 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
             ordered = tuple(sorted(found))
             if _joinable(ordered, scope) and all(legal(t) is None for t in ordered):
                 best = (ordered, node)
+            elif len(ordered) > 2:
+                break  # what does not hold for these does not for more of them
     return best
 
 

@@ -127,7 +127,7 @@ def _fused(graph: Graph, record: Record) -> _Fused:
             strict = record.options.strict
             call = emit(region, site.program, choice.config, site=site.site, strict=strict)
             calls[call] = first + len(sites)
-            planner.scope.refresh(graph)
+            planner.scope.refresh()
         call.meta[SITE] = first + len(sites)
         sites.append(site)
     return calls, fired, sites

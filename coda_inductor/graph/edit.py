@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from coda_inductor.compat import storage, tree_leaves
@@ -21,6 +21,11 @@ KEPT_META = (
     "partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "stack_trace", "nn_module_stack",
     "fwd_nn_module_stack", "original_aten", "from_node", "custom", "autograd_backward",
 )  # fmt: skip
+
+
+def put_into(graph: Graph) -> list[Node]:
+    """The nodes that :class:`Put` and ``splice`` have put into ``graph`` so far, in that order."""
+    return vars(graph).setdefault("coda_put", [])
 
 
 def computed(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
@@ -58,6 +63,7 @@ class Put:
         graph = self.like.graph
         with graph.inserting_before(self.before):
             node = graph.call_function(target, args)
+        put_into(graph).append(node)
         node.meta = {key: self.like.meta[key] for key in KEPT_META if key in self.like.meta}
         node.meta["val"] = computed(target, args, {}, like=self.like)
         if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):

@@ -9,10 +9,16 @@ backward pass, because no output needs it. Inference graphs are all forward.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import operator
+from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
+from coda_inductor.graph.edit import put_into
+from coda_inductor.graph.gemms import GEMMS
+from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.walk import closure
 
 #: Meta key of a node that the forward pass computes although none of its outputs needs the result,
@@ -31,7 +37,11 @@ class Scope:
     def __init__(self, graph: Graph):
         self.forward: set[Node] = set()
         self.graded: set[Node] = set()
-        self._known: set[Node] = set()
+        self._put = put_into(graph)
+        self._seen = len(self._put)
+        #: The products that a node is computed from, as bits: DFS of each pair would take n**2.
+        self._above: dict[Node, int] = {}
+        self._bits: dict[Node, int] = {}
         for node in graph.nodes:
             self._grade(node)
         early = (n for n in graph.nodes if n.meta.get(EARLY) and n not in self.graded)
@@ -42,15 +52,51 @@ class Scope:
             if node.target is operator.getitem and node.all_input_nodes[0] in self.forward:
                 self.forward.add(node)
 
-    def refresh(self, graph: Graph) -> None:
-        """Add the nodes that a pass has inserted. One that depends on forward values alone belongs
-        to the forward pass, unless one of its inputs is recomputed."""
-        for node in graph.nodes:
-            if node in self._known:
-                continue
+    def refresh(self) -> None:
+        """Add the nodes that a pass has put into the graph. One that depends on forward values
+        alone belongs to the forward pass, unless one of its inputs is recomputed."""
+        new = sorted(node for node in self._put[self._seen :] if not erased(node))
+        self._seen = len(self._put)
+        for node in new:
             self._grade(node)
             if node not in self.graded and not any(map(self.recomputed, node.all_input_nodes)):
                 self.forward.add(node)
+        todo = list(new)
+        while todo:  # what reads new nodes may depend on more products than before
+            node = heapq.heappop(todo)
+            before = self._above.pop(node, None)
+            after = self._above[node] = self.products(node) | (before or 0)
+            if before != after:
+                for user in node.users:
+                    if user in self._above:
+                        heapq.heappush(todo, user)
+
+    def depends(self, node: Node, products: Iterable[Node]) -> bool:
+        """Is ``node`` computed from one of ``products``, GEMMs of the graph, or one of them?"""
+        bits = [self.products(product) and self._bits[product] for product in products]
+        return bool(self.products(node) & functools.reduce(operator.or_, bits))
+
+    def replace(self, product: Node, new: Node) -> None:
+        """``new``, a product, takes the place of ``product``: the same nodes depend on it."""
+        if product in self._bits:
+            self._bits[new] = self._bits[product]
+
+    def products(self, node: Node) -> int:
+        """The GEMMs that ``node`` is computed from, itself included, a bit for each."""
+        known, todo = self._above, [node]
+        while todo:
+            top = todo[-1]
+            if more := [n for n in top.all_input_nodes if n not in known and top not in known]:
+                todo += more
+                continue
+            todo.pop()
+            if top not in known:
+                own = 0
+                if top.target in GEMMS:
+                    own = self._bits.setdefault(top, 1 << len(self._bits))
+                above = (known[n] for n in top.all_input_nodes)
+                known[top] = functools.reduce(operator.or_, above, own)
+        return known[node]
 
     def same_side(self, left: Node, right: Node) -> bool:
         return (left in self.forward) == (right in self.forward)
@@ -61,7 +107,6 @@ class Scope:
         return node.op == "call_function" and not outside
 
     def _grade(self, node: Node) -> None:
-        self._known.add(node)
         if is_tangent(node) or any(n in self.graded for n in node.all_input_nodes):
             self.graded.add(node)
 

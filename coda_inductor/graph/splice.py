@@ -24,7 +24,7 @@ from coda_inductor.compat import (
     tree_flatten,
     tree_unflatten,
 )
-from coda_inductor.graph.edit import KEPT_META, computed, fake_mode
+from coda_inductor.graph.edit import KEPT_META, computed, fake_mode, put_into
 from coda_inductor.graph.nodes import fake
 
 #: Attribute of a fake mode: the traces under it, by function and arguments. A dictionary outside of
@@ -73,6 +73,7 @@ def splice(
                 raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
             else:
                 copied = env[node] = graph.node_copy(node, env.__getitem__)
+                put_into(graph).append(copied)
                 copied.meta = {**node.meta, **kept}
                 if again:
                     copied.meta["val"] = _own_value(copied, mode)

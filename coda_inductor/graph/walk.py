@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,20 @@ def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[
         found.update(dict.fromkeys(new))
         todo += new
     return found
+
+
+def unrolled(start: Generator[Any, Any, Any]) -> Any:
+    """What ``start`` returns: a recursion of generators, each of which yields the calls that it
+    makes. A chain of ops may be longer than Python's stack is deep."""
+    stack, result = [start], None
+    while stack:
+        try:
+            stack.append(stack[-1].send(result))
+            result = None
+        except StopIteration as done:
+            stack.pop()
+            result = done.value
+    return result
 
 
 def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
@@ -91,10 +105,13 @@ def _renames_or_widens(node: Node) -> bool:
 def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
     """(names, readers): ``node`` and its other names, nodes for which ``through`` holds; and all
     other readers of these."""
+    found = {node: None}
     names = [node]
     for name in names:
-        names += [u for u in name.users if through(u) and u not in names]
-    return names, [u for name in names for u in name.users if u not in names]
+        new = [u for u in name.users if through(u) and u not in found]
+        found.update(dict.fromkeys(new))
+        names += new
+    return names, [u for name in names for u in name.users if u not in found]
 
 
 def only_reader(node: Node | None, through: Callable[[Any], bool] = lambda _: False) -> Node | None:

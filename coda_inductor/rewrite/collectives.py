@@ -56,7 +56,7 @@ def merge_collectives(graph: Graph, record: Record) -> None:
     saved = _merge_equal(graph, scope)
     for node in [] if micro_pipeline() else list(graph.nodes):
         if is_sum(node) and _merge_sum(node, scope):
-            scope.refresh(graph)
+            scope.refresh()
             saved += 1
     record.fire("collective", saved)
 

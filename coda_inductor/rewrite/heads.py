@@ -74,7 +74,7 @@ def rotate_rows(graph: Graph, record: Record) -> None:
         why = found if isinstance(found, Refusal) else _rewrite(node, found, made)
         if why is not None:
             record.refuse("rotary", place(node), why)
-        scope.refresh(graph)
+        scope.refresh()
 
 
 def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:

@@ -60,11 +60,11 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
     scope = Scope(graph)
     for nodes in groups.values():
         waiting = wait(nodes, scope, record)
-        scope.refresh(graph)
+        scope.refresh()
         x = arguments(nodes[0])["x"]
         _expand(nodes, waiting or Source(x, x), scope, plan)
         if waiting is None:
-            scope.refresh(graph)
+            scope.refresh()
         else:
             make_again(waiting)
             scope = Scope(graph)  # for what the backward pass recomputes

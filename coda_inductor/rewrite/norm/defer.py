@@ -58,12 +58,12 @@ def defer_norms(graph: Graph, record: Record) -> None:
             means.stays(norm)
             continue
         x = arguments(norm)["x"]  # the norm is gone after this
-        deferred, products = defer(norm, found)
+        deferred, products = defer(norm, found, scope)
         differentiate(found, deferred, products, scope)
         if deferred.mean is not None:
             means.note(x, deferred.mean)
         prune(list(norm.users))
-        scope.refresh(graph)
+        scope.refresh()
         logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))
 
 

@@ -34,6 +34,7 @@ from torch.fx import Node
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias
 from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.rewrite.norm.uses import Uses
@@ -62,7 +63,7 @@ class Deferred:
 Product = tuple[Node, Node]
 
 
-def defer(norm: Node, found: Uses) -> tuple[Deferred, list[Product] | None]:
+def defer(norm: Node, found: Uses, scope: Scope) -> tuple[Deferred, list[Product] | None]:
     """Rewrite the forward pass of ``norm``, whose readers are ``found``. Returns the GEMMs that
     follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target].name, norm.name)
@@ -70,7 +71,7 @@ def defer(norm: Node, found: Uses) -> tuple[Deferred, list[Product] | None]:
     gradients = found.gradients()
     made: dict[Node, Node] = {}
     for gemm in found.gemms:
-        made[gemm] = _scaled(Put(gemm, pattern=pattern), gemm, deferred)
+        made[gemm] = _scaled(Put(gemm, pattern=pattern), gemm, deferred, scope)
         gemm.replace_all_uses_with(made[gemm])
         prune([gemm])
     if gradients is None:
@@ -98,10 +99,12 @@ def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None = No
     return Deferred(record.name, gamma, given.get("bias"), h, list(rows), flat, shift, mean)
 
 
-def _scaled(put: Put, gemm: Node, norm: Deferred) -> Node:
+def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
     """``gemm(h, W)`` with what the norm takes away before the row scale, and adds after it."""
     colsum, offset = _vectors(gemm, norm)
-    z = put.cast(put(aten.mm.default, norm.h, gemm_inputs(gemm)[1]), fake(norm.flat).dtype)
+    product = put(aten.mm.default, norm.h, gemm_inputs(gemm)[1])
+    scope.replace(gemm, product)
+    z = put.cast(product, fake(norm.flat).dtype)
     if norm.shift is not None:
         z = put.sub(z, put.mul(norm.shift, colsum))
     z = put.mul(z, norm.flat)

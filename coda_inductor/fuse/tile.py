@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops of the graph become steps on the tile of one region, or are taken back: see ``grow``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.compat import unset_fake_temporarily
+from coda_inductor.fuse import heads, operands
+from coda_inductor.fuse.region import Region
+from coda_inductor.graph.gemms import (
+    bias_of,
+    bias_of_groups,
+    producer,
+    scales_of,
+)
+from coda_inductor.graph.nodes import (
+    arguments,
+    aten,
+    constant,
+    fake,
+    renames_or_casts,
+)
+from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import same
+from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Value
+from coda_inductor.graph.walk import back_to, base, source
+from coda_inductor.program import OPS, Reduce, Step
+from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.rotary import rotate_heads
+
+#: Nodes that must stay outside, and why.
+Banned = dict[Node, Refusal]
+#: A call of a recursion that ``unrolled`` runs.
+_Lowering = Generator[Any, Any, Refusal | None]
+
+
+class Tile:
+    """Computes nodes on the tile of ``region``. ``loaded``: tiles that it loads in any case."""
+
+    def __init__(
+        self, region: Region, scope: Scope, banned: Banned, loaded: AbstractSet[Node] = frozenset()
+    ):
+        self.region, self.scope, self.banned, self.loaded = region, scope, banned, loaded
+        self.anchor = region.anchors[0]
+        self.m, self.n, _ = region.shape
+        self.origin = ""
+        self.reduced: dict[tuple, Reduce] = {}
+        #: What is absorbed although it does not depend on the products.
+        self.beside: list[Node] = []
+        #: Each node that was considered, with the state before; for a node, its first place there.
+        self.history: list[tuple[Node, Any]] = []
+        self.asked: dict[Node, int] = {}
+
+    def _begin(self, node: Node, acc: Value) -> Refusal | None:
+        """What the GEMM op itself does to its product: scales (FP8), a bias."""
+        shape, bias, scales = fake(node).shape, bias_of(node), scales_of(node)
+        for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
+            if operand is None:
+                continue
+            plain = all(value == 1 for value in node.kwargs.values())
+            if not plain or self._check(operand, shape) is not None:
+                return refuse("bias-form", "its bias, scales or alpha/beta are not supported")
+            self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
+            through = base if operand in scales else source  # unfused, it takes float32
+            acc = self._emit(op, acc, self._operand(operand, shape, through))
+        self.region.values[node] = acc
+        return None
+
+    def _unlike(self, node: Node) -> Refusal | None:
+        """Why ``node`` is not an op on the tile, or None."""
+        tensor = fake(node)
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
+            text = f"{node.target} is not elementwise"
+            if str(node.target).startswith("coda_inductor.gemm_epilogue"):
+                text = "the epilogue of the next fused GEMM reads it"
+            return refuse("not-elementwise", text)
+        if node.target is aten.permute.default:
+            return refuse("transposed", f"{node.target} transposes the tile")
+        if operands.wider(node, self.anchor):
+            text = f"{node.target} is computed in float64, its GEMM is not"
+            return refuse("float64-mixed", text)
+        if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
+            return refuse("reshaped", f"{node.target} changes the tile's shape")
+        known = node.target in LOWERINGS or node.target is rotate_heads
+        if not known and not renames_or_casts(node):
+            text = f"{node.target} is not in the epilogue vocabulary"
+            return refuse("not-in-vocabulary", text)
+        return None
+
+    def _lower(self, node: Node, pull: bool = False) -> _Lowering:
+        """Compute ``node`` on the tile, absorbed or as a copy (``pull``). Returns None, or why that
+        is impossible (then nothing has changed)."""
+        saved = self._state()
+        reason = (yield self._lower_args(node, pull)) or operands.too_many(
+            [kind for _, kind in self.region.operands], paired=len(self.region.accs) == 2
+        )
+        if reason is not None:
+            self._restore(saved)
+        return reason
+
+    def _parts(self) -> Iterable[Any]:
+        """What grows, at its end only."""
+        region = self.region
+        own = region.values, region.pulled, region.operands, region.steps
+        return *own, region.reduces, region.refusals, self.reduced, self.beside
+
+    def _state(self) -> Any:
+        return [len(part) for part in self._parts()], self.region.heads
+
+    def _restore(self, state: Any) -> None:
+        lengths, self.region.heads = state
+        for part, length in zip(self._parts(), lengths, strict=True):
+            while len(part) > length:
+                part.popitem() if isinstance(part, dict) else part.pop()
+
+    def _lower_args(self, node: Node, pull: bool) -> _Lowering:
+        if node.target is rotate_heads:
+            return self._of_heads(node, pull)
+        lowering, full = LOWERINGS.get(node.target), fake(node).shape
+        inputs = [*node.args, *node.kwargs.values()]
+        for arg in inputs:
+            if isinstance(arg, Node) and self._value(arg) is None:
+                yield self._pull(arg, node)
+        self.origin = str(node.target)
+        if lowering is None:
+            value = self._value(inputs[0])
+            if value is None:
+                return refuse("not-elementwise", f"{node.target} is not elementwise")
+            self._note(node, value, pull)
+            return None
+        reason = next((why for a in inputs if (why := self._check(a, full))), None)
+        if reason is not None:
+            return reason
+        args = [self._argument(node, i, a, full) for i, a in enumerate(node.args)]
+        kwargs = {k: self._operand(a, full) for k, a in node.kwargs.items()}
+        result = lowering(self._emit, *args, **kwargs)
+        if result is None:
+            text = f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
+            return refuse("not-in-vocabulary", text)
+        if fake(node).dtype == torch.bool and not self.region.is_truth(result):
+            result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
+        self._note(node, result, pull)
+        return None
+
+    def _of_heads(self, node: Node, pull: bool) -> Refusal | None:
+        given = arguments(node)
+        tables = given["even"], given["odd"]
+        why = next((w for t in tables if (w := self._check(t, fake(t).shape))), None)
+        x = self._value(given["x"])
+        made = why or heads.lowered(node, x, self.region, self._emit)
+        if isinstance(made, Refusal):
+            return made
+        self._note(node, made, pull)
+        return None
+
+    def _pull(self, arg: Node, reader: Node) -> Generator[Any, Any, None]:
+        """Compute the operand ``arg`` of ``reader`` on the tile if that loads no more tiles than
+        loading ``arg`` itself; else ``arg`` stays an operand."""
+        self._ask(arg, len(self.history) - 1)
+        if arg in self.banned:
+            return
+        bias = bias_of_groups(arg, self.anchor, self.n)
+        if bias is not None and not self._depends(bias) and not operands.wider(bias, self.anchor):
+            self._note(arg, self.region.operand(bias, "row"), pull=True)
+            return
+        if not self.scope.recomputed(arg) and (
+            not self.scope.same_side(arg, self.anchor)
+            or any(u is not reader and self._value(u) is None for u in arg.users)
+            or self._depends(arg)
+        ):
+            return
+        before = self.tiles() | self.loaded
+        if self._unlike(arg) is not None or self._reads_more(arg, before):
+            return
+        if not self.scope.recomputed(arg) and producer(arg) is not None:
+            return
+        saved = self._state()
+        why = yield self._lower(arg, pull=True)
+        if why is None and len(self.tiles() - before) > 1:
+            self._restore(saved)
+
+    def _reads_more(self, node: Node, tiles: set[Node]) -> bool:
+        """Is it certain that computing ``node`` loads two tiles or more besides ``tiles``? Without
+        this a long sum would be tried term by term, for each of its readers."""
+        new = self._loads(node, tiles)
+        parts = (n for n in node.all_input_nodes if self._value(n) is None)
+        known = tiles | new
+        return len(new) + any(source(n) not in known and self._loads(n, known) for n in parts) > 1
+
+    def _loads(self, node: Node, tiles: set[Node]) -> set[Node]:
+        """What computing ``node`` certainly loads besides ``tiles``."""
+        full, new = fake(node).shape, set()
+        for n in node.all_input_nodes:
+            if self._value(n) is None and constant(n) is None and isinstance(fake(n), torch.Tensor):
+                tile = source(n)
+                lone = tile not in tiles and bias_of_groups(n, self.anchor, self.n) is None
+                if lone and self._unlike(tile) and operands.classify(fake(n).shape, full) == "tile":
+                    new.add(tile)
+        return new
+
+    def tiles(self) -> set[Node]:
+        return {node for node, kind in self.region.operands if kind == "tile"}
+
+    def _note(self, node: Node, value: Value, pull: bool) -> None:
+        (self.region.pulled if pull else self.region.values)[node] = value
+
+    def _reduction(self, node: Node) -> Refusal | None:
+        axis_text = f"{node.target} does not reduce one row or column of the tile"
+        (source,) = node.all_input_nodes
+        dims = arguments(node).get("dim", [-1])
+        value = self.region.values.get(source)
+        if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
+            return refuse("reduction-axis", axis_text)
+        rank = fake(source).dim()
+        reduced = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
+        axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
+        if axis is None or (axis == "col" and node.target is aten.mean.dim):
+            return refuse("reduction-axis", axis_text)
+        if not isinstance(value, str) or fake(node).dtype not in FLOATS:
+            text = f"{node.target} is not a reduction of floating values"
+            return refuse("reduction-dtype", text)
+        if self.region.heads is not None:
+            return heads.UNREDUCED
+        if axis == "col" and self.region.grouped:
+            text = "each expert has its own rows: no kernel sums over all of them"
+            return refuse("reduction-axis", text)
+        what = (value, axis, REDUCTIONS[node.target])
+        reduce = Reduce(f"part{len(self.reduced)}", *what)
+        self.region.reduces[node] = self.reduced.setdefault(what, reduce)
+        return None
+
+    def _value(self, node: Node) -> Value | None:
+        value = self.region.values.get(node)
+        return self.region.pulled.get(node) if value is None else value
+
+    def _ask(self, node: Node, place: int) -> None:
+        self.asked[node] = min(place, self.asked.get(node, place))
+
+    def _check(self, arg: Any, full: tuple) -> Refusal | None:
+        """Why ``arg`` cannot be read on the tile, or None."""
+        if not isinstance(arg, Node):
+            number = isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg
+            if arg is None or number or isinstance(arg, str):
+                return None
+            return refuse("operand-kind", f"the scalar {arg!r} is not a plain number")
+        if self._value(arg) is not None:
+            return None
+        if (literal := constant(arg)) is not None:
+            return self._check(literal, full)
+        if arg in self.region.reduces or self._depends(arg):
+            return refuse("operand-depends", f"{arg.name} depends on this GEMM")
+        return operands.refusal(arg, full, self.anchor)
+
+    def _depends(self, node: Node) -> bool:
+        """Does an outside node depend on the region? (Absorbing its user would make a cycle.)"""
+        if self.scope.depends(node, self.region.anchors):
+            return True
+        return bool(self.beside) and not back_to(min(self.beside), [node]).keys().isdisjoint(
+            self.beside
+        )
+
+    def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:
+        """``arg`` as the op needs it: aten converts between bools and numbers, programs do not."""
+        value = self._operand(arg, full)
+        if not isinstance(arg, Node) or not isinstance(value, str):
+            return value
+        logical = node.target in LOGICAL
+        wants_bool = logical or (node.target is aten.where.self and position == 0)
+        is_bool = fake(arg).dtype == torch.bool
+        if is_bool and not wants_bool:
+            return self._emit("where", value, 1.0, 0.0)
+        return self._emit("ne", value, 0.0) if wants_bool and not is_bool else value
+
+    def _operand(self, arg: Any, full: tuple, through: Any = source) -> Any:
+        if not isinstance(arg, Node):
+            return float(arg) if isinstance(arg, (int, float)) else arg
+        if (value := self._value(arg)) is not None:
+            return value
+        if (literal := constant(arg)) is not None:
+            return literal
+        kind = operands.classify(fake(arg).shape, full)
+        assert kind is not None, "checked by operands.refusal"
+        return self.region.operand(through(arg), kind)
+
+    def _emit(self, op: str, *args: Value) -> Value:
+        if not any(isinstance(a, str) for a in args):
+            with unset_fake_temporarily():
+                wide = [torch.tensor(a, dtype=torch.float64) for a in args]
+                return float(OPS[op].torch(*wide))
+        name = f"v{len(self.region.steps)}"
+        self.region.steps.append(Step(name, op, tuple(args), self.origin))
+        return name

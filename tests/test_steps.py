@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our passes do grows with the graph as n log n: lines that they execute, against nodes."""
+
+import math
+import os
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Harness
+from torch.fx import Graph
+
+import coda_inductor
+from coda_inductor.graph.sides import Scope
+
+PACKAGE = os.path.dirname(coda_inductor.__file__)
+FX = os.path.dirname(torch.fx.__file__)
+D = 16
+
+
+def weights(n: int) -> list[torch.Tensor]:
+    return [torch.randn(D, D, requires_grad=True) for _ in range(n)]
+
+
+def stack(n: int):
+    """A plain Transformer without attention."""
+    layers = [(weights(5), [torch.ones(D, requires_grad=True) for _ in range(2)]) for _ in range(n)]
+
+    def function(x):
+        for (v, o, g, u, d), (first, second) in layers:
+            h = F.rms_norm(x, (D,), first)
+            x = x + torch.tanh(h @ v) @ o
+            h = F.rms_norm(x, (D,), second)
+            x = x + (F.silu(h @ g) * (h @ u)) @ d
+        return x
+
+    return function
+
+
+def dense(n: int):
+    """Each layer reads the norm of the sum of all earlier ones."""
+    first, *rest = weights(n)
+
+    def function(x):
+        outputs = [x @ first]
+        for w in rest:
+            total = outputs[0]
+            for output in outputs[1:]:
+                total = total + output
+            outputs.append(F.rms_norm(total, (D,)) @ w)
+        return outputs[-1]
+
+    return function
+
+
+def chain(n: int):
+    """Elementwise ops between two products."""
+    (w,) = weights(1)
+
+    def function(x):
+        y = x @ w
+        for i in range(n):
+            y = y * 1.0001 + 0.5 if i % 3 else torch.tanh(y)
+        return y @ w
+
+    return function
+
+
+def wide(n: int):
+    """Many readers of one product, and sums of many of its values over rows."""
+    first, *rest = weights(n + 1)
+
+    def function(x):
+        y = x @ first
+        read = [(torch.tanh(y * (i + 1)) @ w).sum(-1) for i, w in enumerate(rest)]
+        return [*read, *(torch.sin(y * (i + 0.5)).sum(0) for i in range(n))]
+
+    return function
+
+
+def fork(n: int):
+    """Many products of one tensor."""
+    first, *rest = weights(n + 1)
+
+    def function(x):
+        y = torch.tanh(x @ first)
+        return [torch.sigmoid(y @ w) for w in rest]
+
+    return function
+
+
+class Counted(Harness):
+    """Counts the lines that our passes execute, and the calls that they make of ``torch.fx``."""
+
+    steps = nodes = 0
+
+    def _line(self, _frame, event, _arg):
+        self.steps += event == "line"
+        return self._line
+
+    def _call(self, frame, _event, _arg):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return self._line
+        self.steps += frame.f_code.co_filename.startswith(FX)
+        return None
+
+    def _counted(self, run, *args):
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            return run(*args)
+        finally:
+            sys.settrace(before)
+
+    def _raise(self, gm):
+        return self._counted(super()._raise, gm)
+
+    def _rewrite(self, graph: Graph) -> None:
+        self.nodes = len(graph.nodes)
+        self._counted(super()._rewrite, graph)
+
+
+def passed(family, n: int) -> Counted:
+    torch.manual_seed(0)
+    harness = Counted(gate="always")
+    harness.train(family(n), torch.randn(8, D, requires_grad=True))
+    return harness
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        (stack, (2, 4, 8, 16)),
+        (dense, (6, 12, 18, 24)),
+        (chain, (25, 50, 100, 200)),
+        (wide, (8, 16, 32, 64)),
+        (fork, (8, 16, 32, 64)),
+    ],
+)
+def test_steps_grow_as_n_log_n(family, sizes):
+    passed(family, 2)  # what is loaded once
+    found = [passed(family, n) for n in sizes]
+    rates = [h.steps / (h.nodes * math.log2(h.nodes)) for h in found]
+    assert max(rates) < 1.6 * rates[0], [(h.nodes, h.steps) for h in found]
+
+
+@pytest.mark.parametrize("n", [400, 1500])
+def test_a_long_chain_is_one_epilogue(n):
+    """With ``strict``: nothing recurses once an op."""
+    harness = Harness(gate="always")
+    torch.manual_seed(0)
+    x, function = torch.randn(4, D, requires_grad=True), chain(n)
+    torch.testing.assert_close(harness.train(function, x), function(x))
+    assert len(harness.fused[0].absorbed) >= n
+
+
+def test_a_scope_follows_what_passes_put_in(monkeypatch):
+    """It knows each new node, and each product that a node has come to depend on."""
+    begin, refresh = Scope.__init__, Scope.refresh
+    seen = []
+
+    def begun(self, graph):
+        begin(self, graph)
+        self.graph, self.old = graph, {*graph.nodes}
+
+    def refreshed(self):
+        refresh(self)
+        assert {*self.graph.nodes} <= {*self.old, *self._put}
+        fresh = Scope(self.graph)
+        products = [n for n in self.graph.nodes if n in self._bits]
+        for node in list(self.graph.nodes)[:: len(self.graph.nodes) // 40]:
+            for product in products:
+                assert self.depends(node, [product]) >= fresh.depends(node, [product])
+        seen.append(products)
+
+    monkeypatch.setattr(Scope, "__init__", begun)
+    monkeypatch.setattr(Scope, "refresh", refreshed)
+    for family in (stack, dense):
+        Harness(gate="always").train(family(4), torch.randn(8, D, requires_grad=True))
+    assert sum(map(bool, seen)) > 20
