@@ -196,7 +196,10 @@ class Tile:
 
     def _loads(self, node: Node, tiles: set[Node]) -> set[Node]:
         """What computing ``node`` certainly loads besides ``tiles``."""
-        full, new = fake(node).shape, set()
+        new: set[Node] = set()
+        if not isinstance(fake(node), torch.Tensor):
+            return new
+        full = fake(node).shape
         for n in node.all_input_nodes:
             if self._value(n) is None and constant(n) is None and isinstance(fake(n), torch.Tensor):
                 tile = source(n)

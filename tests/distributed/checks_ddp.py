@@ -83,5 +83,6 @@ def check_the_pages_recipes_train_as_eager_does():
         assert have.get("swiglu") == have.get("swiglu_backward") == 1, (recipe, have)
         assert not [text for text in said if "cut" in text]
         for got, want in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(full(got.grad), want.grad, rtol=1e-6, atol=1e-8)
+            # The loss of transformers is computed in float32.
+            torch.testing.assert_close(full(got.grad), want.grad, rtol=1e-5, atol=1e-7)
     assert len(recipes) == 3
