@@ -114,7 +114,8 @@ def products():
 
 
 def check_checkpointed_blocks_as_torchtitan_wraps_them():
-    """The wrapper is compiled, as one graph, and sharded."""
+    """The wrapper is compiled, as one graph, and sharded. A policy is a limit of memory and keeps
+    nothing from being rewritten."""
     for how in ({}, {"context_fn": products}):
         fresh()
         model = decoder(LAYERS)
@@ -123,7 +124,7 @@ def check_checkpointed_blocks_as_torchtitan_wraps_them():
             wrapped.compile(fullgraph=True, **HOW)
             model.layers[number] = wrapped
         trained(shard(model))
-        assert_fired({"swiglu": 1, "rms_norm": 0} if how else BLOCK)
+        assert_fired(BLOCK)
 
 
 def check_bfloat16_beside_float32_master_weights():
