@@ -47,9 +47,18 @@ def block(w: Writer) -> None:
         if w.chance(0.12):
             y = f"({y} + {branch(w)(w, n)})"
         y = w.new(y)
-        w.become(w.fill(spell.RESIDUALS, y=y) if w.chance(0.93) else y)
+        text = w.fill(spell.RESIDUALS, y=y) if w.chance(0.93) else y
+        w.become(w.more.choice(spell.TWICE).format(x=w.x, y=y) if w.more.random() < 0.06 else text)
     if w.chance(0.15):
-        w.outputs.append(w.fill(spell.OUTPUTS))
+        w.outputs.append(output(w))
+    if w.more.random() < 0.12:
+        w.outputs += [w.x, w.more.choice(spell.COPIES).format(x=w.x)]
+
+
+def output(w: Writer) -> str:
+    """Something of the stream. Which of two elements is the larger one is not smooth."""
+    text = w.fill(spell.OUTPUTS)
+    return text.replace("amax", "mean") if w.smooth else text
 
 
 def between(w: Writer) -> None:
@@ -71,7 +80,8 @@ Branch = Callable[[Writer, str], str]
 def branch(w: Writer) -> Branch:
     """How a branch is made: ``(writer, normalized stream) -> text of what is added``."""
     kinds: list[Branch] = [gated, packed, plain, attention, summed, mixed]
-    return w.rng.choices(kinds, [32, 12, 16, 18, 8, 8])[0]
+    usual = w.rng.choices(kinds, [32, 12, 16, 18, 8, 8])[0]
+    return adapted if w.more.random() < 0.08 else usual
 
 
 def gated(w: Writer, n: str) -> str:
@@ -103,6 +113,20 @@ def summed(w: Writer, n: str) -> str:
     terms = [w.linear(w.rng.choice(lefts), w.d, w.d) for _ in range(w.rng.choice([2, 2, 3]))]
     text = " + ".join(terms)
     return f"F.gelu({text})" if w.chance(0.3) else text
+
+
+def adapted(w: Writer, n: str) -> str:
+    """A sum of products of full and of low rank, in any order and nesting, some of them twice."""
+    terms = [w.new(w.linear(n, w.d, w.d)) for _ in range(w.more.choice([1, 2, 2]))]
+    for _ in range(w.more.choice([1, 1, 2, 3])):
+        low = w.new(w.linear(n, w.d, 1))
+        terms.append(w.new(f"{w.linear(low, 1, w.d)}{w.more.choice(['', '', ' * 0.7'])}"))
+    terms += w.more.choices([*terms, w.x], k=w.more.choice([0, 1, 1, 2]))
+    w.more.shuffle(terms)
+    while len(terms) > 1:
+        i = w.more.randrange(len(terms) - 1)
+        terms[i : i + 2] = [f"({terms[i]} + {terms[i + 1]})"]
+    return terms[0]
 
 
 def mixed(w: Writer, n: str) -> str:
@@ -223,7 +247,7 @@ def end(w: Writer) -> None:
     kind = w.rng.choices(["loss", "logits", "stream"], [45, 15, 40])[0]
     n = w.norm() if w.chance(0.7) else w.x
     if kind == "stream":
-        w.outputs += [n if w.chance(0.3) else w.linear(n, w.d, w.h), w.fill(spell.OUTPUTS)]
+        w.outputs += [n if w.chance(0.3) else w.linear(n, w.d, w.h), output(w)]
         return
     tables = [name for name, shape in w.shapes.items() if shape == (w.vocabulary, w.d)]
     if tables and w.chance(0.6):

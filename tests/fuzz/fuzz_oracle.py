@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a program the same under our passes? Compared are outputs, gradients and changed inputs: their
-values (a NaN where eager has one), dtypes, shapes and strides, and who shares memory with whom.
+values (a NaN where eager has one), dtypes, shapes and strides, and who shares memory with whom;
+then outputs and inputs of a second call, after the outputs of the first were changed in place.
 
 What differs from eager but not from torch.compile without us is not ours; nor is what eager cannot
 run at all. A program has ``LIMIT`` seconds of CPU time: compiling must end.
@@ -115,8 +116,14 @@ def run(program: Program, namespace: dict[str, Any], backend: Any = None, **opti
         found = {name: copy.copy(t) for name, t in found.items()}
         gradients = namespace["differentiate"](outputs, tensors)
         found |= {f"gradient of {n}": g for n, g in zip(tensors, gradients, strict=True)}
-    found = {name: None if t is None else t.detach() for name, t in (found | inputs).items()}
-    return Result(found, shared)
+    found = {n: None if t is None else t.detach() for n, t in (found | inputs).items()}
+    found = {n: copy.deepcopy(t) for n, t in found.items()}  # with their strides
+    for t in outputs:
+        with contextlib.suppress(RuntimeError):  # elements of one place
+            t.detach().zero_()
+    with torch.set_grad_enabled(program.training):
+        again = {f"again {i}": t.detach() for i, t in enumerate(call(*arguments))}
+    return Result(found | again, shared)
 
 
 def _shared(tensors: dict[str, torch.Tensor]) -> set[tuple[str, str]]:

@@ -97,6 +97,10 @@ RESIDUALS = (
     "({x}.to(high) + {y}.to(high)).to(low)", "{x} * 0.5 + {y} + {y} * {w}", "{x} + {y} + {w}",
     "{x} + F.dropout({y}, 0.0)", "torch.lerp({x}, {y}, 0.5)",
 )  # fmt: skip
+#: A term occurs twice.
+TWICE = ("({x} + {y}) + {x}", "{x} + ({y} + {y})", "({y} + {x}) + {y}")
+#: Tensors of their own, equal to {x}.
+COPIES = ("{x} + 0", "{x} * 1", "{x}.clone()")
 
 #: Work on a stream between blocks.
 ELEMENTWISE = (

@@ -35,7 +35,8 @@ class Writer:
     """What has been written so far.
 
     Attributes:
-        rng: draws everything.
+        rng: draws everything but what ``more`` draws, so that a seed still means what it meant
+            before that was added, where none of it is drawn.
         lead: sizes in front of the last dimension.
         d, h, vocabulary, heads: widths.
         smooth: nothing that makes a large error of a small one.
@@ -51,6 +52,7 @@ class Writer:
     heads: int
     smooth: bool = False
     norms: tuple[int, int, int] = (60, 34, 6)
+    more: random.Random = field(default_factory=random.Random)
     x: str = "x"
     inputs: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -193,7 +195,9 @@ def write(seed: int, *, training: bool, smooth: bool = False) -> Program:
         lead, d, h = (4, 8), 4 * d, 2 * h
     heads = rng.choice([n for n in (1, 2, 4) if d % n == 0])
     norms = rng.choice([(94, 0, 6), (97, 3, 0), (0, 100, 0), (0, 94, 6), (50, 40, 10)])
-    writer = Writer(rng, lead, d, h, rng.choice([11, 50, 300]), heads, smooth, norms)
+    vocabulary = rng.choice([11, 50, 300])
+    more = random.Random(f"{seed} others")  # noqa: S311
+    writer = Writer(rng, lead, d, h, vocabulary, heads, smooth, norms, more)
     start(writer)
     for _ in range(rng.choice([1, 1, 2])):
         block(writer)

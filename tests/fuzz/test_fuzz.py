@@ -16,7 +16,7 @@ PROGRAMS = {"inference": 20, "training": 14, "rounding": 5, "end_to_end": 2}
 #: Mode, rewrite -> in how many of these programs it fires at least.
 FIRES = {
     "inference": {
-        "rms_norm": 8, "layer_norm": 3, "swiglu": 4, "residual": 15, "epilogue": 7, "pair": 6,
+        "rms_norm": 8, "layer_norm": 3, "swiglu": 4, "residual": 15, "epilogue": 7, "pair": 5,
         "sum": 1, "cross_entropy": 3, "constant_mask": 1, "raised rotate_pairs": 1,
     },
     "training": {
