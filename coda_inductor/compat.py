@@ -299,9 +299,11 @@ def lacking() -> list[str]:
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:
     """Inside it, backward graphs are compiled after their forward graphs, not when they are called,
-    if this torch can do so."""
+    if this torch can do so. They donate nothing, for a caller may retain the graph."""
     config, name = __getattr__("functorch_config"), "force_non_lazy_backward_lowering"
-    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()
+    if not hasattr(config, name):
+        return contextlib.nullcontext()
+    return config.patch({name: True, "donated_buffer": False})
 
 
 def storage(tensor: Tensor) -> int:

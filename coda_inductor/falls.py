@@ -14,13 +14,16 @@ for example for other sizes. A pass that is left out is one more name in ``optio
 that the keys of torch's caches contain it.
 
 The error may come from anything behind the passes: from AOTAutograd, which finds wrong shapes and
-dtypes, from Inductor or Triton, or from a lack of memory. Backward graphs are compiled together
-with their forward graphs, because at the first backward call it is too late for another forward
-graph.
+dtypes, from Inductor or Triton, or from a lack of memory. In a search, backward graphs are compiled
+together with their forward graphs. In the first attempt torch compiles them at the first backward
+call, where it knows whether the graph is retained: compiled ahead, they would donate what they read
+last, and ``backward(retain_graph=True)`` would raise. One that fails there runs op by op, because it
+is too late for another forward graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 from collections import Counter
@@ -185,8 +188,9 @@ class _Search:
                 return ""
 
     def _try(self, out: tuple[str, ...] | None, changed: dict[str, None]) -> None:
+        lazy = self.start.first
         self.start.again()
-        with backward_at_once():
+        with contextlib.nullcontext() if lazy else backward_at_once():
             result = self.attempt(out, changed)
         self.best = result, self.start.noted()
 
