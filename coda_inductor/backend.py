@@ -17,7 +17,7 @@ from coda_inductor.compat import compile_fx, lacking, lookup_backend
 from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
-from coda_inductor.memory.partition import Partitioner
+from coda_inductor.memory.partition import Partitioner, usable
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 
@@ -67,7 +67,7 @@ def coda(
         )
         ours = JointPass(record, theirs[pass_mode.JOINT])
         both = {**patches, pass_mode.JOINT: ours}
-        if pass_mode.SPLIT in theirs and theirs[pass_mode.SPLIT] is None:
+        if usable() and theirs.get(pass_mode.SPLIT, ours) is None:
             both[pass_mode.SPLIT] = Partitioner(lambda: record, ours.uuid)
         try:
             around = begin(gm, inputs, record)

@@ -17,8 +17,8 @@ The error may come from anything behind the passes: from AOTAutograd, which find
 dtypes, from Inductor or Triton, or from a lack of memory. In a search, backward graphs are compiled
 together with their forward graphs. In the first attempt torch compiles them at the first backward
 call, where it knows whether the graph is retained: compiled ahead, they would donate what they read
-last, and ``backward(retain_graph=True)`` would raise. One that fails there runs op by op, because it
-is too late for another forward graph.
+last, and ``backward(retain_graph=True)`` would raise. One that fails there runs op by op, because
+it is too late for another forward graph.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.availability import identity
 from coda_inductor.memory import costs
 from coda_inductor.memory.limit import limit
+from coda_inductor.memory.partition import installed
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import crowded
@@ -98,12 +99,13 @@ class JointPass(Chained):
 
     def run(self, graph: Graph) -> None:
         self.ran = True
-        rewrite(graph, self.record)
+        rewrite(graph, self.record, plans=installed())
 
 
-def rewrite(graph: Graph, record: Record) -> None:
-    """Run the passes on the aten graph, whose limit of memory is known before them."""
-    record.limit = limit(graph, record.options)
+def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
+    """Run the passes on the aten graph, whose limit of memory is known before them, if our
+    partitioner ``plans`` for it."""
+    record.limit = limit(graph, record.options) if plans else None
     on_aten(graph, record)
 
 

@@ -46,7 +46,7 @@ from coda_inductor.errors import OptionError
 from coda_inductor.joint import Chained, begin, rewrite
 from coda_inductor.log import warn_once
 from coda_inductor.matching import value
-from coda_inductor.memory.partition import Partitioner
+from coda_inductor.memory.partition import Partitioner, installed, usable
 from coda_inductor.options import Options, parse
 from coda_inductor.pipeline import check_names
 from coda_inductor.record import Record
@@ -109,7 +109,8 @@ class _JointPass(_Enabled):
 
     def run(self, graph: Graph) -> None:
         options = self.options  # without a record Inductor ran no pass on Dynamo's graph
-        rewrite(graph, _compiling.now(options) or _compiling.begin(options))
+        record = _compiling.now(options) or _compiling.begin(options)
+        rewrite(graph, record, plans=installed())
 
     def uuid(self) -> Any:
         """As every pass's; None (do not cache) after a failure that the next process may not have.
@@ -188,7 +189,7 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
     _let_fall()
     joint = _JointPass(settings, theirs[JOINT], by_mode=by_mode)
     ours = {DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode=by_mode), JOINT: joint}
-    if SPLIT in theirs and theirs[SPLIT] is None:
+    if usable() and theirs.get(SPLIT, ours) is None:
         ours[SPLIT] = Partitioner(lambda: _compiling.now(joint.options), joint.uuid)
     return ours
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, unsafe_index_put
+from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_copy, unsafe_index_put
 from coda_inductor.graph.nodes import aten, elementwise, fake, may_view, prims
 from coda_inductor.graph.walk import closure
 from coda_inductor.memory.costs import milliseconds, size
@@ -28,7 +28,7 @@ from coda_inductor.select.device import Gpu
 _LIGHT = frozenset(
     {
         aten.clone.default, aten.full.default, aten.scalar_tensor.default, prims.iota.default,
-        prims.convert_element_type.default, aten._to_copy.default, prims.rev.default,
+        prims.convert_element_type.default, to_copy, prims.rev.default,
         aten.full_like.default, aten.zeros_like.default, aten.arange.start_step,
     }
 )  # fmt: skip

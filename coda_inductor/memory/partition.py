@@ -21,6 +21,7 @@ from coda_inductor.compat import (
     CustomPartitionerFn,
     functorch_config,
     fx_graph_cse,
+    inductor_config,
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
@@ -36,6 +37,18 @@ from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport
 
 Split = tuple[GraphModule, GraphModule]
+
+
+def usable() -> bool:
+    """Does this torch have what a partitioner of ours needs?"""
+    return CustomPartitionerFn is not object and not isinstance(
+        min_cut_rematerialization_partition, type
+    )
+
+
+def installed() -> bool:
+    """Is the partitioner of the current compilation ours? A user's own comes first."""
+    return isinstance(getattr(inductor_config, "custom_partitioner_fn", None), Partitioner)
 
 
 class _Pickled(tuple):

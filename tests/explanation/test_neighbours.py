@@ -22,8 +22,8 @@ from coda_inductor.report import Choice
 ROWS, WIDTH, INNER, HEAD, RANK = 8192, 2048, 8192, 128, 16
 #: Milliseconds by which the forecast may err about one site: a launch.
 LAUNCH = 0.003
-#: Not "adapters": by the forecast a LoRA step without it is 1.4 % slower than under torch.compile, as
-#: it was measured before that pass existed (0.98x, docs/account.md). That cliff is open.
+#: Not "adapters": by the forecast a LoRA step without it is 1.4 % slower than under torch.compile.
+#: That cliff is open (0.98x was measured before the pass existed).
 OFF = ("rms_norm", "residual", "idioms")
 
 

@@ -53,6 +53,11 @@ class Late(torch.autograd.Function):
         return None, gradient, gradient.flatten(0, -2).t() @ n.flatten(0, -2)
 
 
+def both(n, a):
+    """GEMMs of the float32 norm n in float32 and, widened, in float64."""
+    return F.linear(n, a.float()), F.linear(n.double(), a)
+
+
 REFUSALS = {
     "statistics only": (statistics_only, "not-read"),
     "no GEMM": (
@@ -71,7 +76,7 @@ REFUSALS = {
     "statistics read": (statistics_read, "norm-statistics-read"),
     "statistics read in inference": (statistics_read, "norm-statistics-read"),
     "different dtypes": (
-        behind(lambda n, a: (F.linear(n, a), F.linear(n.float(), a.float()))), "norm-gemm-dtypes",
+        lambda x, w, g, a: both(norm(x.float(), w.float(), g.float()), a), "norm-gemm-dtypes",
     ),
     "reversed gradient": (
         lambda x, w, g, a: F.linear(Own.apply(norm(x, w, g), x.detach(), True), a), "norm-gradient",
