@@ -179,3 +179,16 @@ def test_a_scope_follows_what_passes_put_in(monkeypatch):
     for family in (stack, dense):
         Harness(gate="always").train(family(4), torch.randn(8, D, requires_grad=True))
     assert sum(map(bool, seen)) > 20
+
+
+def test_an_operand_may_be_viewed_in_symbolic_sizes():
+    (w,) = weights(1)
+
+    def function(x, y):
+        sizes = (x.shape[0], x.shape[1], D)
+        return (x @ w + y.view(sizes)) * torch.exp(y).view(sizes)
+
+    x, y = torch.randn(2, 4, D), torch.randn(8, D)
+    harness = Harness(gate="always")
+    torch.testing.assert_close(harness.run(function, x, y, dynamic=True), function(x, y))
+    assert harness.fused[0].absorbed == ("add", "mul")
