@@ -98,6 +98,10 @@ def run(
             else:
                 env[found.value] = _rounded_fp8(program, found, as_[0], b, env).to(wide)
                 done.update(found.steps)
+    elif not exact and (bias := _bias(program)) is not None and len(as_) == 1:
+        name, at = bias
+        env[name] = torch.addmm(operands[at], as_[0], bs[0]).to(wide)
+        done.add(name)
     else:
         env.update(_products(program, as_, bs, (groups, index), wide, exact=exact))
     for step in program.steps:
@@ -144,6 +148,21 @@ def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[
             value = value[group_of(groups, shape[0])]
         env[operand.name] = value[:, None] if operand.kind == "col" else value
     return env
+
+
+def _bias(program: EpilogueProgram) -> tuple[str, int] | None:
+    """The step that adds a bias to the product, and the operand that it adds; None if there is no
+    such step. ``addmm`` rounds once where a product and a sum round twice."""
+    if len(program.accs) > 1 or program.grouped:
+        return None
+    readers = [step for step in program.steps if program.accs[0] in step.args]
+    values = [s.value for s in program.stores] + [r.value for r in program.reduces]
+    if len(readers) != 1 or readers[0].op != "add" or program.accs[0] in values:
+        return None
+    for at, operand in enumerate(program.operands):
+        if operand.name in readers[0].args and operand.kind == "row":
+            return (readers[0].name, at) if operand.dtype == program.a_dtype else None
+    return None
 
 
 def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:

@@ -241,6 +241,18 @@ def test_products_are_not_rounded_unless_asked_for(dtype):
     assert not torch.equal(rounded, exact)
 
 
+def test_an_unfused_product_and_its_bias_are_rounded_once():
+    """As ``addmm`` does: two roundings doubled the error of a loss's gradients."""
+    (a, b), w = factors("bfloat16", "bfloat16"), torch.randn(32).bfloat16()
+    made = program("y add acc w", "w:row:bfloat16", "y:bfloat16", dtype="bfloat16")
+    (y,) = reference.run(made, [a], [b], [w], exact=False)
+    assert torch.equal(y, torch.addmm(w, a, b))
+    twice = program("y add acc w; z mul y acc", "w:row:bfloat16", "z:bfloat16", dtype="bfloat16")
+    (z,) = reference.run(twice, [a], [b], [w], exact=False)
+    product = (a @ b).float()
+    assert torch.equal(z, ((product + w) * product).bfloat16())
+
+
 def test_an_unfused_fp8_product_is_rounded_behind_its_scales():
     (a, b), r, w = factors(E4M3, E5M2), torch.rand(24) + 0.5, torch.rand(32) + 0.5
     y, top, _ = reference.run(SCALED, [a], [b], [r, w], exact=False)
