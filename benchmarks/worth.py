@@ -46,10 +46,11 @@ Step = Callable[[], Any]
 SAMPLE = 0.5
 #: The same of warming up, until the clock has settled.
 SETTLE = 0.3
-#: The two least samples of a step are no further apart, and no further above the time of its
-#: kernels: else it was disturbed, and more samples are taken.
-CALM, EXPLAINED = 1.005, 1.25
-LEAST, MOST = 2, 8
+#: Turns of samples, after one that warms up. If the middle half of the ratios of two steps is wider
+#: than ``CALM``, or a step takes longer than ``EXPLAINED`` times its kernels, it was disturbed, and
+#: more samples are taken.
+CALM, EXPLAINED = 1.01, 1.3
+LEAST, MOST = 3, 9
 #: Workloads of a run for cliffs; from how many each feature is taken away; what says which.
 CLIFFS = ("LoRA", "1B training", "8B training", "1B prefill", "Qwen3 1.7B", "Gemma 3 1B", "GPT-2")
 WORST = 2
@@ -69,6 +70,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--workloads")
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     options = parser.parse_args(arguments)
     os.environ.setdefault("CODA_TUNE", "never")
@@ -83,7 +85,7 @@ def main(arguments: list[str]) -> None:
         text = page(*(json.loads(file.read_text()) for file in files))
         (environment.REPOSITORY / "docs" / "worth.md").write_text(text)
     elif options.what == "part":
-        part(names[0], options.file, time.monotonic() + options.seconds, options.cliffs)
+        part(names[0], options)
     elif failed := measure(options, names):
         sys.exit(f"{failed} workloads failed; their logs stand beside {options.file}")
 
@@ -99,6 +101,7 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
     found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.worth")
     folder = options.file.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
+    gpus = visible.split(",") if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) else ["0"]
     paths = {name: folder / f"{name}.json" for name in {**found["workloads"], **WORKLOADS}}
     for name, path in paths.items():
         _write(path, found["workloads"].get(name, {}))
@@ -108,10 +111,18 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
         if left < 40:
             return 0
         command = [sys.executable, "-m", "benchmarks", "worth", "part", str(paths[name])]
+        gpu = gpus[names.index(name) % len(gpus)]
+        command += ["--lock", str(folder / f"gpu{gpu}.lock")]
         command += ["--workloads", name, "--seconds", str(left), *["--cliffs"] * options.cliffs]
         with paths[name].with_suffix(".log").open("w") as log:
             try:
-                return subprocess.call(command, stdout=log, stderr=log, timeout=left + 20) != 0
+                return subprocess.call(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    timeout=left + 20,
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+                )
             except subprocess.TimeoutExpired:
                 return 1
 
@@ -132,12 +143,12 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def part(name: str, path: Path, end: float, cliffs: bool = False) -> None:
-    """Measure one workload into ``path``, feature by feature, until ``end``."""
+def part(name: str, options: argparse.Namespace) -> None:
+    """Measure one workload into a file, feature by feature, as long as there is time."""
+    path, lock, end = options.file, options.lock, time.monotonic() + options.seconds
     torch._dynamo.config.recompile_limit = 512
     torch._dynamo.config.accumulated_recompile_limit = 4096
     found: dict[str, Any] = json.loads(path.read_text())
-    lock = path.parent / "gpu.lock"
     with turn(lock):
         workload = WORKLOADS[name]()
     changed, fired = watched()
@@ -147,25 +158,28 @@ def part(name: str, path: Path, end: float, cliffs: bool = False) -> None:
         found.update({"fired": dict(fired), "features": features, "whole": facts(whole)})
         found["whole"]["ms"] = found["whole"]["ms_whole"] = sustained(whole)
     found.setdefault("without", {})
-    if "ms" not in found.get("compile", {}):
-        found["compile"] = compared(plain(workload), whole, lock, {"whole": found["whole"]})
-    _write(path, found)
+    for key, told in (("compile", True), ("untold", False)):
+        if "ms" not in found.get(key, {}) and (told or (workload.causal and options.cliffs)):
+            known = {"whole": found["whole"]}
+            found[key] = compared(plain(workload, told), whole, lock, known)
+        _write(path, found)
     start = list(WORKLOADS).index(name) * len(features) // len(WORKLOADS)  # not all the same first
-    order = cliffs_of(name, features) if cliffs else features[start:] + features[:start]
+    order = cliffs_of(name, features) if options.cliffs else features[start:] + features[:start]
     for feature in order:
         if feature in found["without"] or time.monotonic() > end - 30:
             continue
-        if not cliffs and feature in earned(path.parent):
+        if not options.cliffs and feature in earned(path.parent):
             continue
         known = {"whole": found["whole"], **found["without"]}
         found["without"][feature] = compared(workload.step((feature,)), whole, lock, known)
         _write(path, found)
 
 
-def plain(workload: Workload) -> Step:
-    """The step under torch.compile; SDPA is told to be causal where that is all a mask says."""
+def plain(workload: Workload, told: bool = True) -> Step:
+    """The step under torch.compile; if ``told``, SDPA is told to be causal where that is all a mask
+    says."""
     own = copy.copy(workload)
-    if own.causal:
+    if own.causal and told:
         own.model = families.causal(own.model)
     return own.step((), "inductor")
 
@@ -198,19 +212,22 @@ def compared(step: Step, whole: Step, lock: Path, known: dict[str, Any]) -> dict
     return found | dict(zip(("ms_whole", "ms"), times, strict=True))
 
 
-def in_turns(steps: Iterable[Step], busy: Iterable[float]) -> list[float]:
-    """Least milliseconds of each step, taken in turns until all are calm; ``busy``: of their
-    kernels. Raises RuntimeError where some never are."""
-    runs: list[tuple[Step, float, list[float]]] = [
-        (step, ms, []) for step, ms in zip(steps, busy, strict=True)
-    ]
-    for turn in range(MOST):
-        for step, _, samples in runs:
-            samples.append(sustained(step))
-        two = [(*sorted(samples)[:2], ms) for _, ms, samples in runs]
-        if turn + 1 >= LEAST and all(b <= CALM * a and a <= EXPLAINED * ms for a, b, ms in two):
-            return [least for least, *_ in two]
-    raise RuntimeError(f"disturbed: (kernels' ms, samples) are {[run[1:] for run in runs]}")
+def in_turns(steps: tuple[Step, Step], busy: tuple[float, float]) -> tuple[float, float]:
+    """Median milliseconds of two steps, taken in turns until their ratio is calm; ``busy``: of
+    their kernels. At the power limit the first samples after a pause are too fast, so that least
+    times say nothing. Raises RuntimeError if the ratio is never calm."""
+    samples: list[tuple[float, ...]] = []
+    for turn in range(MOST + 1):
+        samples.append(tuple(sustained(step) for step in steps))
+        ratios = sorted(b / a for a, b in samples[1:])
+        middle = ratios[len(ratios) // 4 : len(ratios) - len(ratios) // 4]
+        if not ratios:
+            continue
+        medians = tuple(statistics.median(each) for each in zip(*samples[1:], strict=True))
+        explained = all(ms <= EXPLAINED * of for ms, of in zip(medians, busy, strict=True))
+        if turn >= LEAST and middle[-1] <= CALM * middle[0] and explained:
+            return medians[0], medians[1]
+    raise RuntimeError(f"disturbed: kernels' ms are {busy}, samples {samples}")
 
 
 def earned(folder: Path) -> set[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -140,19 +141,22 @@ def test_cases_are_chosen_by_pattern_or_named():
         assert {*families.variants(case)} <= {*cases.ways({"gate": "always"})}
 
 
+CALM = [(30, 30), (35, 36), (35, 36.05), (35.1, 36.1)]
+DISTURBED = [(30, 30), *[(35, 36), (35, 39)] * worth.MOST]
+
+
 @pytest.mark.parametrize(
-    ("samples", "least"),
-    [([35, 48, 35.1, 48.1, 35, 36, 35, 36.05], [35, 36]), ([35, 48] * worth.MOST, None)],
+    ("pairs", "medians"), [(CALM, (35, 36.05)), (DISTURBED, None), ([(35, 48)] * 50, None)]
 )
-def test_a_disturbed_step_is_measured_again_or_not_at_all(samples, least, monkeypatch):
-    """Two samples that agree and that the kernels do not explain are no measurement."""
-    left = iter(samples)
+def test_a_disturbed_step_is_measured_again_or_not_at_all(pairs, medians, monkeypatch):
+    """Samples that agree and that the kernels do not explain are no measurement."""
+    left = iter(itertools.chain.from_iterable(pairs))
     monkeypatch.setattr(worth, "sustained", lambda _: next(left))
-    if least:
-        assert worth.in_turns(["whole", "step"], [34, 34]) == least
+    if medians:
+        assert worth.in_turns(("whole", "step"), (34, 34)) == medians
     else:
         with pytest.raises(RuntimeError, match="disturbed"):
-            worth.in_turns(["whole", "step"], [34, 34])
+            worth.in_turns(("whole", "step"), (34, 34))
 
 
 def test_cliffs_are_measured_where_they_were_worst_and_shown_worst_first():

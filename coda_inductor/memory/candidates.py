@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -21,8 +22,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_copy, unsafe_index_put
 from coda_inductor.graph.nodes import aten, elementwise, fake, may_view, prims
 from coda_inductor.graph.walk import closure
-from coda_inductor.memory.costs import milliseconds, size
-from coda_inductor.select.device import Gpu
+from coda_inductor.memory.costs import size
 
 #: Ops without the tag of pointwise ops that still cost nothing of their own.
 _LIGHT = frozenset(
@@ -77,6 +77,22 @@ def owner(node: Node) -> Node:
     return node
 
 
+@dataclass(frozen=True)
+class Freed:
+    """What the forward pass does not keep.
+
+    Attributes:
+        gone: kept tensors that are computed again.
+        instead: results that are kept in their place, smaller ones.
+    """
+
+    gone: frozenset[Node] = frozenset()
+    instead: frozenset[Node] = frozenset()
+
+    def __or__(self, other: Freed) -> Freed:
+        return Freed(self.gone | other.gone, self.instead | other.instead)
+
+
 @dataclass
 class Kept:
     """What one joint graph keeps.
@@ -112,19 +128,19 @@ class Kept:
             results,
         )
 
-    def there(self, gone: Collection[Node]) -> set[Node]:
-        """What the backward pass has of the forward pass if ``gone`` is not kept."""
-        return {*self.kept, *self.outputs} - set(gone)
+    def there(self, freed: Freed) -> set[Node]:
+        """What the backward pass has of the forward pass under ``freed``."""
+        return {*self.kept, *self.outputs, *freed.instead} - freed.gone
 
     def readers(self, node: Node) -> list[Node]:
         """Who reads ``node`` or a view of it."""
         names = closure([node], lambda n: [u for u in n.users if owner(u) is owner(node)])
         return [u for n in names for u in n.users if u not in names]
 
-    def again(self, start: Iterable[Node], gone: Collection[Node]) -> dict[Node, None]:
-        """The nodes of the forward pass that run again to compute ``start``, which is not kept, if
-        ``gone`` is not kept either: light and heavy ones."""
-        there = self.there(gone)
+    def again(self, start: Iterable[Node], freed: Freed) -> dict[Node, None]:
+        """The nodes of the forward pass that run again to compute ``start``, which is not kept,
+        under ``freed``: light and heavy ones."""
+        there = self.there(freed)
 
         def step(node: Node) -> list[Node]:
             return [n for n in node.all_input_nodes if n.op == "call_function" and n not in there]
@@ -133,45 +149,67 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A kept tensor that may be freed.
+class Group:
+    """Kept tensors that the same kernels compute, so that they are freed together.
 
     Attributes:
-        node: the tensor.
-        size: its bytes.
-        again: the heavy nodes that run again for it.
-        ms: how long they take.
+        nodes: the tensors.
+        levels: from what is kept today to what keeps least.
+        kind: equal for groups of equal cost, as those of several layers.
     """
 
-    node: Node
-    size: int
-    again: tuple[Node, ...]
-    ms: float
+    nodes: tuple[Node, ...]
+    levels: tuple[Freed, ...]
+    kind: tuple[Any, ...]
 
     @property
-    def price(self) -> float:
-        """Milliseconds a byte."""
-        return self.ms / max(1, self.size)
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(size(fake(n)) for n in self.nodes)
+
+    def saved(self, level: int) -> int:
+        """Bytes that a level does not keep."""
+        instead = sum(size(fake(n)) for n in self.levels[level].instead)
+        return self.size - instead if level else 0
 
 
-def candidates(kept: Kept, gpu: Gpu) -> list[Candidate]:
-    """All of them, cheapest first. Tensors of one kernel are freed together: the price of each is
-    that of all of them. Among equal prices the earliest layer comes first: it is recomputed last,
-    when the others' tensors are gone."""
-    times: dict[Node, float] = {}
-    groups: dict[tuple[Node, ...], list[Node]] = {}
+def groups(kept: Kept) -> list[Group]:
+    """All of them, in the graph's order. The levels of a group are: keep it; keep the smaller
+    results that its tensors are elementwise functions of, as of keys before they are repeated for
+    all queries; keep nothing of it."""
+    makers: dict[tuple[Node, ...], list[Node]] = {}
     for node in kept.kept:
-        again = tuple(sorted(n for n in kept.again([node], (node,)) if heavy(n)))
-        if all(map(repeatable, again)):
-            groups.setdefault(again, []).append(node)
+        needed = kept.again([node], Freed(frozenset([node])))
+        makers.setdefault(tuple(sorted(filter(heavy, needed))), []).append(node)
     found = []
-    order = {node: i for i, node in enumerate(kept.kept)}
-    for again, nodes in groups.items():
-        for node in again:
-            times.setdefault(node, milliseconds(node, gpu))
-        ms = sum(times[n] for n in again)
-        if not again:  # elementwise kernels of their own
-            ms = sum(size(fake(n)) for n in nodes) * 2 / gpu.bytes_per_us / 1000
-        total = sum(size(fake(n)) for n in nodes)
-        found += [Candidate(n, size(fake(n)), again, ms * size(fake(n)) / total) for n in nodes]
-    return sorted(found, key=lambda c: (round(c.price * 2**30, 2), order[c.node]))
+    for again, nodes in makers.items():
+        gone = frozenset(nodes)
+        instead = _sources(kept, gone)
+        levels = [Freed()]
+        smaller = sum(size(fake(n)) for n in instead) < sum(size(fake(n)) for n in nodes)
+        if again and smaller and not any(heavy(_maker(n)) for n in nodes):
+            levels.append(Freed(gone, instead))
+        if all(map(repeatable, again)):
+            levels.append(Freed(gone))
+        sizes = [sorted(size(fake(n)) for n in each) for each in (nodes, instead)]
+        kind = (len(levels), str(sizes), str([n.target for n in again]))
+        if len(levels) > 1:
+            found.append(Group(tuple(nodes), tuple(levels), kind))
+    return found
+
+
+def _sources(kept: Kept, nodes: frozenset[Node]) -> frozenset[Node]:
+    """The results of heavy nodes, not kept, that elementwise ops compute ``nodes`` from."""
+    there = kept.there(Freed(nodes))
+
+    def light(node: Node) -> list[Node]:
+        inputs = [owner(n) for n in node.all_input_nodes if n.op == "call_function"]
+        return [n for n in inputs if n not in there and not heavy(_maker(n))]
+
+    inside = closure(nodes, light)
+    inputs = {owner(n) for node in inside for n in node.all_input_nodes if n.op == "call_function"}
+    return frozenset(n for n in inputs if n not in there and heavy(_maker(n)))
+
+
+def _maker(node: Node) -> Node:
+    return node.all_input_nodes[0] if node.target is operator.getitem else node

@@ -28,11 +28,11 @@ from coda_inductor.errors import OptionError
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.log import logger
-from coda_inductor.memory.candidates import Kept, candidates
+from coda_inductor.memory.candidates import Freed, Kept
 from coda_inductor.memory.costs import size
 from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
-from coda_inductor.memory.planner import Choice, choice, choose, least
+from coda_inductor.memory.planner import Chain, Choice
 from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport
 
@@ -104,24 +104,28 @@ def mark(
     allowed = limit.share * sum(size(fake(n)) for n in stock.kept)
     names = _kept(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, how)
     kept = Kept.of(graph, outputs, names)
-    order = candidates(kept, gpu)
+    chain = Chain(kept, gpu)
     timeline = Timeline(kept, [n for n in graph.output_node().args[0] if isinstance(n, Node)])
 
     def fits(found: Choice) -> bool:
-        if limit.room is not None and timeline.peak(found.gone) > limit.room:
+        if limit.room is not None and timeline.peak(found.freed) > limit.room:
             return False
         return found.kept <= allowed
 
-    found = choose(kept, order, fits, gpu)
+    # The peak of a single block says little: others' tensors make that of the step. A policy says
+    # what is kept, whatever the peak.
+    whole = chain.layers > 1 and limit.share < 1
+    least = chain.cut(timeline.peak) if limit.room is not None or whole else 0
+    found = chain.first(fits)
     if found is None and limit.room is not None:
-        raise OptionError(_too_little(limit, least(order, timeline.peak)))
+        raise OptionError(_too_little(limit, least))
     if found is None:  # a share: as little as possible
-        found = choice(kept, [each.node for each in order], gpu)
-    again = kept.again(_read_by_backward(kept, found.gone), found.gone)
-    for node in again if found.gone else ():
+        found = chain[len(chain) - 1]
+    freed = found.freed
+    for node in kept.again(_read_by_backward(kept, freed), freed) if freed.gone else ():
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    peak = timeline.peak(found.gone)
-    said = MemoryReport(found.kept, found.before, len(found.gone), found.ms, peak)
+    peak = timeline.peak(freed)
+    said = MemoryReport(found.kept, found.before, len(freed.gone), found.ms, peak)
     record.report.memory = said
     logger.info("%s: memory: %s", record.name, said)
 
@@ -139,9 +143,9 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _read_by_backward(kept: Kept, gone: Sequence[Node]) -> list[Node]:
+def _read_by_backward(kept: Kept, freed: Freed) -> list[Node]:
     """What the backward pass reads of the forward pass and is not kept."""
-    there = kept.there(gone)
+    there = kept.there(freed)
     return [
         node
         for node in kept.forward

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import is_tangent
-from coda_inductor.memory.candidates import Kept, heavy, owner
+from coda_inductor.memory.candidates import Freed, Kept, heavy, owner
 from coda_inductor.memory.costs import size, workspace
 
 #: A stored value, and whether it is the one of the backward pass's own computation.
@@ -58,10 +58,9 @@ class Timeline:
         self._known: dict[Node, tuple[Node, ...]] = {}
         self._stored: dict[Node, bool] = {}
 
-    def peak(self, gone: Collection[Node]) -> int:
-        """The most bytes that are held at once beyond the graph's inputs, if the kept tensors in
-        ``gone`` are computed again."""
-        kernels = self._kernels(gone)
+    def peak(self, freed: Freed) -> int:
+        """The most bytes that are held at once beyond the graph's inputs under ``freed``."""
+        kernels = self._kernels(freed)
         last = {value: at for at, kernel in enumerate(kernels) for value in kernel.reads}
         frees: dict[int, list[_Value]] = {}
         for at, kernel in enumerate(kernels):
@@ -71,14 +70,14 @@ class Timeline:
         for at, kernel in enumerate(kernels):
             now += sum(size(fake(node)) for node, _ in kernel.writes)
             most = max(most, now + kernel.workspace)
-            freed = frees.get(at, ())
-            now -= sum(size(fake(node)) for node, _ in freed if node not in self._stay)
+            over = frees.get(at, ())
+            now -= sum(size(fake(node)) for node, _ in over if node not in self._stay)
         return most
 
-    def _kernels(self, gone: Collection[Node]) -> list[_Kernel]:
+    def _kernels(self, freed: Freed) -> list[_Kernel]:
         forward = [n for n in self.kept.forward if self._runs(n)]
         kernels = [self._kernel(n, [(s, False) for s in self._reads(n)], False) for n in forward]
-        has = self.kept.there(gone)
+        has = self.kept.there(freed)
         done: set[Node] = set()
         for node in self.kept.backward:
             if self._runs(node) and (node not in self._lazy or node in self.results):

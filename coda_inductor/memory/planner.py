@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cheapest choice of what is kept that stays within a limit.
 
-Candidates have a fixed order, by milliseconds a byte (``candidates``), and a choice is a prefix of
-it: the shortest one within the limit. So less memory never takes less time, and more memory never
-takes more. If a longer prefix has a higher predicted peak, because what it computes again is alive
-together with what is left, the search continues behind it.
+There is one chain of choices for a graph, each with fewer bytes and more milliseconds than the one
+before, and a limit selects the first that fits. So less memory never takes less time, and more
+memory never takes more. The chain comes from one layer: of all combinations of what its groups of
+tensors keep, those that no other one beats in bytes and time. Between two of them the layers change
+one by one, the earliest first: it is recomputed last, when the others' tensors are gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake
-from coda_inductor.memory.candidates import Candidate, Kept, heavy
+from coda_inductor.memory.candidates import Freed, Group, Kept, groups, heavy
 from coda_inductor.memory.costs import milliseconds, size
 from coda_inductor.select.device import Gpu
+
+#: Combinations of one layer that are compared; kinds beyond them are freed last, by price.
+_MOST = 1024
+#: So many groups of one kind are those of layers, which change one by one.
+_MANY = 4
 
 
 @dataclass(frozen=True)
@@ -25,60 +34,173 @@ class Choice:
     """What a graph keeps, and what that costs.
 
     Attributes:
-        gone: tensors that are computed again.
-        again: the nodes that run again for them, in the graph's order.
+        freed: what is computed again.
         kept: bytes that the forward pass leaves, inputs of the graph apart.
         before: the same without recomputation.
-        ms: how long the heavy nodes of ``again`` take.
+        ms: how long that takes: kernels that run again, and passes over elementwise results.
     """
 
-    gone: tuple[Node, ...]
-    again: tuple[Node, ...]
+    freed: Freed
     kept: int
     before: int
     ms: float
 
 
-def choose(
-    kept: Kept, order: Sequence[Candidate], fits: Callable[[Choice], bool], gpu: Gpu
-) -> Choice | None:
-    """The shortest prefix of ``order`` that ``fits``; None if there is none. A step frees all
-    tensors of equal price in one layer, because they come from one kernel."""
-    ends = _ends(order)
-    if not fits(choice(kept, _nodes(order, ends[-1]), gpu)):
-        # The last prefix is not always the smallest peak.
-        found = (choice(kept, _nodes(order, end), gpu) for end in ends)
-        return next((each for each in found if fits(each)), None)
-    low, high = 0, len(ends) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if fits(choice(kept, _nodes(order, ends[middle]), gpu)):
-            high = middle
-        else:
-            low = middle + 1
-    return choice(kept, _nodes(order, ends[low]), gpu)
+class _Rated(NamedTuple):
+    """A way to keep less: bytes that it saves, milliseconds that it takes, and what it is."""
+
+    saved: int
+    ms: float
+    what: Any
 
 
-def least(order: Sequence[Candidate], peak: Callable[[Sequence[Node]], int]) -> int:
-    """The smallest peak of all prefixes."""
-    return min(peak(_nodes(order, end)) for end in _ends(order))
+class Chain:
+    """All choices for one graph, from what is kept without a limit to the least.
+
+    Args:
+        kept: what the graph keeps.
+        gpu: whose times are compared.
+    """
+
+    def __init__(self, kept: Kept, gpu: Gpu):
+        self.kept, self.gpu = kept, gpu
+        self._times: dict[Node, float] = {}
+        kinds: dict[object, list[Group]] = {}
+        for group in groups(kept):
+            kinds.setdefault(group.kind, []).append(group)
+        alike = list(kinds.values())
+        if max(map(len, alike), default=1) < _MANY:  # not layers
+            alike = [[group] for each in alike for group in each]
+        self.kinds = sorted(alike, key=lambda k: -len(k) * k[0].size)
+        self.layers = max(map(len, self.kinds), default=1)
+        self.points = self._points()
+        self.states = _best(self._states())
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, at: int) -> Choice:
+        freed = Freed()
+        for members, levels in zip(self.kinds, self._levels(*self.states[at].what), strict=True):
+            for group, level in zip(members, levels, strict=True):
+                freed |= group.levels[level]
+        return self.choice(freed)
+
+    def first(self, fits: Callable[[Choice], bool]) -> Choice | None:
+        """The first that ``fits``; None if there is none."""
+        low, high = 0, len(self) - 1
+        if not fits(self[high]):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(self[middle]) else (middle + 1, high)
+        return self[low]
+
+    def cut(self, peak: Callable[[Freed], int]) -> int:
+        """Drop the choices behind the one with the least peak, which is returned: they take more
+        time, and what they compute again is alive at once. Of mixes, both ends are looked at."""
+        ends = [at for at, state in enumerate(self.states) if not state.what[1]]
+        peaks = {at: peak(self[at].freed) for at in ends}
+        least = min(peaks, key=lambda at: (peaks[at], -at))
+        del self.states[least + 1 :]
+        return peaks[least]
+
+    def choice(self, freed: Freed) -> Choice:
+        """The choice to free ``freed``."""
+        total = _bytes(self.kept.kept)
+        left = total - _bytes(freed.gone) + _bytes(freed.instead)
+        return Choice(freed, left, total, self._ms(self.kept.again(freed.gone, freed), freed.gone))
+
+    def _ms(self, again: Collection[Node], gone: Iterable[Node]) -> float:
+        """What ``again`` takes, and passes over those of ``gone`` that are elementwise."""
+        for node in (heavies := list(filter(heavy, again))):
+            if node not in self._times:
+                self._times[node] = milliseconds(node, self.gpu)
+        passes = 2 * _bytes(n for n in gone if n in again and not _direct(n))
+        return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
+
+    def _levels(self, point: int, done: int) -> list[list[int]]:
+        """The level of each group of each kind, if ``done`` layers have gone from a point to the
+        next one."""
+        here = self.points[point].what
+        after = self.points[point + 1].what if done else here
+        found = []
+        for members, level, then in zip(self.kinds, here, after, strict=True):
+            changed = math.ceil(done * len(members) / self.layers)
+            found.append([then] * changed + [level] * (len(members) - changed))
+        return found
+
+    def _states(self) -> Iterator[_Rated]:
+        """All points, and the mixes of each two."""
+        saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
+        for i, here in enumerate(self.points):
+            last = i + 1 == len(self.points)
+            slope = 0.0 if last else (self.points[i + 1].ms - here.ms) / self.layers
+            for done in range(1 if last else self.layers):
+                levels = self._levels(i, done)
+                total = sum(of[n] for of, each in zip(saved, levels, strict=True) for n in each)
+                yield _Rated(total, here.ms + done * slope, (i, done))
+
+    def _points(self) -> list[_Rated]:
+        """Levels of all kinds, from nothing to most freed: what no other combination beats."""
+        levels = [range(len(k[0].levels)) for k in self.kinds]
+        few = len(levels)
+        while math.prod(map(len, levels[:few])) > _MOST:
+            few -= 1
+        rest = (0,) * (len(levels) - few)
+        found = _best(self._rate(c + rest) for c in itertools.product(*levels[:few]))
+        found = _hull(found) if self.layers > 1 else found
+        for i in range(few, len(levels)):
+            last = found[-1].what
+            found.append(self._rate((*last[:i], len(levels[i]) - 1, *last[i + 1 :])))
+        return found
+
+    def _rate(self, combination: tuple[int, ...]) -> _Rated:
+        """``combination`` in all layers, from one group of each kind."""
+        chosen = [
+            (members[len(members) // 2], level, len(members))
+            for members, level in zip(self.kinds, combination, strict=True)
+            if level
+        ]
+        freed = Freed()
+        for group, level, _ in chosen:
+            freed |= group.levels[level]
+        done: set[Node] = set()
+        saved, ms = 0, 0.0
+        for group, level, count in chosen:
+            again = self.kept.again(group.nodes, freed).keys() - done
+            done |= again
+            saved += count * group.saved(level)
+            ms += count * self._ms(again, group.nodes)
+        return _Rated(saved, ms, combination)
 
 
-def _ends(order: Sequence[Candidate]) -> list[int]:
-    """The lengths of prefixes: tensors that the same nodes compute are freed together."""
-    ends = [i for i, c in enumerate(order) if i and c.again != order[i - 1].again]
-    return sorted({0, *ends, len(order)})
+def _best(rated: Iterable[_Rated]) -> list[_Rated]:
+    """Those that no other one beats in both, from the least saved to the most."""
+    found: list[_Rated] = []
+    for each in sorted(rated, key=lambda r: (-r.saved, r.ms)):
+        if not found or each.ms < found[-1].ms:
+            found.append(each)
+    return found[::-1]
 
 
-def _nodes(order: Sequence[Candidate], end: int) -> list[Node]:
-    return [each.node for each in order[:end]]
+def _hull(points: Sequence[_Rated]) -> list[_Rated]:
+    """The lower convex hull: mixes of layers reach what is between."""
+    found: list[_Rated] = []
+    for c in points:
+        while len(found) > 1:
+            a, b = found[-2:]
+            if (b.ms - a.ms) * (c.saved - a.saved) < (c.ms - a.ms) * (b.saved - a.saved):
+                break
+            found.pop()
+        found.append(c)
+    return found
 
 
-def choice(kept: Kept, gone: Sequence[Node], gpu: Gpu) -> Choice:
-    """The choice to free ``gone``."""
-    freed = set(gone)
-    again = kept.again(gone, freed)
-    total = sum(size(fake(n)) for n in kept.kept)
-    left = total - sum(size(fake(n)) for n in freed)
-    ms = sum(milliseconds(n, gpu) for n in again if heavy(n))
-    return Choice(tuple(gone), tuple(sorted(again)), left, total, ms)
+def _direct(node: Node) -> bool:
+    """Does a heavy node compute ``node``, without an elementwise pass?"""
+    return heavy(node) or any(map(heavy, node.all_input_nodes[:1]))
+
+
+def _bytes(nodes: Iterable[Node]) -> int:
+    return sum(size(fake(n)) for n in nodes)

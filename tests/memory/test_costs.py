@@ -3,7 +3,6 @@
 
 import functools
 
-import pytest
 import torch
 import torch.nn.functional as F
 from harness import Harness
@@ -71,4 +70,5 @@ def test_a_product_takes_longer_than_moving_its_bytes():
     x, w = torch.randn(4096, 4096, device="meta"), torch.randn(4096, 4096, device="meta")
     graph = graph_of(lambda x, w: x @ w, x, w)
     (node,) = [n for n in graph.nodes if "mm" in str(n.target)]
-    assert costs.milliseconds(node, H100) == pytest.approx(2 * 4096**3 / H100.flops_per_us / 1000)
+    alone = 2 * 4096**3 / H100.flops_per_us / 1000
+    assert alone < costs.milliseconds(node, H100) < 1.25 * alone

@@ -66,25 +66,26 @@ def stock():
 
 def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
     model, x = blocks(), inputs()
-    want, before, first, counts = gradients(model, model, x), None, None, set()
+    want, before, first, said_at = gradients(model, model, x), None, None, {}
     for share in SHARES:
         torch._dynamo.reset()
         harness = Harness(gate="always", memory=share)
         found = gradients(torch.compile(model, backend=harness), model, x)
         said = harness.report.memory
         assert kept(harness) == said.kept, "what was planned is what torch's partitioner keeps"
-        assert said.kept <= max(share * stock, 0), share
+        said_at[share] = said
         if before is not None:
             assert said.kept <= before.kept
             assert said.ms >= before.ms
-            assert said.again >= before.again
-        counts.add(said.again)
+            assert said.peak <= before.peak
         before, first = said, first or found
         for mine, theirs, exact in zip(found, first, want, strict=True):
             assert torch.equal(mine, theirs), f"share {share} changes bits"
             torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
-    assert before.kept == 0
-    assert len(counts) > LAYERS, "layers are chosen one by one"
+    for share, said in said_at.items():
+        assert said.kept <= share * stock or said == before, "less would have a higher peak"
+    assert before.kept < stock / 10
+    assert len({said.again for said in said_at.values()}) > LAYERS, "layers are chosen one by one"
 
 
 def test_all_memory_computes_nothing_again():
@@ -104,6 +105,54 @@ def test_the_budget_of_torch_is_a_share(stock):
     own = Harness(gate="always", memory=0.4)
     own.train(blocks(), inputs())
     assert own.report.memory == harness.report.memory
+
+
+class Repeated(nn.Module):
+    """Attention whose keys and values are repeated for all queries, as torchtitan writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(D, D, bias=False), nn.Linear(D, 16, bias=False)
+        self.o = nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        q = self.q(x).view(1, ROWS, 4, 8).transpose(1, 2)
+        k = self.kv(x).view(1, ROWS, 2, 8)[:, :, :, None, :].expand(1, ROWS, 2, 2, 8)
+        k = k.reshape(1, ROWS, 4, 8).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k.cos(), k.sin(), is_causal=True)
+        return x + self.o(y.transpose(1, 2).reshape(ROWS, D))
+
+
+def test_smaller_results_are_kept_in_place_of_what_elementwise_ops_make_of_them():
+    model, x, most = Repeated().double(), inputs(), None
+    want = gradients(model, model, x)
+    for share in (1.0, 0.9):
+        torch._dynamo.reset()
+        harness = Harness(gate="always", memory=share)
+        found = gradients(torch.compile(model, backend=harness), model, x)
+        for mine, exact in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+        assert kept(harness) == harness.report.memory.kept
+        if most is None:
+            most, before = kept(harness), harness
+    products = [
+        [str(n.target) for n in h.parts[1].nodes if n.op == "call_function" and "mm" in n.name]
+        for h in (before, harness)
+    ]
+    assert products[0] == products[1], "no product runs again"
+    keys = ROWS * D * 8
+    assert most - kept(harness) == 2 * keys - keys // 2, "k.cos() and k.sin(), k before it repeats"
+
+
+def test_the_cheapest_mix_of_a_block_frees_what_it_must():
+    """Not all that is cheaper a byte first: then gate and up would go on top of all others."""
+    model, before = blocks()[:1], None
+    for share in (1.0, 0.45):
+        harness = Harness(gate="always", memory=share)
+        harness.train(model, inputs())
+        before, after = before or harness.report.memory, harness.report.memory
+    assert after.again < 5
+    assert after.kept > before.kept / 4
 
 
 def policy_of(every):
