@@ -158,11 +158,9 @@ def part(name: str, options: argparse.Namespace) -> None:
         found.update({"fired": dict(fired), "features": features, "whole": facts(whole)})
         found["whole"]["ms"] = found["whole"]["ms_whole"] = sustained(whole)
     found.setdefault("without", {})
-    for key, told in (("compile", True), ("untold", False)):
-        if "ms" not in found.get(key, {}) and (told or (workload.causal and options.cliffs)):
-            known = {"whole": found["whole"]}
-            found[key] = compared(plain(workload, told), whole, lock, known)
-        _write(path, found)
+    if "ms" not in found.get("compile", {}):
+        found["compile"] = compared(plain(workload), whole, lock, {"whole": found["whole"]})
+    _write(path, found)
     start = list(WORKLOADS).index(name) * len(features) // len(WORKLOADS)  # not all the same first
     order = cliffs_of(name, features) if options.cliffs else features[start:] + features[:start]
     for feature in order:
@@ -171,6 +169,8 @@ def part(name: str, options: argparse.Namespace) -> None:
         if not options.cliffs and feature in earned(path.parent):
             continue
         known = {"whole": found["whole"], **found["without"]}
+        if feature == "attention" and workload.causal and options.cliffs:
+            found["untold"] = compared(plain(workload, told=False), whole, lock, known)
         found["without"][feature] = compared(workload.step((feature,)), whole, lock, known)
         _write(path, found)
 
