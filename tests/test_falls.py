@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import Block, D
 from checking import differentiate, replace_pass
 from harness import as_it_is
 from torch._dynamo.utils import counters
@@ -16,6 +15,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor import config, lowering
 from torch._inductor.exc import InductorError, LoweringException
 from torch.utils.checkpoint import checkpoint
+from zoo.layers import D, whole
 
 import coda_inductor
 from coda_inductor import FallbackError, falls, op_by_op, pass_mode, pipeline
@@ -121,7 +121,7 @@ def coda(function, **how):
 
 def compare(compiler=coda, grad=True, rows=(3,), **how):
     """Results and gradients are eager's, for each number of rows."""
-    model = Block().double()
+    model = whole().double()
     mine = copy.deepcopy(model)
     own = compiler(mine, **how)
     for n in rows:
@@ -166,7 +166,7 @@ def test_one_pass_is_out_and_named(name, break_pass, inner, warned):
 def test_all_is_well(inner, warned):
     """Then there is one attempt, and torch compiles the backward graph when it is called: only then
     it knows whether the graph is retained."""
-    own = coda(Block().double())
+    own = coda(whole().double())
     loss = own(torch.randn(3, D, dtype=torch.float64)).sum()
     assert inner.asked == ["forward"]
     loss.backward(retain_graph=True)

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from blocks import Block, D
 from checking import leave_custom_ops
 from harness import as_it_is
 from test_aot_inductor import lacks
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
+from zoo.layers import D, whole
 
 import coda_inductor
 from coda_inductor.backend import coda
@@ -306,7 +306,7 @@ def test_aot_inductor(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     leave_custom_ops(monkeypatch)  # as on a GPU
-    model, x = Block(), torch.randn(3, D)
+    model, x = whole(), torch.randn(3, D)
     program, want = torch.export.export(model, (x,)), model(x).detach()
     ours, fired = run("aot_inductor", program=program, tokens=x)
     same(ours["logits"], want)

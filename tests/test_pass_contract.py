@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import experts as mixture
-import idioms as of
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +19,8 @@ from harness import Harness
 from passes import aten_graph, codes, run_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import experts as mixture
+from zoo import idioms as of
 
 from coda_inductor import pipeline
 from coda_inductor.dynamo.attention import block_masks

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import T, Whole
 from checking import assert_same, count_as_large, replace_pass
 from harness import Harness
 from torch.fx import Graph, Node
+from zoo.layers import Everything, T
 
 from coda_inductor import OptionError, log, pipeline
 from coda_inductor.graph.snapshots import restore, snapshot
@@ -53,7 +53,7 @@ def small(monkeypatch):
 def compare(compiler):
     """Loss, logits and gradients of a step are eager's."""
     torch.manual_seed(0)
-    ours = Whole().double()
+    ours = Everything().double()
     eager = copy.deepcopy(ours)
     tokens = torch.arange(2 * T).view(2, T) % 7
     found = []

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from gates import MISH, SQUARED_SIGMOID, SWISH, write
+from zoo.users import MISH, SQUARED_SIGMOID, SWISH, write
 
 import coda_inductor
 from coda_inductor import patterns

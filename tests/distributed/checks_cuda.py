@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks_fsdp import products
 from decoder import fired, fresh, full
-from decoders import VOCABULARY, Decoder
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from zoo.layers import VOCABULARY, Decoder
 
 import coda_inductor
 

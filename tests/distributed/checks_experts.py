@@ -6,8 +6,8 @@ from __future__ import annotations
 import checking
 import torch
 import torch.distributed as dist
-from experts import Block, K, fused, given, halves, plain, scattered
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from zoo.experts import Block, K, fused, given, halves, plain, scattered
 
 from coda_inductor.semantic.experts import WGRAD
 

@@ -16,9 +16,9 @@ from decoder import (
     single,
     train,
 )
-from float8 import convert, needs_scaled_mm, quantizations
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from zoo.float8 import convert, needs_scaled_mm, quantizations
 
 import coda_inductor
 

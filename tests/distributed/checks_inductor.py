@@ -6,12 +6,11 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch.nn.functional as F
 from decoder import OPTIONS, fired, fresh, full, mine
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo.layers import Gated
 
 import coda_inductor
 
@@ -19,24 +18,9 @@ INDUCTOR = True
 STEPS = 2
 
 
-class Part(nn.Module):
-    """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor."""
-
-    def __init__(self):
-        super().__init__()
-        self.o, self.norm = nn.Linear(16, 16, bias=False), nn.RMSNorm(16, eps=1e-5)
-        self.gate, self.up = (nn.Linear(16, 32, bias=False) for _ in range(2))
-        self.down = nn.Linear(32, 16, bias=False)
-
-    def forward(self, x):
-        x = x + self.o(x)
-        n = self.norm(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))
-
-
-def part() -> Part:
+def part() -> Gated:
     torch.manual_seed(0)
-    return Part().double()
+    return Gated(16, 32, front=True).double()
 
 
 def steps(model, rows) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from zoo.layers import rotated
 
 import coda_inductor
 from coda_inductor import log, op_by_op
@@ -97,7 +98,7 @@ def check_tensor_parallelism():
     Heads are rotated in their projections' epilogues: a tile has whole heads, whatever rank they
     are of."""
     want = {**SWIGLU, "rotary": 2 * LAYERS, "collective": REDUCES * LAYERS, "rms_norm": 0}
-    refusals = trained(tensor_parallel(decoder(LAYERS, turns=True), mesh()), want, turns=True)
+    refusals = trained(tensor_parallel(decoder(LAYERS, turn=rotated), mesh()), want, turn=rotated)
     norms = [why for why in refusals if why.what == "rms_norm"]
     assert len(norms) == 2 * LAYERS + 1
     assert {why.code for why in norms} <= {"norm-input-no-gemm", "norm-gradient"}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from decoders import VOCABULARY, Decoder
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+from zoo.layers import VOCABULARY, Decoder
 
 from coda_inductor import log
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from experts import (
+from harness import Harness
+from zoo.experts import (
     COUNTS,
     GATHERS,
     SORTS,
@@ -28,7 +29,6 @@ from experts import (
     unweighted,
     viewed,
 )
-from harness import Harness
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
 from coda_inductor.semantic.experts import group_rows as GROUP_ROWS

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from experts import (
+from passes import codes
+from zoo.experts import (
     Block,
     D,
     E,
@@ -24,7 +25,6 @@ from experts import (
     viewed,
     weighted_last,
 )
-from passes import codes
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD, grouped_mm
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, randn
-from idioms import rotate_half
+from zoo.idioms import rotate_half
 
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse

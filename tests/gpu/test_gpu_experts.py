@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 import torch
-from experts import Block, E, given, halves, interleaved, scattered, two_weights
 from layers import SLACK, errors
 from oracle import ARCH, NEEDS_KERNELS, check, hold
 from programs import grouped
+from zoo.experts import Block, E, given, halves, interleaved, scattered, two_weights
 
 from coda_inductor.mainloop import experts as kernels
 from coda_inductor.select.config import legal_configs

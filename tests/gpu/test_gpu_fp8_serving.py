@@ -7,8 +7,8 @@ import copy
 
 import pytest
 import torch
-from float8 import D, Stack, serve
 from oracle import NEEDS_KERNELS
+from zoo.float8 import D, Stack, serve
 
 import coda_inductor
 

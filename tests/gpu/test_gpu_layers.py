@@ -9,9 +9,10 @@ import logging
 
 import pytest
 import torch
-from layers import Layer, assert_as_good, compiled, either_order, errors, make
+from layers import assert_as_good, compiled, either_order, errors, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo.layers import Layer
 
 import coda_inductor
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers import SLACK, compiled, errors
-from torch import nn
 from torch._dynamo.utils import counters
+from zoo.heads import Head, Tied
 
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.mainloop.dlogits import dlogits
@@ -22,27 +22,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 D, V = 256, 4096
 
 
-class LanguageModel(nn.Module):
-    def __init__(self, vocabulary: int, bias: bool = False, cap: float = 0.0, z: float = 0.0):
-        super().__init__()
-        self.body = nn.Linear(D, D, bias=False)
-        self.head = nn.Linear(D, vocabulary, bias=bias)
-        self.cap, self.z = cap, z
-
-    def forward(self, x, labels):
-        logits = self.head(x + self.body(x))
-        if self.cap:
-            logits = self.cap * torch.tanh(logits / self.cap)
-        flat = logits.float().view(-1, logits.shape[-1])
-        loss = F.cross_entropy(flat, labels, ignore_index=-100)
-        if self.z:
-            loss = loss + self.z * torch.logsumexp(logits.float(), -1).square().mean()
+def make(vocabulary: int, bias: bool = False, cap: float = 0.0, z: float = 0.0) -> Head:
+    def ended(logits, labels):
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        loss = F.cross_entropy(logits.float().view(-1, vocabulary), labels, ignore_index=-100)
+        if z:
+            loss = loss + z * torch.logsumexp(logits.float(), -1).square().mean()
         return loss, logits
 
-
-def make(vocabulary: int, **head) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(vocabulary, **head).cuda().bfloat16()
+    how = {"width": D, "vocabulary": vocabulary, "between": torch.add, "body_bias": False}
+    return Head(ended, torch.float32, bias, **how).cuda().bfloat16()
 
 
 def inputs(rows: int, vocabulary: int):
@@ -147,25 +138,15 @@ def test_a_slice_of_float64_logits_stays_float64():
 T = 1024
 
 
-class Tied(nn.Module):
-    def __init__(self, tied: bool):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(V, D))
-        self.inner, self.tied = nn.Linear(D, D, bias=False), tied
-
-    def forward(self, tokens):
-        x = self.inner(F.embedding(tokens, self.table))
-        return F.linear(x, self.table) if self.tied else x
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("words", [3, 50, V])
 def test_rows_of_one_token_are_added_once(tied, words):
     """As exact as torch.compile, which adds in float32 and rounds once, however often a token
     stands: a place that were added twice, or lost, would be off by far more."""
     torch.manual_seed(0)
-    exact = Tied(tied).cuda().double()
-    model = Tied(tied).cuda().bfloat16()
+    exact, model = (
+        Tied(dtype, rows=V, width=D, tied=tied).cuda() for dtype in (torch.float64, torch.bfloat16)
+    )
     model.load_state_dict(exact.state_dict())
     exact.load_state_dict(model.state_dict())
     tokens = torch.randint(words, (1, T), device="cuda")
@@ -174,7 +155,7 @@ def test_rows_of_one_token_are_added_once(tied, words):
         y = call(tokens)
         torch.manual_seed(1)
         up = torch.randn(y.shape, device="cuda").bfloat16().to(y.dtype)
-        return torch.autograd.grad(y, [own.table], up)[0].double()
+        return torch.autograd.grad(y, [own.weight], up)[0].double()
 
     ours = gradient(compiled(model, gate="always"), model)
     assert counters["coda"]["embedding_backward"] == 1

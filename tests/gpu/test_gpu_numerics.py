@@ -12,9 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import edges
 from checking import randn
 from layers import compiled
+from zoo import edges
 
 from coda_inductor import reports
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers as hf
 from checking import leave_custom_ops
-from families import FAMILIES
 from harness import Harness, Stock
+from zoo.families import FAMILIES
 
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import calls

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, check, check_gradients, leave_custom_ops, randn, reasons
-from gates import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swish, write
+from zoo.users import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swish, write
 
 from coda_inductor import Pattern, PatternError, patterns
 from coda_inductor.semantic.norms import NORMS, define_norm, rms_norm

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from idioms import rotate_every_two, rotate_half
 from passes import aten_graph, refused, run_pass
 from torch import nn
+from zoo.idioms import rotate_every_two, rotate_half
+from zoo.layers import Attention
 
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.semantic.rotary import rotate, rotate_heads
@@ -54,24 +55,9 @@ SPELLINGS = {
 }
 
 
-class Layer(nn.Module):
-    """Grouped queries, a residual, and a norm of the next layer's input where that is wanted."""
-
-    def __init__(self, apply, bias=False, norm=False):
-        super().__init__()
-        self.apply_rotary = apply
-        self.norm = nn.RMSNorm(WIDTH) if norm else nn.Identity()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, n * D, bias) for n in (H, H // 2, H // 2))
-        self.o = nn.Linear(H * D, WIDTH)
-
-    def forward(self, x, cos, sin):
-        n = self.norm(x)
-        q, k, v = (
-            f(n).view(*n.shape[:-1], -1, D).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        q, k = self.apply_rotary(q, cos, sin), self.apply_rotary(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+def layer(apply, bias=False, norm=nn.Identity):
+    """Grouped queries and a residual."""
+    return Attention(WIDTH, H, H // 2, head=D, turn=apply, norm=norm, bias=bias)
 
 
 class Model(nn.Module):
@@ -79,7 +65,8 @@ class Model(nn.Module):
 
     def __init__(self, layers, apply, bias=False):
         super().__init__()
-        each = (Layer(apply, bias, norm=i > 0) for i in range(layers))
+        norms = (nn.Identity, *[nn.RMSNorm] * (layers - 1))
+        each = (layer(apply, bias, norm) for norm in norms)
         self.layers = nn.ModuleList(each).double()
 
     def forward(self, x, cos, sin):

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import HIDDEN
 from checking import Weights, check_gradients, leave_custom_ops, randn
 from harness import Harness, Stock
+from zoo.layers import HIDDEN
 
 D, EPS = 16, 1e-2
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from checking import leave_custom_ops
-from experts import Block, given, two_weights
 from harness import Harness
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zoo.experts import Block, given, two_weights
 
 from coda_inductor.fusing import lower
 from coda_inductor.mainloop import availability

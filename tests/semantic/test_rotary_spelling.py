@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 from checking import check, check_gradients, raised, randn
-from idioms import rotate_half
 from passes import codes
 from torch._inductor.utils import run_and_get_code
+from zoo.idioms import rotate_half
 
 from coda_inductor.semantic.rotary import rotate, rotate_definition, rotate_pairs
 

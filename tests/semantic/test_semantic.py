@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from checking import assert_same, randn, swiglu
-from float8 import needs_scaled_mm
+from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
 from coda_inductor.semantic.define import DEFINITIONS

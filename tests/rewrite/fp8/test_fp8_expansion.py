@@ -8,7 +8,9 @@ import functools
 
 import pytest
 import torch
-from float8 import (
+from harness import Harness
+from passes import aten_graph, run_pass
+from zoo.float8 import (
     Eager,
     Stack,
     batch,
@@ -19,8 +21,6 @@ from float8 import (
     stack,
     trained,
 )
-from harness import Harness
-from passes import aten_graph, run_pass
 
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope

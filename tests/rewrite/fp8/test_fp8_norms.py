@@ -9,10 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import leave_custom_ops
-from float8 import HIDDEN, RECIPES, D, Stack, assert_exact, batch, convert, needs_scaled_mm, trained
 from harness import Harness, Stock
 from passes import codes
 from torch import nn
+from zoo.float8 import (
+    HIDDEN,
+    RECIPES,
+    D,
+    Stack,
+    assert_exact,
+    batch,
+    convert,
+    needs_scaled_mm,
+    trained,
+)
 
 from coda_inductor.graph.walk import base
 from coda_inductor.semantic.fp8_casts import AMAX, CAST

@@ -13,7 +13,8 @@ import copy
 
 import pytest
 import torch
-from float8 import (
+from harness import Harness, Stock
+from zoo.float8 import (
     RECIPES,
     Eager,
     Packed,
@@ -29,7 +30,6 @@ from float8 import (
     ran,
     stack,
 )
-from harness import Harness, Stock
 
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, differentiate, leave_custom_ops, raised, randn, reasons
 from harness import Harness, Stock
-from language_model import B, D, LanguageModel, Several, T, V, inputs
 from passes import codes
+from zoo.heads import B, D, Head, Several, T, V, inputs
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
@@ -150,7 +150,7 @@ def sizes(nodes):
 
 @pytest.mark.parametrize("name", SLICED)
 def test_sliced_gradients_agree(name, slices):
-    harness = check_gradients(LanguageModel(SLICED[name], bias=True), *inputs())
+    harness = check_gradients(Head(SLICED[name], bias=True), *inputs())
     assert harness.counts["cross_entropy_backward"] == harness.counts["cross_entropy"] == 1
     (site,) = [s for s in harness.report.sites if "cross_entropy" in s.patterns]
     assert site.program.reduces[0].combine in ("logsumexp", "max")
@@ -162,7 +162,7 @@ def test_sliced_gradients_agree(name, slices):
 
 def test_logits_are_saved_as_they_are(slices):
     """With bfloat16 logits and the cast that losses are written with."""
-    model = LanguageModel(shifted, torch.bfloat16)
+    model = Head(shifted, torch.bfloat16)
     harness = check_gradients(model, *inputs(torch.bfloat16))
     assert harness.counts["cross_entropy_backward"] == 1
     kept = [n.meta["val"] for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -190,7 +190,7 @@ OTHER_LOSSES = {
 
 
 def test_other_losses_are_left_alone():
-    models = Several(LanguageModel(loss) for loss, _ in OTHER_LOSSES.values())
+    models = Several(Head(loss) for loss, _ in OTHER_LOSSES.values())
     harness = check_gradients(models, *inputs())
     assert raised(harness, cross_entropy) == 0
     assert all(reason in reasons(harness) for _, reason in OTHER_LOSSES.values())
@@ -220,7 +220,7 @@ READ = (
 
 
 def test_a_gradient_with_other_readers_is_not_sliced(slices):
-    harness = check_gradients(Several(map(LanguageModel, READ)), *inputs())
+    harness = check_gradients(Several(map(Head, READ)), *inputs())
     assert raised(harness, cross_entropy) == len(READ)
     assert harness.counts["cross_entropy_backward"] == 0
     assert "logits-read" in codes(harness)
@@ -240,7 +240,7 @@ def test_a_gradient_with_other_readers_is_not_sliced(slices):
     ],
 )
 def test_what_would_be_rounded_otherwise_is_not_sliced(loss, dtype, tolerance, slices):
-    harness = check_gradients(LanguageModel(loss, dtype), *inputs(dtype), tolerance=tolerance)
+    harness = check_gradients(Head(loss, dtype), *inputs(dtype), tolerance=tolerance)
     assert raised(harness, cross_entropy) == 1
     assert harness.counts["cross_entropy_backward"] == 0
     assert {"logits-read", "logits-form"} & codes(harness)
@@ -254,7 +254,7 @@ def not_sliced(code, *how):
 
 
 def test_small_logits_are_not_sliced():
-    harness = not_sliced("logits-small", LanguageModel(likelihood), *inputs())
+    harness = not_sliced("logits-small", Head(likelihood), *inputs())
     assert harness.counts["cross_entropy"] == 1
 
 
@@ -304,7 +304,7 @@ def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices)
 
 @pytest.mark.parametrize("frozen", ["head", "weight", "body and input"])
 def test_only_wanted_gradients(frozen, slices):
-    model, (x, labels) = LanguageModel(hugging_face, bias=frozen != "head"), inputs()
+    model, (x, labels) = Head(hugging_face, bias=frozen != "head"), inputs()
     if frozen == "head":
         model.head.requires_grad_(False)
     elif frozen == "weight":
@@ -321,7 +321,7 @@ def test_rows_that_a_mask_picks(monkeypatch):
     which nothing tells, is taken for 8192: a slice is a tenth of such logits."""
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 8192 * V * 8 // 10)
 
-    class Masked(LanguageModel):
+    class Masked(Head):
         def forward(self, x, labels):
             counts = labels != 3
             return F.cross_entropy(self.head(torch.tanh(self.body(x))[counts]), labels[counts])
@@ -330,7 +330,7 @@ def test_rows_that_a_mask_picks(monkeypatch):
         harness = check_gradients(Masked(None), *inputs(), dynamic=dynamic, gate=gate)
         assert raised(harness, cross_entropy) == 1
         assert harness.counts["cross_entropy_backward"] == (gate == "always")
-    picked = LanguageModel(lambda z, y: F.cross_entropy(z[y != 3], y[y != 3]))
+    picked = Head(lambda z, y: F.cross_entropy(z[y != 3], y[y != 3]))
     check_gradients(picked, *inputs())
 
 
@@ -349,7 +349,7 @@ def test_evaluation_and_all_rows_ignored(monkeypatch):
 )
 def test_bfloat16_is_no_less_accurate_than_eager(name, bias, slices):
     """Nor than torch.compile; no factor is rounded into the gradient of the loss."""
-    model, (x, labels) = LanguageModel(SLICED[name], torch.bfloat16, bias), inputs(torch.bfloat16)
+    model, (x, labels) = Head(SLICED[name], torch.bfloat16, bias), inputs(torch.bfloat16)
 
     def trained(make, wider=False):
         twin, leaf = copy.deepcopy(model), x.detach().clone()

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import experts as mixture
 import torch
 import torch.nn.functional as F
+
+from zoo import experts as mixture
 
 HEAD, V = 16, 96
 EPS = 1e-2  # large beside what it is added to, so that one in the wrong place shows

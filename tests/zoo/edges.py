@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from checking import randn
 from torch import nn
 
+from zoo.heads import Head
+
 #: Our error is at most that of the worse of eager and torch.compile, times this.
 SLACK = 1.2
 
@@ -61,26 +63,17 @@ def hold(
         assert error <= SLACK * worst + floor, f"{i}: {error:.3e}, theirs at most {worst:.3e}"
 
 
-class Head(nn.Module):
-    """A language model's head behind a linear layer, and its loss."""
-
-    def __init__(self, d: int, vocabulary: int, cap: float = 0.0):
-        super().__init__()
-        self.body, self.head = nn.Linear(d, d), nn.Linear(d, vocabulary, bias=False)
-        self.cap = cap
-
-    def forward(self, x, labels):
-        logits = self.head(self.body(x))
-        if self.cap:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return F.cross_entropy(logits.float(), labels)
-
-
 def confident(
     confidence: float, *, d: int, rows: int, vocabulary: int, cap: float = 0.0
-) -> tuple[Head, torch.Tensor, torch.Tensor]:
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A head, x (rows, d), and labels (rows,) whose logits are raised by ``confidence``."""
-    model, labels = Head(d, vocabulary, cap), torch.arange(rows) * 7 % vocabulary
+
+    def loss(logits, labels):
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        return F.cross_entropy(logits.float(), labels)
+
+    how = {"width": d, "vocabulary": vocabulary, "between": lambda x, y: y}
+    model, labels = Head(loss, torch.float32, **how), torch.arange(rows) * 7 % vocabulary
     x = F.normalize(randn(rows, d), dim=-1)
     with torch.no_grad():
         model.body.weight.copy_(torch.eye(d))
