@@ -14,9 +14,12 @@ import shutil
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import provoked
 import pytest
 import torch
 
+#: Keys: of what a process of pytest-xdist hands over, and of the codes that no test provoked.
+CODES, LEFT = "refusal codes", pytest.StashKey[list[str]]()
 if not torch.cuda.is_available():
     os.environ.setdefault("QUACK_ARCH", "90")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
@@ -53,6 +56,33 @@ def pytest_configure(config: pytest.Config) -> None:
     nobody_traces()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """A process of pytest-xdist's has ended: what its tests provoked counts here."""
+    provoked.codes.update(getattr(node, "workeroutput", {}).get(CODES, ()))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run of all tests that passes has provoked every reason there is."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[CODES] = sorted(provoked.codes)
+        return
+    asked = config.option.keyword or config.option.markexpr or config.option.collectonly
+    if asked or exitstatus or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    from coda_inductor.remedies import REMEDIES
+
+    config.stash[LEFT] = sorted(REMEDIES.keys() - provoked.codes)
+    if config.stash[LEFT]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    for code in config.stash.get(LEFT, ()):
+        terminalreporter.write_line(f"FAILED: no test provokes the reason {code!r}", red=True)
 
 
 def pytest_report_header() -> list[str]:
@@ -131,7 +161,9 @@ def nothing_is_made_for_logs():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_notice():
-    """The process is told nothing of missing kernels: tests count other warnings."""
+    """The process is told nothing of missing kernels: tests count other warnings. From here on the
+    codes of refusals are noted."""
+    provoked.note_codes()
     from coda_inductor.runtime import notice
 
     notice.told |= {"kernels", "torch"}

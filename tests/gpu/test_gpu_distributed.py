@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import checks_cuda
+import cuda_cases
 import ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 def group() -> ranks.Group:
-    return ranks.group(("checks_cuda",), 2, 400)
+    return ranks.group("cuda_cases", 2, 400)
 
 
-@pytest.mark.parametrize("check", ranks.checks(checks_cuda))
+@pytest.mark.parametrize("check", cuda_cases.CHECKS)
 def test_ranks(check):
     if errors := group().errors(check):
         pytest.fail(errors, pytrace=False)
