@@ -3,7 +3,7 @@
 worse of eager and torch.compile, in bfloat16, against float64 (``zoo.edges`` has the cases).
 
 In both numerics: the kernels', which do not round products before their epilogue ("reference"), and
-that of plain ops. ``tests/gpu/test_gpu_numerics.py`` asks the same of the kernels.
+that of plain ops. ``tests/gpu/test_gpu_exact.py`` asks the same of the kernels.
 """
 
 from __future__ import annotations

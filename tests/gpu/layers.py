@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -66,12 +66,3 @@ def assert_as_good(
             if part == 0 or like_eager:
                 allowed = max(allowed, eager[part][i])
             assert 0 < own <= SLACK * allowed, (part, i, mine, theirs, eager)
-
-
-def either_order(model: Layer) -> Iterator[None]:
-    """``model`` twice, gate's weight at the lower address and at the higher."""
-    lower, higher = sorted((model.gate.weight, model.up.weight), key=torch.Tensor.data_ptr)
-    for gate, up in ((lower, higher), (higher, lower)):
-        model.gate.weight, model.up.weight = gate, up
-        torch._dynamo.reset()
-        yield
