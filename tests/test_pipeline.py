@@ -85,19 +85,6 @@ def test_the_model_fires_every_counter():
     assert sorted(train().counts) == COUNTERS
 
 
-@pytest.mark.parametrize("names", [OTHERS[::2], OTHERS[1::2]], ids=lambda names: names[0])
-def test_disabled_passes_do_not_run(names, monkeypatch):
-    ran = []
-    for stage in ("ON_DYNAMO", "ON_ATEN"):
-        watched = tuple(
-            pipeline.Pass(**{**vars(p), "run": lambda g, r, p=p: (ran.append(p.name), p.run(g, r))})
-            for p in getattr(pipeline, stage)
-        )
-        monkeypatch.setattr(pipeline, stage, watched)
-    train(disable=names)
-    assert ran == [each.name for each in PASSES if each.name not in names]
-
-
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_is_needed_cannot_be_disabled(name):
     with pytest.raises(Exception, match=f"the pass '{name}' cannot be disabled") as caught:

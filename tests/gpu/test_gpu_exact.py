@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of the zoo with kernels, forward and backward: at most 1.2 times the error of the worse of
-eager and torch.compile, against float64 (``zoo.edges``). Tests on a CPU ask the same of the passes."""
+eager and torch.compile, against float64 (``zoo.edges``). The CPU's tests ask that of the passes."""
 
 from __future__ import annotations
 
