@@ -5,8 +5,6 @@ Counting tests need a graph to be analysed, not to come out of torch's cache. Ke
 for Hopper where there is no GPU; QuACK and CuTeDSL read that once, when they are imported.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

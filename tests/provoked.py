@@ -2,8 +2,6 @@
 """The codes of refusals that our code has given in a run of the tests, here and in processes that
 hand theirs over. Refusals that a test makes itself do not count."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

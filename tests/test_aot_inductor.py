@@ -2,8 +2,6 @@
 """Programs of AOTInductor's run without Python, and so without our kernels, unless somebody says
 that they need not (``enable(aot=True)``, which ``test_frameworks`` does)."""
 
-from __future__ import annotations
-
 import zipfile
 
 import torch

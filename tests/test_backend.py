@@ -4,8 +4,6 @@
 Final graphs run op by op, which saves seconds a compile; test_inductor.py has Inductor's code.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks run from the command line, and shipped tables are made of committed results."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph of ours that does not compile costs the passes that wrote it, and no others."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

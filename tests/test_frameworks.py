@@ -6,8 +6,6 @@ Inductor's generated code is swapped for eager execution of the graphs: what is 
 passes are reached, and that frameworks take what they return.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

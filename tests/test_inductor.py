@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Through Inductor itself, code generation and caches included: few cases, each takes seconds."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

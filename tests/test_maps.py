@@ -2,8 +2,6 @@
 """The maps of the tree are true: each package names its files, the architecture names all passes
 and rooms, and no page names a file that is gone or links to nothing."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ In both numerics: the kernels', which do not round products before their epilogu
 that of plain ops. ``tests/gpu/test_gpu_exact.py`` asks the same of the kernels.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph that Inductor cannot compile runs op by op, with one warning."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

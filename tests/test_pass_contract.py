@@ -3,8 +3,6 @@
 in inference, of any size, in a checkpoint, under autocast and when it is run twice; it can be
 disabled; and a condition that is broken keeps it from firing, for a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ Inductor's own compile runs, with its hooks, decompositions and partitioner; its
 swapped for eager execution of the graphs, but in the tests of caches, where it is what is cached.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -3,8 +3,6 @@
 at its start, half way or at its end, the graph is put back: it compiles, to eager's numbers, with
 one warning."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor check``: what it says and its exit code."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

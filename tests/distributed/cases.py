@@ -2,8 +2,6 @@
 """Ways to spread a decoder over two ranks and to compile it: whether steps of training are those of
 one rank with all data, what fuses, and why the rest does not. ``CHECKS`` has all, by name."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

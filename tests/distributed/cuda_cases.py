@@ -2,8 +2,6 @@
 """Kernels under each way of sharding, on GPUs of one host or on one that the ranks share: as exact
 as torch.compile's code under the same wrapping. Run by ``tests/gpu/test_gpu_distributed.py``."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchao's FP8 over ranks: FSDP2 gathers weights in FP8, tensor parallelism what it multiplies."""
 
-from __future__ import annotations
-
 import torch
 import training as on
 from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -7,8 +7,6 @@ each went and the codes of refusals. A check that fails ends its process at once
 would wait for it; the script ends those.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import faulthandler
 import functools
@@ -35,7 +33,7 @@ NOT_ENDED = "it did not end"
 
 
 @functools.cache
-def group(module: str, world: int, seconds: float) -> Group:
+def group(module: str, world: int, seconds: float) -> "Group":
     """The one group that has run the checks of ``module``."""
     return Group(module, world, seconds)
 

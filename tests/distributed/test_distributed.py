@@ -5,8 +5,6 @@
 but in those that are about Inductor's code.
 """
 
-from __future__ import annotations
-
 import cases
 import pytest
 import ranks

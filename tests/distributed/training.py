@@ -2,8 +2,6 @@
 """Training steps of a decoder: compiled and spread over ranks, or plain on one with all of their
 data."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -2,8 +2,6 @@
 """Mixtures of experts are found however they are written, and fused in both directions; what is no
 such block stays as it is, with a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

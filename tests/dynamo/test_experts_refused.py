@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is no mixture of experts, or not all of one, stays as it is, with a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of returned logits is computed where somebody asks for it, and only there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

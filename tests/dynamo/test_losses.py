@@ -2,8 +2,6 @@
 """Losses of all positions but the last, of logits with their classes in the second dimension, and
 log-probabilities that are gathered by hand are losses of the rows that the LM head makes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -2,8 +2,6 @@
 """Exported programs call aten ops: what fires in them is what fires in the model they came from.
 In-place ops on tensors that nothing else shares are read as plain ones; others stay in place."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

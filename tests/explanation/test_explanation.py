@@ -2,8 +2,6 @@
 """What an explanation says: sites, bytes, saved tensors, near misses and their remedies, on a page
 that is well-formed, self-contained and complete."""
 
-from __future__ import annotations
-
 import functools
 import html
 import re

@@ -4,8 +4,6 @@
 The suite has a few that are traced quickly; ``CODA_TEST_FORECASTS=all`` has every one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -6,8 +6,6 @@ it saves bytes in the whole graph, where Inductor fuses the rest into the kernel
 The forecast of ``explain`` counts these bytes, with no GPU.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

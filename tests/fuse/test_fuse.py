@@ -5,8 +5,6 @@ Each case is compared with eager in float64 and must be one fused GEMM that comp
 steps; refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_shapes.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 """What may not run on a tile stays outside, with the reason in the report, and nothing changes.
 What is too heavy for shared memory gives up its heaviest tile, and what reads it, alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

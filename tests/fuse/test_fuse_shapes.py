@@ -3,8 +3,6 @@
 is as independent as what left the original one: a caller may write to one result without changing
 another."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

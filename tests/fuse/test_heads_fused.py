@@ -2,8 +2,6 @@
 """Rotations of heads on the tile: what the exchange of columns goes through, what it does
 not, and what becomes of a GEMM whose program with heads loses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle sees what is planted: a wrong value, which is reduced, and any other difference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import fuzz_rounding

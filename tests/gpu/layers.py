@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small layer, and how the GPU tests compile it and measure errors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 

@@ -2,8 +2,6 @@
 """Ranks with kernels: FSDP2, DDP, tensor and sequence parallelism. They share a GPU where there are
 more ranks (``ranks.py``): as correct, and no measure of speed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

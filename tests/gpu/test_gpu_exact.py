@@ -2,8 +2,6 @@
 """Models of the zoo with kernels, forward and backward: at most 1.2 times the error of the worse of
 eager and torch.compile, against float64 (``zoo.edges``). The CPU's tests ask that of the passes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping

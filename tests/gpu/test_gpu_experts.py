@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts on a GPU: grouped kernels, what surrounds them, whole blocks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

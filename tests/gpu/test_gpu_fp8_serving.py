@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchao's FP8 inference with kernels: as exact as torch.compile, NaN and inf where it has."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

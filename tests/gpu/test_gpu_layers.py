@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer on a GPU: float32 falls back, and steps of training follow eager's."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

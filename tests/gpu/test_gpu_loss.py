@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of logits on a GPU: its memory, and the kernel that makes a slice of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from layers import compiled

@@ -2,8 +2,6 @@
 """Whole models of Hugging Face's at their real widths, two layers each, forward and backward: the
 kernels run, and errors to float32 beside torch.compile's own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

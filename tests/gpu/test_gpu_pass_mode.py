@@ -2,8 +2,6 @@
 """Kernels under backend="inductor", in exported programs and in AOTInductor's; a user's
 pattern under the check command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuning on a GPU that nothing is known of: each compilation is a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

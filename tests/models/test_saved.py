@@ -2,8 +2,6 @@
 """What a Llama's forward pass leaves for its backward, as a formula of the layers, and what lies
 around its attention."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

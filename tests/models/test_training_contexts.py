@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contexts people train in: what fires, what is saved, gradients."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

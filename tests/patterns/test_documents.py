@@ -4,8 +4,6 @@ what it says they print.
 docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's.
 The README: what it claims in numbers comes from files of results."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -2,8 +2,6 @@
 """A user's pattern end to end: it fires, is the same function, trains, refuses, makes a kernel. A
 norm of a user's waits like RMSNorm, which is defined alike, so that what stays is asked of that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

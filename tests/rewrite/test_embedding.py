@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of an embedding table touches only the rows that were looked up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

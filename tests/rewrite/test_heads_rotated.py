@@ -3,8 +3,6 @@
 tables that are computed once, not in every kernel that reads them; or for the reason that is given
 not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the backward pass computes anew, what it must not, and what is saved because of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

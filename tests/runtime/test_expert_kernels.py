@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels around a mixture's experts are compiled ahead of their first use."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checking import leave_custom_ops

@@ -2,8 +2,6 @@
 """The custom op on a CPU: schema, shapes, the reference path; which kernels a call may launch, and
 what becomes of one that has none."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

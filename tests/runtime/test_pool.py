@@ -2,8 +2,6 @@
 """Ahead-of-time compilation: what is compiled, how failure is told, how many processes there are,
 and that nothing hangs or outlives its parent."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os

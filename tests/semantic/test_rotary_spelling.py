@@ -3,8 +3,6 @@
 or one angle a pair, of halves, of pairs, by complex numbers. What only looks like one stays, with a
 reason. Their gradients, and what Inductor makes of those that no pass takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checking import check, check_gradients, raised, randn

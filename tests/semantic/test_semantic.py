@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -6,8 +6,6 @@ rewrite that rounds elsewhere could lose digits: confident logits, row means far
 with one large singular value, outlier channels.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

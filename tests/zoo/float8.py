@@ -5,8 +5,6 @@ Where this torch's CPU kernel of ``_scaled_mm`` takes no scales of rows, a stand
 float32 product of the widened factors, times the scales, rounded once. That is its definition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

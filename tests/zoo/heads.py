@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A head with its loss, and a table that may be its head, with what they are called with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes and patterns look for, each as a small function of x (B, T, 16) and of weights."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gated MLP and what stands around it, a decoder, heads with their losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

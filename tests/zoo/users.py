@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pattern files that a user might write, for the tests, and a model that has their gates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

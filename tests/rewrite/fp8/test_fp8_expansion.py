@@ -2,8 +2,6 @@
 """Quantizations become maxima in epilogues and one cast a tensor; scaled products fuse as others.
 That results are the same is asked in ``test_fp8_recipes``."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

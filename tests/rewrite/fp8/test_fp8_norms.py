@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm in front of FP8 products waits until its result is quantized, or says why not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

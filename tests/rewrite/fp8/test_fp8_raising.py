@@ -2,8 +2,6 @@
 """torchao's FP8 graphs become semantic ops, equal quantizations one; decomposed, they are back.
 Unfused products are given their scales where cuBLAS takes them."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

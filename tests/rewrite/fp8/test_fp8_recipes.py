@@ -7,8 +7,6 @@ is not rounded before it is quantized), so that results agree in float64 where n
 all, and else in their error against float32.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 """Cross entropy behind an LM head (R7): no float32 logits, statistics from the epilogue, sliced
 gradients; of scaled and capped logits and of some of their rows, with terms beside it, or not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

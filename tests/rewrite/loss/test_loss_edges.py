@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy of logits that are infinite or NaN, on and off the target: as in eager."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -7,8 +7,6 @@ op itself too, whose partials then have several tiles. The means of LayerNorms a
 deviations, so that a mean in the wrong place shows. ``test_numerics`` asks it of bfloat16.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 
