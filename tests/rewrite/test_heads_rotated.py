@@ -5,7 +5,6 @@ not at all."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from checking import check, check_gradients, randn
 from passes import aten_graph, refused, run_pass
 from torch import nn
@@ -112,25 +111,6 @@ def test_infinities_beside_what_is_rotated():
     assert check(gptj, *args).counts["rotary"] == 1
 
 
-def test_complex_numbers():
-    """As torchtitan rotates."""
-
-    def rotary(x, turns):
-        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(z * turns.view(1, T, 1, -1)).flatten(3)
-
-    def attention(x, wq, wk, turns):
-        q, k = ((x @ w).view(B, T, -1, D) for w in (wq, wk))
-        q, k = (rotary(each, turns).transpose(1, 2) for each in (q, k))
-        return F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-
-    turns = torch.polar(randn(T, D // 2), randn(T, D // 2))
-    weights = (randn(WIDTH, n * D).requires_grad_() for n in (H, H // 2))
-    harness = check_gradients(attention, inputs()[0], *weights, turns)
-    assert harness.counts["rotary"] == 2
-    assert count(harness.graph, KEEP) == 2
-
-
 def test_in_16_bits_what_is_stored_is_what_is_read():
     """Rotated in float32 by tables in float32, rounded once, as ModernBERT's."""
 
@@ -143,12 +123,6 @@ def test_in_16_bits_what_is_stored_is_what_is_read():
     programs = [site.program for site in harness.fused if site.program.head]
     assert [p.stores[0].dtype for p in programs] == ["bfloat16"] * 2
     assert {o.dtype for p in programs for o in p.operands} == {"float32"}
-
-
-def test_own_tables_of_dynamic_size():
-    given = inputs(D, (B, T))
-    harness = check_gradients(Model(1, whole(rotate_half)), *given, dynamic=True)
-    assert harness.counts["rotary"] == 2
 
 
 def test_unfused_nothing_is_left_of_it():

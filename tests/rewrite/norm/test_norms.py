@@ -200,17 +200,6 @@ def arguments():
     return tuple(randn(*s) for s in ((2, 4, D), (D, D), (D,), (HIDDEN, D)))
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_norm_moves_past_its_gemm(weighted):
-    x, w, gamma, w2 = arguments()
-    harness = check(norm_gemm, x, w, gamma if weighted else None, w2)
-    assert harness.counts == {"rms_norm": 1}
-    producer, consumer = (site.program for site in harness.fused)
-    assert [r.combine for r in producer.reduces] == ["add"]
-    assert [o.kind for o in consumer.operands] == ["col"]
-    assert [s.op for s in consumer.steps] == ["mul"]
-
-
 @pytest.mark.parametrize(("alpha", "beta"), [(1, -3), (0.5, 0.25)])
 def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
     def function(x, w, gamma, w2, bias):
