@@ -88,7 +88,7 @@ def head(rows: int, vocabulary: int, bias: bool = False, cap: float = 0.0, z: fl
 
 
 def table(tied: bool, words: int):
-    """A place that were added twice, or lost, would be off by far more than a rounding."""
+    """If a place is added twice, or lost, the error is far larger than a rounding."""
     model = Tied(rows=4096, width=D, tied=tied)
     return model, (torch.randint(words, (1, 1024)),)
 
