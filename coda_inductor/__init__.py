@@ -13,9 +13,12 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     joint, pipeline, tracing   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
+    memory        what the forward pass keeps and what is computed again, within a limit
+    fusing        the pass that fuses: regions become kernel calls
+    record, plan  what one compilation did; what may be fused in a graph, and pays
     fuse          GEMM + neighbours -> EpilogueProgram
-    record        what one compilation did
-    tune          measures sites
+    tune, locks   measures sites; one process at a time
+    processes     our own processes beside the user's
     runtime, debug   the custom op, compile workers, launches; debug folders
     select        is a site legal, with which config, and does it win?
     mainloop, report   programs in QuACK's kernels; what happened to each GEMM

@@ -5,8 +5,6 @@ For programs that a test starts, which import first and have compiled nothing. T
 process has threads, and is not forked.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that are hard to quantize, and what torchao 0.18 makes of a tensor in FP8."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

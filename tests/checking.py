@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the graph passes share: compile, compare with eager, look at the graph."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -5,18 +5,20 @@ Counting tests need a graph to be analysed, not to come out of torch's cache. Ke
 for Hopper where there is no GPU; QuACK and CuTeDSL read that once, when they are imported.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
 import shutil
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
+import provoked
 import pytest
 import torch
 
+#: Keys: of what a process of pytest-xdist hands over, and of the codes that no test provoked.
+CODES, LEFT = "refusal codes", pytest.StashKey[list[str]]()
 if not torch.cuda.is_available():
     os.environ.setdefault("QUACK_ARCH", "90")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
@@ -41,10 +43,11 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 #: Files that take longest, the longest first: pytest-xdist gives a file to one process, and a long
 #: one that starts last keeps that process busy after the others have ended.
 SLOW = (
-    "test_distributed", "test_compile", "test_fp8_recipes", "test_pass_contract", "test_pipeline",
-    "test_frameworks", "test_families", "test_fuzz", "test_examples", "test_fp8_expansion",
-    "test_pass_mode", "test_inductor", "test_training_contexts", "test_fp8_linears",
-    "test_benchmarks", "test_masks", "test_loss", "test_cast_kernels", "test_norms",
+    "test_distributed", "test_compile", "test_fp8_recipes", "test_pass_contract", "test_falls",
+    "test_neighbours", "test_plan", "test_pipeline", "test_frameworks", "test_steps",
+    "test_families", "test_fuzz", "test_examples", "test_fp8_expansion", "test_pass_mode",
+    "test_inductor", "test_training_contexts", "test_fp8_linears", "test_masks", "test_loss",
+    "test_cast_kernels", "test_norms",
 )  # fmt: skip
 
 
@@ -53,6 +56,36 @@ def pytest_configure(config: pytest.Config) -> None:
     nobody_traces()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """A process of pytest-xdist's has ended: what its tests provoked counts here."""
+    provoked.codes.update(getattr(node, "workeroutput", {}).get(CODES, ()))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run of all tests that passes has provoked every reason there is, where none is skipped for
+    a package, and no GPU has what a machine without one is told."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[CODES] = sorted(provoked.codes)
+        return
+    some = config.option.keyword or config.option.markexpr or config.option.collectonly
+    some = some or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    lacks = torch.cuda.is_available() or not all(map(find_spec, ("quack", "torchao", "triton")))
+    if some or lacks or exitstatus:
+        return
+    from coda_inductor.remedies import REMEDIES
+
+    config.stash[LEFT] = sorted(REMEDIES.keys() - provoked.codes)
+    if config.stash[LEFT]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    for code in config.stash.get(LEFT, ()):
+        terminalreporter.write_line(f"FAILED: no test provokes the reason {code!r}", red=True)
 
 
 def pytest_report_header() -> list[str]:
@@ -131,7 +164,9 @@ def nothing_is_made_for_logs():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_notice():
-    """The process is told nothing of missing kernels: tests count other warnings."""
+    """The process is told nothing of missing kernels: tests count other warnings. From here on the
+    codes of refusals are noted."""
+    provoked.note_codes()
     from coda_inductor.runtime import notice
 
     notice.told |= {"kernels", "torch"}

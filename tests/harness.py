@@ -8,8 +8,6 @@ joint graph, ``harness.parts`` are the forward and backward graphs that it was p
 ``harness.saved`` what the one leaves for the other. ``Stock`` does the same without us.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

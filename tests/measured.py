@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Made-up measurements, and GPU models that have some, for the tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

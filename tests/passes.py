@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one pass on a graph that is made by hand; the codes of what was refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of processes share: who lives, and children that do as they are told."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ Operands: "name:kind:dtype"; steps: "name op argument ..."; stores: "value:dtype
 "name:value:axis:op". What is left out is the default.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

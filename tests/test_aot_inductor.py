@@ -2,18 +2,15 @@
 """Programs of AOTInductor's run without Python, and so without our kernels, unless somebody says
 that they need not (``enable(aot=True)``, which ``test_frameworks`` does)."""
 
-from __future__ import annotations
-
 import zipfile
 
 import torch
-from blocks import Block, D
 from checking import leave_custom_ops, randn
-from idioms import rotate_half
 from processes import python
-from rewrite.test_heads_rotated import WIDTH, Layer, whole
-from rewrite.test_heads_rotated import D as HEAD
+from rewrite import test_heads_rotated as rotated
 from torch._dynamo.utils import counters
+from zoo.idioms import rotate_half
+from zoo.layers import D, whole
 
 import coda_inductor
 
@@ -43,7 +40,7 @@ def lacks(path, x, want, folder):
 def test_a_program_that_needs_no_python_is_not_fused(tmp_path, monkeypatch, warned):
     leave_custom_ops(monkeypatch)  # as on a GPU
     counters.clear()
-    model, x = Block(), torch.randn(3, D)
+    model, x = whole(), torch.randn(3, D)
     text = {"aot_inductor.package_cpp_only": True}  # compiling it takes seconds
     with torch.no_grad(), coda_inductor.enabled():
         program = torch.export.export(model, (x,))
@@ -65,15 +62,18 @@ def test_rotations_of_a_dynamic_batch_run_for_any(tmp_path, monkeypatch):
     """Sizes of a batch are symbols when ``heads`` asks how a rotation is laid out."""
     leave_custom_ops(monkeypatch)
     counters.clear()
-    model, tables = Layer(whole(rotate_half)).double(), (randn(1, 6, HEAD), randn(1, 6, HEAD))
-    sizes = ({0: torch.export.Dim("batch", min=2, max=64)}, None, None)
+    model, tables = (
+        rotated.layer(rotated.whole(rotate_half)).double(),
+        (randn(1, 6, rotated.D), randn(1, 6, rotated.D)),
+    )
+    sizes = ({0: torch.export.Dim("batch", min=2, max=64)}, (None, None))
     with torch.no_grad(), coda_inductor.enabled(aot=True):
-        args = (randn(3, 6, WIDTH), *tables)
+        args = (randn(3, 6, rotated.WIDTH), *tables)
         program = torch.export.export(model, args, dynamic_shapes=sizes)
         package = str(tmp_path / "model.pt2")
         torch._inductor.aoti_compile_and_package(program, package_path=package)
         run = torch._inductor.aoti_load_package(package)
         for batch in (3, 5):
-            x = randn(batch, 6, WIDTH)
+            x = randn(batch, 6, rotated.WIDTH)
             torch.testing.assert_close(run(x, *tables), model(x, *tables))
     assert counters["coda"]["rotary"] == 2

@@ -4,8 +4,6 @@
 Final graphs run op by op, which saves seconds a compile; test_inductor.py has Inductor's code.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools
@@ -14,10 +12,9 @@ import logging
 
 import pytest
 import torch
-from blocks import Block, D
-from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zoo.layers import D, whole
 
 import coda_inductor
 from coda_inductor import OptionError, debug, joint, log
@@ -62,7 +59,7 @@ def inner(caught):
 
 def test_debug_folder(tmp_path):
     """Its name is the graph's, as in the report."""
-    model, options = Block().bfloat16(), {"debug": True, "debug_dir": str(tmp_path / "debug")}
+    model, options = whole().bfloat16(), {"debug": True, "debug_dir": str(tmp_path / "debug")}
     named = functools.partial(coda, name="prefill", options=options)
     with torch.no_grad():
         torch.compile(model, backend=named)(torch.randn(3, D).bfloat16())
@@ -139,14 +136,6 @@ class UsersPass(CustomGraphPass):
 
     def uuid(self):
         return self.version
-
-
-def test_a_users_own_joint_pass_runs_in_front_of_ours():
-    """As an option; in any form in the configuration: test_pass_mode."""
-    theirs = UsersPass()
-    run(Block(), torch.randn(3, D), joint_custom_pre_pass=theirs)
-    assert theirs.calls == 1
-    assert counters["coda"]["rms_norm"] == 1
 
 
 def uuid(before=None, **options):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the cache lies: nobody else can have put anything there; modes follow the umask."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

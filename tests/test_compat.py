@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A private name of torch's, QuACK's or CuTeDSL's that is gone costs what ``compat`` says of it."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator

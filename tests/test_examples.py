@@ -2,8 +2,6 @@
 """``make demo`` tells the truth: what is compiled where, what is saved, in 100 columns.
 The other examples run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph of ours that does not compile costs the passes that wrote it, and no others."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from blocks import Block, D
 from checking import differentiate, replace_pass
 from harness import as_it_is
 from torch._dynamo.utils import counters
@@ -16,6 +13,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor import config, lowering
 from torch._inductor.exc import InductorError, LoweringException
 from torch.utils.checkpoint import checkpoint
+from zoo.layers import D, whole
 
 import coda_inductor
 from coda_inductor import FallbackError, falls, op_by_op, pass_mode, pipeline
@@ -76,6 +74,7 @@ def inner(monkeypatch, warned):
         asked = "backward" if how.get("is_backward") else "forward"
         if stubborn(gm, asked):
             compile_fx_inner.asked.append(f"{asked} refused")
+            gm.graph.erase_node(gm.graph.output_node())  # its passes have been at work
             raise InductorError(LoweringException(RuntimeError(TEXT), "op", [], {}), None)
         compile_fx_inner.asked.append(asked)
         return as_it_is(gm, inputs, **how)
@@ -121,7 +120,7 @@ def coda(function, **how):
 
 def compare(compiler=coda, grad=True, rows=(3,), **how):
     """Results and gradients are eager's, for each number of rows."""
-    model = Block().double()
+    model = whole().double()
     mine = copy.deepcopy(model)
     own = compiler(mine, **how)
     for n in rows:
@@ -144,12 +143,11 @@ def left_out(warned):
     return [text.split("the pass ")[1].split()[0] for text in said]
 
 
-OPTIONAL = list(
-    dict.fromkeys(each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if not each.needed)
-)
+#: Of each list the first pass, one in the middle and the last that may be left out.
+ENDS = ("spelling", "idioms", "late_gradients", "noops", "norm", "fuse", "fp8_rest")
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONAL if name not in falls.HELD])
+@pytest.mark.parametrize("name", ENDS)
 def test_one_pass_is_out_and_named(name, break_pass, inner, warned):
     """The others have done their work, and Inductor has compiled it."""
     break_pass(name)
@@ -166,7 +164,7 @@ def test_one_pass_is_out_and_named(name, break_pass, inner, warned):
 def test_all_is_well(inner, warned):
     """Then there is one attempt, and torch compiles the backward graph when it is called: only then
     it knows whether the graph is retained."""
-    own = coda(Block().double())
+    own = coda(whole().double())
     loss = own(torch.randn(3, D, dtype=torch.float64)).sum()
     assert inner.asked == ["forward"]
     loss.backward(retain_graph=True)

@@ -6,8 +6,6 @@ Inductor's generated code is swapped for eager execution of the graphs: what is 
 passes are reached, and that frameworks take what they return.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -17,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from blocks import Block, D
 from checking import leave_custom_ops
 from harness import as_it_is
 from test_aot_inductor import lacks
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
+from zoo.layers import D, whole
 
 import coda_inductor
 from coda_inductor.backend import coda
@@ -105,50 +103,94 @@ def on_cpu(text):
     return re.sub(r'SFTConfig\("out"', 'SFTConfig("out", use_cpu=True, bf16=False', text)
 
 
-def same(ours, eager, tolerance=1e-5):
+def same(ours, eager, tolerance=1e-3):
     torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
 
 
 def weights(names):
-    return {name: p.detach() for name, p in names["model"].named_parameters()}
+    """Of the model, or of the one that a trainer has made."""
+    model = names["trainer"].model if "tokenizer" in names else names["model"]
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def trained(fired):
-    """Norms and gates fire, forward and backward; the loss where it is a part of the graph."""
-    assert fired["rms_norm"] == fired["rms_norm_backward"] == NORMS
-    assert fired["swiglu"] == fired["swiglu_backward"] == GATES
+def gradients(names):
+    return {n: p.grad for n, p in names["model"].named_parameters() if p.grad is not None}
+
+
+def zero(names):
+    """Parameters that DeepSpeed shards."""
+    get = names["deepspeed"].utils.safe_get_full_fp32_param
+    return [get(p) for p in names["model"].parameters()]
+
+
+TRAINED = {"rms_norm": NORMS, "swiglu": GATES, "rms_norm_backward": NORMS, "swiglu_backward": GATES}
+#: One graph serves all blocks.
+SHARED = {"rms_norm": 1, "swiglu": 1, "swiglu_backward": 1}
+#: Block -> what it needs, the block that runs without us as it does, what fires, what is compared.
+BLOCKS_THAT_TRAIN = {
+    "trainer": ("accelerate", "trainer", {**TRAINED, "cross_entropy": 1}, weights),
+    "trainer_inductor": ("accelerate", "trainer", TRAINED, weights),
+    "accelerate": ("accelerate", "accelerate", TRAINED, weights),
+    "lightning": ("pytorch_lightning", "lightning", TRAINED, weights),
+    "peft": ("peft", "peft", TRAINED, gradients),
+    "deepspeed": ("deepspeed", "deepspeed", SHARED, zero),
+    "trl": ("trl", "trl", {}, weights),
+    "blocks": ("torch", "blocks", {**SHARED, "cross_entropy": 0}, weights),
+    "blocks_and_loss": ("torch", "blocks_and_loss", {**SHARED, "cross_entropy": 1}, weights),
+    "torchao": (
+        "torchao.quantization", "torchao", {"rms_norm": NORMS, "swiglu": GATES},
+        lambda names: names["logits"],
+    ),
+}  # fmt: skip
+IN_BLOCKS = ("deepspeed", "blocks", "blocks_and_loss")
 
 
 def test_every_block_is_run():
     text = Path(__file__).read_text()
     ran = {name for name in BLOCKS if re.search(rf"""run\(\s*"{name}[",]""", text)}
-    assert {*ran, *LOOPS, *GENERATES, *BY_BLOCK} == {*BLOCKS}
+    assert {*ran, *BLOCKS_THAT_TRAIN, *GENERATES} == {*BLOCKS}
     assert PAGE.count("```python") == len(BLOCKS) + 1  # the first shows one line
 
 
-#: Block -> what it needs, and what runs without us as it does.
-LOOPS = {
-    "trainer": ("accelerate", "trainer"),
-    "trainer_inductor": ("accelerate", "trainer"),
-    "accelerate": ("accelerate", "accelerate"),
-    "lightning": ("pytorch_lightning", "lightning"),
-}
+def given_to(name, monkeypatch):
+    """What else a block is given."""
+    if name == "deepspeed":
+        linear = torch.nn.functional.linear  # DeepSpeed replaces it for good
+        monkeypatch.setattr(torch.nn.functional, "linear", linear)
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+        for key, value in {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}.items():
+            monkeypatch.setenv(key, value)
+        adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        how = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+        return {"settings": {**how, "optimizer": adam}}
+    if name == "trl":
+        from datasets import Dataset as Table
+
+        rows = [" ".join(f"t{word}" for word in row.tolist()) for row in Dataset().rows]
+        return {"texts": Table.from_dict({"text": rows}), "tokenizer": word_tokenizer()}
+    return {}
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_training_loops(name):
-    needed, without = LOOPS[name]
+@pytest.mark.usefixtures("settings_of_inductors")
+@pytest.mark.parametrize("name", BLOCKS_THAT_TRAIN)
+def test_it_trains_as_without_us(name, monkeypatch):
+    needed, without, fires, compared = BLOCKS_THAT_TRAIN[name]
     pytest.importorskip(needed)
-    ours, fired = run(name, on_cpu(BLOCKS[name]))
+    more = {"layers": SEVERAL if name in IN_BLOCKS else 1, **given_to(name, monkeypatch)}
+    ours, fired = run(name, on_cpu(BLOCKS[name]), **more)
     coda_inductor.disable()
-    eager, _ = run(name, on_cpu(plain(without)))
-    trained(fired)
-    same(weights(ours), weights(eager), 1e-3)
+    text = plain(without).replace("for block", "# ") if name == "deepspeed" else plain(without)
+    text = BLOCKS[name].replace('"coda"', '"eager"') if name.startswith("blocks") else text
+    eager, _ = run(name, on_cpu(text), **more)
+    assert {n: fired[n] for n in fires} == fires
+    assert fired["rms_norm"]
+    same(compared(ours), compared(eager))
     if name == "trainer":
-        assert fired["cross_entropy"] == 1
         assert ours["trainer"].state.global_step == 3
         saved = ours["trainer"].model.state_dict()
         assert list(saved) == list(eager["model"].state_dict())
+    if name == "peft":
+        assert len(gradients(ours)) == 2 * 7
 
 
 def test_what_the_page_says_of_copies_names_and_caches():
@@ -184,42 +226,6 @@ def test_generate(name, monkeypatch):
     assert fired["swiglu"] >= GATES
 
 
-def test_peft():
-    pytest.importorskip("peft")
-    ours, fired = run("peft")
-    eager, _ = run("peft", plain("peft"))
-    trained(fired)
-    same(ours["loss"], eager["loss"])
-    grads = [
-        {name: p.grad for name, p in names["model"].named_parameters() if p.grad is not None}
-        for names in (ours, eager)
-    ]
-    assert len(grads[0]) == 2 * 7
-    same(*grads)
-    assert "base_model.model.model.layers.0" in coda_inductor.reports()[-1].sites[0].site
-
-
-def test_deepspeed(monkeypatch):
-    pytest.importorskip("deepspeed")
-    linear = torch.nn.functional.linear  # DeepSpeed replaces it for good
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    for name, value in {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}.items():
-        monkeypatch.setenv(name, value)
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": adam,
-        "zero_optimization": {"stage": 3},
-    }
-    how = {"settings": settings, "layers": SEVERAL}
-    eager, _ = run("deepspeed", plain("deepspeed").replace("for block", "# "), **how)
-    ours, fired = run("deepspeed", **how)
-    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
-    full = ours["deepspeed"].utils.safe_get_full_fp32_param
-    same(*([full(p) for p in names["model"].parameters()] for names in (ours, eager)), 1e-3)
-
-
 def word_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -230,49 +236,12 @@ def word_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def test_trl():
-    pytest.importorskip("trl")
-    from datasets import Dataset as Table
-
-    rows = [" ".join(f"t{word}" for word in row.tolist()) for row in Dataset().rows]
-    more = {"texts": Table.from_dict({"text": rows}), "tokenizer": word_tokenizer()}
-    ours, fired = run("trl", on_cpu(BLOCKS["trl"]), **more)
-    eager, _ = run("trl", on_cpu(plain("trl")), **more)
-    assert fired["swiglu_backward"] >= GATES
-    assert fired["rms_norm_backward"] >= GATES
-    same(*({n: p.detach() for n, p in names["trainer"].model.named_parameters()}
-           for names in (ours, eager)), 1e-3)  # fmt: skip
-
-
-#: Block -> losses that fire.
-BY_BLOCK = {"blocks": 0, "blocks_and_loss": 1}
-
-
-@pytest.mark.parametrize("name", BY_BLOCK)
-def test_blocks(name):
-    """One graph serves all of them."""
-    ours, fired = run(name, layers=SEVERAL)
-    eager, _ = run(name, BLOCKS[name].replace('"coda"', '"eager"'), SEVERAL)
-    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
-    assert fired["cross_entropy"] == BY_BLOCK[name]
-    same(weights(ours), weights(eager), 1e-3)
-
-
 @pytest.fixture
 def settings_of_inductors():
     """Are put back: torchao's ``quantize_`` changes them for good."""
     kept = torch._inductor.config.get_config_copy()
     yield
     torch._inductor.config.load_config(kept)
-
-
-@pytest.mark.usefixtures("settings_of_inductors")
-def test_torchao():
-    pytest.importorskip("torchao.quantization")
-    ours, fired = run("torchao")
-    assert fired["rms_norm"] == NORMS
-    assert fired["swiglu"] == GATES
-    same(ours["logits"], run("torchao", plain("torchao"))[0]["logits"], 1e-3)
 
 
 def test_export():
@@ -288,15 +257,13 @@ def test_inductor_and_accelerate_regions():
     loss = want["model"](**want["batch"]).loss
     loss.backward()
     ours, fired = run("inductor")
-    trained(fired)
-    same(ours["loss"], loss)
-    grads = [{n: p.grad for n, p in names["model"].named_parameters()} for names in (ours, want)]
-    same(*grads)
+    assert {n: fired[n] for n in TRAINED} == TRAINED
+    same(ours["loss"], loss, 1e-5)
+    same(gradients(ours), gradients(want), 1e-5)
     coda_inductor.disable()
     pytest.importorskip("accelerate")
     ours, fired = run("accelerate_regions", layers=SEVERAL)
-    want = given(SEVERAL)
-    same(ours["loss"], want["model"](**want["batch"]).loss)
+    same(ours["loss"], (want := given(SEVERAL))["model"](**want["batch"]).loss, 1e-5)
     assert fired["swiglu"] == fired["swiglu_backward"] == 1
 
 
@@ -306,7 +273,7 @@ def test_aot_inductor(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     leave_custom_ops(monkeypatch)  # as on a GPU
-    model, x = Block(), torch.randn(3, D)
+    model, x = whole(), torch.randn(3, D)
     program, want = torch.export.export(model, (x,)), model(x).detach()
     ours, fired = run("aot_inductor", program=program, tokens=x)
     same(ours["logits"], want)

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Through Inductor itself, code generation and caches included: few cases, each takes seconds."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
 
 import torch
-from blocks import Block, D
 from processes import python
 from torch._dynamo.utils import counters
+from zoo.layers import D, whole
 
 from coda_inductor.backend import coda
 
 
 def test_inference_through_the_entry_point():
     name = "coda" if "coda" in torch._dynamo.list_backends() else coda
-    model, x = Block(), torch.randn(2, 3, D)
+    model, x = whole(), torch.randn(2, 3, D)
     compiled = torch.compile(model, backend=name, mode="default")
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
@@ -36,7 +34,7 @@ import torch._inductor.compile_fx
 from apart import apart
 from dataclasses import replace
 from torch._dynamo.utils import counters
-from blocks import Block, D
+from zoo.layers import D, whole
 import coda_inductor
 from coda_inductor import pipeline
 from coda_inductor.backend import coda
@@ -63,7 +61,7 @@ def compile(how, options):
     torch._dynamo.reset()
     counters.clear()
     reports = len(coda_inductor.reports())
-    model, x = Block(), torch.randn(4, D)
+    model, x = whole(), torch.randn(4, D)
     with torch.set_grad_enabled(how == "train"):
         ours = torch.compile(model, backend=coda, options=json.loads(options))(x)
         torch.testing.assert_close(ours, model(x))

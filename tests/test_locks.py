@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process measures at a time; however it ends, the next one may."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

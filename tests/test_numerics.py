@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules at the edge of what they are good for: nothing has more than 1.2 times the error of the
-worse of eager and torch.compile, in bfloat16, against float64 (``edges`` has the cases).
+worse of eager and torch.compile, in bfloat16, against float64 (``zoo.edges`` has the cases).
 
 In both numerics: the kernels', which do not round products before their epilogue ("reference"), and
-that of plain ops. ``tests/gpu/test_gpu_numerics.py`` asks the same of the kernels.
+that of plain ops. ``tests/gpu/test_gpu_exact.py`` asks the same of the kernels.
 """
-
-from __future__ import annotations
 
 import functools
 
-import edges
 import pytest
 import torch
 from checking import randn
 from harness import Harness, Stock
+from zoo import edges
 
 D, HIDDEN, ROWS, V = 128, 256, 64, 512
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An installed copy is complete: modules, data, pattern files and the backend's entry point."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil

@@ -3,16 +3,10 @@
 in inference, of any size, in a checkpoint, under autocast and when it is run twice; it can be
 disabled; and a condition that is broken keeps it from firing, for a reason."""
 
-from __future__ import annotations
-
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import experts as mixture
-import idioms as of
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,17 +15,19 @@ from harness import Harness
 from passes import aten_graph, codes, run_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import experts as mixture
+from zoo import idioms as of
 
 from coda_inductor import pipeline
+from coda_inductor.dynamo import shared_inputs
 from coda_inductor.dynamo.attention import block_masks
+from coda_inductor.matching import bodies, target_name
 from coda_inductor.patterns import builtin_folder
-from coda_inductor.remedies import REMEDIES
 from coda_inductor.rewrite import tables
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import rms_norm
 from coda_inductor.semantic.rotary import rotate_pairs
 
-TESTS = Path(__file__).parent
 B, T, D, WIDE, HEADS = 2, 6, 16, 24, 2
 
 
@@ -46,6 +42,12 @@ def found(op: Any) -> Callable[[Harness], int]:
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
     )
+
+
+def linears(harness: Harness) -> int:
+    """How many layers are left."""
+    nodes = [n for body in bodies(harness.raised) for n in body.graph.nodes]
+    return sum(target_name(n) == "linear" for n in nodes)
 
 
 def removed(harness: Harness) -> bool:
@@ -219,6 +221,10 @@ CASES = {
         (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
         ("clamped_swiglu_backward",), but={"inference": 0},
     ),
+    "shared_inputs": Case(
+        lambda x, a, b: F.linear(x, a).sin() + F.linear(x, b).cos(), 2 * ((1, D),),
+        lambda harness: 2 - linears(harness), "shared_inputs", ("shared_inputs",),
+    ),
     "experts": Case(
         of.experts, EXPERTS, fired("experts"), "experts", ("experts",),
     ),
@@ -246,32 +252,18 @@ CASES = {
 }  # fmt: skip
 
 
-#: What has no case: where it is asked instead, since it needs what a case has not.
-ELSEWHERE = {
-    "rewrite/fp8": "fp8 fp8_casts fp8_rest fp8_quantize fp8_product",  # no gradient in float64
-    "dynamo/test_fp8_linears.py": "fp8_linears fp8_linear",  # the same
-    "rewrite/test_collectives.py": "collectives collective",  # several ranks
-    "rewrite/test_adapters.py": "adapters",  # sizes of low rank
-    "dynamo/test_shared_inputs.py": "shared_inputs",  # the same
-    # Tags of two checkpoints; works where all of these fail; needed, so that each case runs them.
-    "rewrite/test_decompose.py": "borders experts_rest decompose decompose_rest refresh_views",
-    "select/test_gate.py": "plan",  # the same
+#: What a case cannot ask: FP8 has no gradient in float64, a collective has several ranks, adapters
+#: are of low rank, a border lies between checkpoints, grouped products are left where these fail.
+NO_CASE = {
+    *("fp8", "fp8_casts", "fp8_rest", "fp8_quantize", "fp8_product", "fp8_linears", "fp8_linear"),
+    *("collectives", "collective", "adapters", "borders", "experts_rest"),
 }
-#: Codes that tests provoke without their names: by texts, or by what follows of them.
-PROVOKED = """
-    bias-form checkpoint-border gate-dtype gemm-dtypes graph-output heads-mutated
-    layer-norm-slower loss-targets mask-bias mask-data mask-device mask-dropout mask-dtype
-    mask-form mask-head mask-heads mask-large mask-lengths mask-mutated mask-random mask-region
-    mask-shape mask-size mask-small mask-unknown no-neighbours norm-weight-shape not-elementwise
-    not-in-vocabulary operand-broadcast operand-depends operand-device operand-dtype operand-kind
-    other-side pattern-failed reduction-axis reduction-dtype reference-asked reshaped result-dtype
-    result-layout statistics-only store-dtype store-layout store-needless transposed
-"""
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     count_as_large(monkeypatch)
+    monkeypatch.setattr(shared_inputs, "LEAST", 1)
     monkeypatch.setattr(block_masks, "DEVICE", "cpu")
     monkeypatch.setattr(block_masks, "DTYPES", (torch.float64, torch.float32, torch.bfloat16))
 
@@ -348,26 +340,12 @@ def test_a_condition_that_is_broken(name, why):
 
 
 def test_every_pass_pattern_and_counter_has_a_case():
-    passes = (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)
+    """But for passes that are needed, so that each case runs them."""
+    passes = [p for p in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if not p.needed]
     owing = {name for each in passes for name in (each.name, *each.counts)}
     owing |= {path.stem for path in builtin_folder().glob("*.py")}
     cases = {name for case in CASES.values() for name in (case.run, *case.off)}
-    elsewhere = {
-        name: TESTS / where for where, names in ELSEWHERE.items() for name in names.split()
-    }
-    assert owing <= cases | set(elsewhere)
-    assert not cases & set(elsewhere)
-    assert all(path.exists() for path in elsewhere.values())
-
-
-def test_every_reason_is_provoked():
-    """By a case, by a test that names its code, or by one that reads its text."""
-    own = Path(__file__).name, "test_report.py"
-    texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
-    named = {code for path, text in texts.items() if path.name not in own
-             for code in re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)*)[",]', text)}  # fmt: skip
-    broken = {why for case in CASES.values() for why in case.broken}
-    assert set(REMEDIES) <= named | broken | set(PROVOKED.split())
+    assert owing - cases == NO_CASE
 
 
 @pytest.mark.parametrize("name", [each.name for each in pipeline.ON_ATEN if each.name != "fuse"])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What takes long shows a line on a terminal, and nowhere else."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -2,8 +2,6 @@
 """The table and the line of a compiled graph: what ran, what could, what has nothing to do. Every
 reason has a code, every code a remedy, every remedy a use: no sentence is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

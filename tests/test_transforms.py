@@ -2,8 +2,6 @@
 """Forward-mode differentiation and torch.func's transforms inside the compiled function: equal to
 eager. Semantic ops go backward only, so none is made where something goes forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.autograd.forward_ad as fw

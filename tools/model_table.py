@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fires in each model family, as the table of ``docs/models.md``.
 
-Compiles tiny models of ``tests/models/families.py`` on the CPU, forward and backward, and compares
+Compiles tiny models of ``tests/zoo/families.py`` on the CPU, forward and backward, and compares
 with eager. Usage: python3 tools/model_table.py [FAMILY ...] > docs/models.md
 """
 
@@ -21,9 +21,9 @@ import transformers
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-FAMILIES: Any = importlib.import_module("families").FAMILIES
+FAMILIES: Any = importlib.import_module("zoo.families").FAMILIES
 Harness: Any = importlib.import_module("harness").Harness
 
 LAYERS = 2

@@ -2,7 +2,7 @@
 """What the backend does with every model family, as data: to show that a restructuring changed
 nothing.
 
-For each family of ``tests/models/families.py``, forward and training: the counters, every GEMM with
+For each family of ``tests/zoo/families.py``, forward and training: the counters, every GEMM with
 its program's key, config, absorbed ops and reasons, the near misses; in a CPU's numerics and in the
 kernels', and as ``explain`` tells it for an H100, where nothing is too small to fuse. Usage::
 
@@ -39,9 +39,9 @@ def main() -> int:
         lines = list(differences(old, new, ""))
         print("\n".join(lines) or "equal")
         return bool(lines)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     warnings.filterwarnings("ignore")
-    families: Any = importlib.import_module("families").FAMILIES
+    families: Any = importlib.import_module("zoo.families").FAMILIES
     out = Path(sys.argv[1])
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for name in sys.argv[2:] or [*families, *WIDE]:

@@ -1,3 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes on Dynamo's graph, before AOTAutograd: in order, spelling, in_place, losses, packed,
-idioms, attention, late_gradients and fp8_linears."""
+"""Passes on Dynamo's graph, before AOTAutograd, in this order.
+
+spelling        aten ops become the torch functions that patterns know
+in_place        ops in place become ops out of place where nothing sees the difference
+losses          losses as people write them become cross entropies
+packed          a packed weight of gate and up becomes two
+shared_inputs   low-rank layers that read one input become one
+experts         a mixture over grouped products; summed_pairs: how its rows are summed by token
+idioms          what pattern files describe becomes semantic ops
+attention       masks and repeated heads of SDPA
+late_gradients  returned logits get no made-up gradient
+fp8_linears     linear layers become FP8 ones, with options["fp8"]
+
+``nodes`` has their helpers: new calls with recorded values."""

@@ -7,7 +7,10 @@ grow         grow a GEMM's epilogue
 grower       what it absorbs, in the order of the graph, and what is taken back
 tile         ops of the graph become steps on the tile
 fit          a region without a kernel gives up what takes most shared memory
+stores       which values leave the tile
+heads        rotations of attention heads on the tile
 sums         a sum of GEMMs is one GEMM
+columns      matrices that are concatenated along columns, each by its own kernel
 pair         gate and up in one tile
 traffic      bytes before and after
 emit         program -> graph

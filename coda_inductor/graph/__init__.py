@@ -9,5 +9,7 @@ vocabulary which ops an epilogue computes, and as which steps of a program
 gemms      what a GEMM is: its operands, sums of GEMMs, which GEMM computes a tensor
 sides      forward or backward
 edit       put nodes in, take them out
+splice     insert the ops of a function
 snapshots  restore a graph
+collectives  what follows a collective
 """

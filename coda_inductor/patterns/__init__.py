@@ -5,6 +5,7 @@ Each file imports only from those above it::
 
     conditions side conditions that several patterns share
     meaning    a plain torch function -> a semantic op with its gradient
+    spellings  how people write the norms of rows
     pattern    Pattern, what a file defines
     formulas   a torch function -> its sympy expression
     exact      tensors of exact elements, on which any torch function runs

@@ -2,6 +2,7 @@
 """Epilogue programs: what happens to a GEMM's accumulator tile before it leaves the chip.
 
 ir      the frozen dataclasses, their JSON form and identity
+dtypes  every dtype that programs know
 ops     the elementwise vocabulary
 grouped   products of rows with the weights of their group, in plain torch
 heads   what a program may do across the columns of an attention head
@@ -9,6 +10,7 @@ simplify  shorter programs that mean the same
 statistics  reductions read what is stored
 scales  the factors that an unfused FP8 GEMM applies itself
 verify  is a program legal?
+reference  a program as plain torch ops: oracle, shape rule, fallback
 """
 
 from coda_inductor.program.ir import EpilogueProgram, Operand, Reduce, Step, Store

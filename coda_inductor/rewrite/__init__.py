@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algebra on semantic ops in the aten graph, one file per rule family.
 
+noops      nodes without effect are removed
+collectives  the same collective twice, and one for each term of a sum
+adapters   low-rank products keep no other work out of epilogues
 fp8        torchao's FP8 training graphs: equal quantizations are merged, products have scales
 norm       norms move past the GEMMs around them, forward and backward (R1 to R5)
 loss       the gradient of the logits is computed one slice at a time (R7)
 heads      queries and keys are rotated in the rows of their projection (R8)
 embedding  its gradient touches only the rows that were looked up
+decompose  ops that no rewrite used become the aten ops that define them
 recompute  the backward pass recomputes elementwise values
 tables     sines and cosines are computed once
 views      recorded values of views share memory like the real ones
+experts    grouped products that no epilogue absorbed
 borders    what one checkpointed block passes to the next is saved
 """

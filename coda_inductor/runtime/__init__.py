@@ -5,6 +5,8 @@ op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
 on_cuda               kernels of ops around experts, and of casts to FP8
 launch                tensors -> a launched kernel
+prepared              calls that differ from the first in M and addresses only
+direct                compiled graphs call the implementations, not the dispatcher
 pool                  kernels compiled in parallel, ahead of time
 client                the connection to a compile server
 server                the server's process

@@ -6,6 +6,13 @@ SwiGLU, by the meaning of a pattern file. Passes match on the op. What stays unf
 through that function again, so that Inductor sees plain aten. Differentiable ops have a backward op
 of the same kind, so that the joint graph is readable too; its flags tell which gradients are
 needed, so that frozen weights need no extra patterns.
+
+norms       norms of rows, and the records of what they share
+loss        cross entropies of logits
+rotary      rotations of queries and keys
+experts     a mixture's routing, grouped products and sums
+fp8         quantizations and scaled products; fp8_casts: the casts that they become
+fp8_linear  a linear layer in FP8
 """
 
 from coda_inductor.semantic.loss import cross_entropy

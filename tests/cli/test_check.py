@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor check``: what it says and its exit code."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
 
 import pytest
 import torch
-from gates import MISH, SQUARED_SIGMOID, SWISH, write
+from zoo.users import MISH, SQUARED_SIGMOID, SWISH, write
 
 import coda_inductor
 from coda_inductor import patterns

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs as source text: small goldens (ACCEPT=1 rewrites them) and the rules they rest on."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

@@ -2,12 +2,10 @@
 """Run checks in several processes of one group, each of which must end in time, by itself.
 
 ``Group`` runs this file as a script. It imports what all ranks need, which takes longer than most
-checks, and forks them. Each rank calls those functions of some modules whose names begin with
-``check_``, in order, and writes down how each went. A check that fails ends its process at once,
-for the others would wait for it; the script ends those.
+checks, and forks them. Each rank calls the ``CHECKS`` of a module in order, and writes down how
+each went and the codes of refusals. A check that fails ends its process at once, because the others
+would wait for it; the script ends those.
 """
-
-from __future__ import annotations
 
 import datetime as dt
 import faulthandler
@@ -26,6 +24,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import provoked
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_RUN = "it was not reached: an earlier one failed, or took too long"
@@ -33,13 +33,13 @@ NOT_ENDED = "it did not end"
 
 
 @functools.cache
-def group(modules: tuple[str, ...], world: int, seconds: float) -> Group:
-    """The one group that has run the checks of ``modules``."""
-    return Group(modules, world, seconds)
+def group(module: str, world: int, seconds: float) -> "Group":
+    """The one group that has run the checks of ``module``."""
+    return Group(module, world, seconds)
 
 
 class Group:
-    """``world`` processes that have run the checks of ``modules``, and have ended. One that fails
+    """``world`` processes that have run the checks of ``module``, and have ended. One that fails
     ends the others.
 
     Attributes:
@@ -47,12 +47,12 @@ class Group:
         said: what they printed.
     """
 
-    def __init__(self, modules: tuple[str, ...], world: int, seconds: float):
+    def __init__(self, module: str, world: int, seconds: float):
         self._port = str(_free_port())
         with tempfile.TemporaryDirectory() as folder:
-            self._run(modules, world, seconds, Path(folder))
+            self._run(module, world, seconds, Path(folder))
 
-    def _run(self, modules: tuple[str, ...], world: int, seconds: float, folder: Path) -> None:
+    def _run(self, module: str, world: int, seconds: float, folder: Path) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, HERE, HERE.parent)), *_given()]),
@@ -65,13 +65,14 @@ class Group:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        command = [sys.executable, __file__, str(folder), str(seconds), *modules]
+        command = [sys.executable, __file__, str(folder), str(seconds), module]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         codes = folder / "codes"
         self.codes = json.loads(codes.read_text()) if codes.exists() else []
         texts = (path.read_text() for path in sorted(folder.glob("*.txt")))
         self.said = "\n".join([done.stderr, *texts])
         self._results = [_read(path) for path in folder.glob("*.json")]
+        provoked.codes |= {code for results in self._results for code in results.pop("codes", ())}
 
     def alive(self) -> list[str]:
         """The command lines of processes that it, or what it started, has left behind."""
@@ -85,7 +86,7 @@ class Group:
             return ""
 
     def errors(self, check: str) -> str:
-        """What went wrong in ``check``, "module.name", on any rank; empty where nothing did."""
+        """What went wrong in ``check`` on any rank; empty where nothing did."""
         found = [results.get(check, NOT_RUN) for results in self._results]
         errors = [error for error in found if error] or ([] if found else ["no process got there"])
         if not errors or set(errors) == {NOT_RUN}:
@@ -128,11 +129,6 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def checks(module: Any) -> list[str]:
-    """The names of the checks in ``module``, in order, "module.name"."""
-    return [f"{module.__name__}.{name}" for name in vars(module) if name.startswith("check_")]
-
-
 def run(check: Any, name: str, file: Any) -> None:
     """One check; writes into ``file`` how it went."""
     import torch.distributed as dist
@@ -156,11 +152,11 @@ def op_by_op_only(gm: Any, _inputs: Any, **_how: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
-def main(folder: str, seconds: str, *names: str) -> None:
+def main(folder: str, seconds: str, name: str) -> None:
     """Fork the ranks, and write down their exit codes."""
     gc.disable()  # it would find nothing in modules, and unshare their pages
     if not Path("/dev/nvidiactl").exists():  # a driver that was asked for devices cannot be forked
-        _imported(names)
+        _imported(name)
     ranks = []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         if not (forked := os.fork()):
@@ -168,7 +164,7 @@ def main(folder: str, seconds: str, *names: str) -> None:
             with Path(folder, f"{rank}.txt").open("w") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            one_rank(folder, float(seconds), names)
+            one_rank(folder, float(seconds), name)
             return
         ranks.append(forked)
     codes = _codes(ranks, float(seconds))
@@ -188,37 +184,37 @@ def _device(rank: int) -> dict[str, str]:
     return local
 
 
-def _imported(names: tuple[str, ...]) -> list[Any]:
+def _imported(name: str) -> Any:
     import torch._dynamo.guards as guards
     import torch._inductor.compile_fx  # noqa: F401 (what a first compilation imports)
 
     import coda_inductor.op_by_op  # noqa: F401
 
     guards.profile_guard_manager = lambda *_: 0.0  # as in conftest.py
-    return [importlib.import_module(name) for name in names]
+    return importlib.import_module(name)
 
 
-def one_rank(folder: str, seconds: float, names: tuple[str, ...]) -> None:
+def one_rank(folder: str, seconds: float, name: str) -> None:
     """Run the checks, and end as any program does."""
     import torch.distributed as dist
 
     from coda_inductor import op_by_op
 
-    modules = _imported(names)
+    module = _imported(name)
+    provoked.note_codes()
     faulthandler.dump_traceback_later(seconds, exit=True)
     gc.freeze()  # a tenth of the time went into looking for garbage among modules
     gc.enable()
     gc.set_threshold(50_000, 20, 50)
     inductor = op_by_op.compile_fx_inner
-    dist.init_process_group(
-        getattr(modules[0], "BACKEND", "gloo"), timeout=dt.timedelta(seconds=seconds)
-    )
+    backend = getattr(module, "BACKEND", "gloo")
+    dist.init_process_group(backend, timeout=dt.timedelta(seconds=seconds))
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
-        for module in modules:
-            takes_minutes = not getattr(module, "INDUCTOR", False)  # if Inductor wrote C++ for all
-            op_by_op.compile_fx_inner = op_by_op_only if takes_minutes else inductor
-            for name in checks(module):
-                run(getattr(module, name.rpartition(".")[2]), name, file)
+        for check, function in module.CHECKS.items():
+            # It takes minutes if Inductor writes C++ for all.
+            op_by_op.compile_fx_inner = inductor if check in module.INDUCTOR else op_by_op_only
+            run(function, check, file)
+        file.write(json.dumps(["codes", sorted(provoked.codes)]) + "\n")
     dist.destroy_process_group()
 
 

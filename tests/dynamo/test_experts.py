@@ -2,13 +2,12 @@
 """Mixtures of experts are found however they are written, and fused in both directions; what is no
 such block stays as it is, with a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from experts import (
+from harness import Harness
+from zoo.experts import (
     COUNTS,
     GATHERS,
     SORTS,
@@ -28,7 +27,6 @@ from experts import (
     unweighted,
     viewed,
 )
-from harness import Harness
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
 from coda_inductor.semantic.experts import group_rows as GROUP_ROWS

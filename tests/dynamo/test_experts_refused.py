@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is no mixture of experts, or not all of one, stays as it is, with a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from experts import (
+from passes import codes
+from zoo.experts import (
     Block,
     D,
     E,
@@ -24,7 +23,6 @@ from experts import (
     viewed,
     weighted_last,
 )
-from passes import codes
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD, grouped_mm
 

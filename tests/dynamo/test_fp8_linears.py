@@ -8,11 +8,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from float8 import (
+from harness import Harness
+from torch import nn
+from zoo.float8 import (
+    HIDDEN,
     RECIPES,
     D,
     Eager,
-    Layer,
     Raised,
     Stack,
     assert_bits,
@@ -23,8 +25,7 @@ from float8 import (
     stack,
     trained,
 )
-from harness import Harness
-from torch import nn
+from zoo.layers import Gated
 
 from coda_inductor.dynamo.fp8_linears import skips
 from coda_inductor.report import forget, reports
@@ -233,7 +234,7 @@ def test_what_is_handed_over_is_no_weight():
     assert harness.ops()["aten.mm.default"] == 2 * 3
 
 
-class Region(Layer):
+class Region(Gated):
     @torch.compiler.nested_compile_region
     def forward(self, x):
         return super().forward(x)
@@ -242,7 +243,7 @@ class Region(Layer):
 def test_a_region_is_said_once(without_code):
     needs_scaled_mm()
     forget()
-    model = nn.Sequential(Region(), Region()).bfloat16()  # which share one body
+    model = nn.Sequential(*(Region(D, HIDDEN) for _ in range(2))).bfloat16()  # which share one body
     options = {"fp8": "rowwise", "fp8_small": True, "fp8_skip": "0.gate", "disable": ["fuse"]}
     with torch._functorch.config.patch(enable_autograd_cache=False):
         torch._dynamo.reset()

@@ -6,8 +6,6 @@ border of no_grad or autocast, and a node without users may still matter. In-pla
 views of every spelling, and in nested graphs.
 """
 
-from __future__ import annotations
-
 import operator
 
 import pytest

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of returned logits is computed where somebody asks for it, and only there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, randn
 from harness import Harness
-from torch import nn
+from zoo.heads import Head
 
 from coda_inductor.dynamo import late_gradients
 
@@ -22,16 +20,9 @@ def plain(head, h, labels):
     return loss_of(logits, labels), logits
 
 
-class Head(nn.Module):
+def causal(end=plain, bias: bool = False, dtype: torch.dtype = torch.float64) -> Head:
     """A causal LM in miniature: the loss, and the logits that it was made of."""
-
-    def __init__(self, end=plain, bias: bool = False, dtype: torch.dtype = torch.float64):
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 32, bias, dtype=dtype)
-        self.end = end
-
-    def forward(self, x, labels):
-        return self.end(self.head, torch.tanh(self.body(x)), labels)
+    return Head(None, dtype, bias, width=8, vocabulary=32, end=end)
 
 
 def capped(head, h, labels):
@@ -77,7 +68,7 @@ USES = {
 )
 def test_gradients_agree_whatever_they_start_from(end, bias, use):
     """And none is made up for the logits: there is one of the loss and of h, (2, 3, 8)."""
-    model, harness = Head(end, bias), Harness()
+    model, harness = causal(end, bias), Harness()
     ours = run(model, torch.compile(model, backend=harness), USES[use])
     # The loss is float32, as the idiom says.
     assert_same(ours, run(model, model, USES[use]), 1e-6)
@@ -120,7 +111,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("end", OTHERS.values(), ids=OTHERS)
 def test_other_outputs_keep_their_gradient(end, monkeypatch):
-    model, calls, wrap = Head(end), [], late_gradients._wrap
+    model, calls, wrap = causal(end), [], late_gradients._wrap
     monkeypatch.setattr(late_gradients, "_wrap", lambda *a: calls.append(a) or wrap(*a))
     ours = run(model, torch.compile(model, backend=Harness()), USES["logits"])
     assert not calls
@@ -138,21 +129,21 @@ def test_a_returned_view_of_the_logits_keeps_its_gradient(view):
     def use(seen, logits, _):
         return seen.sin().sum() + logits.square().sum()
 
-    model = Head(end)
+    model = causal(end)
     ours = run(model, torch.compile(model, backend=Harness()), use)
     assert_same(ours, run(model, model, use))
 
 
 def test_small_logits_are_left_alone(monkeypatch):
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 2 * 3 * 32 * 8 + 1)
-    harness, model = Harness(), Head()
+    harness, model = Harness(), causal()
     run(model, torch.compile(model, backend=harness), USES["loss"])
     assert len(shapes(harness)) == 2
     assert "detach" not in [n.target for n in harness.raised.nodes]
 
 
 def test_logits_changed_in_place_are_noticed():
-    model, x = Head(dtype=torch.float32), randn(2, 3, 8, dtype=torch.float32)
+    model, x = causal(dtype=torch.float32), randn(2, 3, 8, dtype=torch.float32)
     loss, logits = torch.compile(model, backend=Harness())(x, torch.arange(6))
     with torch.no_grad():
         logits.mul_(2)
@@ -168,7 +159,7 @@ def mean(head, h, labels):
 
 def test_logits_that_the_loss_does_not_need_may_be_changed():
     """As in eager and in torch.compile."""
-    model, x = Head(mean), randn(6, 8)
+    model, x = causal(mean), randn(6, 8)
     want = torch.autograd.grad(model(x, None)[0], [*model.parameters()])
     loss, logits = torch.compile(model, backend=Harness())(x, None)
     with torch.no_grad():

@@ -2,14 +2,12 @@
 """Losses of all positions but the last, of logits with their classes in the second dimension, and
 log-probabilities that are gathered by hand are losses of the rows that the LM head makes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import TOLERANCE, check, check_gradients, raised, randn
-from language_model import B, LanguageModel, Several, T, V, inputs
 from torch import nn
+from zoo.heads import B, Head, Several, T, V, inputs
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition
@@ -66,7 +64,7 @@ LOSSES = {
 
 def test_the_heads_rows_are_read_as_they_are(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", B * T * 2 * 128)
-    harness = check_gradients(Several(map(LanguageModel, LOSSES.values())), *inputs())
+    harness = check_gradients(Several(map(Head, LOSSES.values())), *inputs())
     number = len(LOSSES)
     assert raised(harness, cross_entropy) == number
     assert harness.counts["cross_entropy"] == harness.counts["cross_entropy_backward"] == number
@@ -85,7 +83,7 @@ WIDENED = [
 @pytest.mark.parametrize("loss", WIDENED, ids=["rows", "gathered", "transposed"])
 def test_in_16_bits(loss):
     dtype = torch.bfloat16
-    model, how = LanguageModel(loss, dtype), {"tolerance": TOLERANCE[dtype]}
+    model, how = Head(loss, dtype), {"tolerance": TOLERANCE[dtype]}
     assert raised(check_gradients(model, *inputs(dtype), **how), cross_entropy) == 1
 
 
@@ -95,12 +93,12 @@ def test_dynamic_sizes(loss):
     x, labels = inputs()
     torch._dynamo.mark_dynamic(labels, 1)
     torch._dynamo.mark_dynamic(x, 1)
-    harness = check_gradients(LanguageModel(loss), x, labels)
+    harness = check_gradients(Head(loss), x, labels)
     assert harness.counts["cross_entropy"] == (loss is transposed)
 
 
 def test_no_sequences_and_logits_that_are_returned_too():
-    model = LanguageModel(lambda z, y: (hugging_face(z, y), transposed(z, y), z))
+    model = Head(lambda z, y: (hugging_face(z, y), transposed(z, y), z))
     x, labels = inputs()
     for rows in (B, 0):
         given = x.detach()[:rows].requires_grad_(), labels[:rows]
@@ -143,7 +141,7 @@ OTHERS = {
 
 def test_others_stay():
     """All of one graph's logits."""
-    model = LanguageModel(lambda z, y: [other(z, y) for other in OTHERS.values()])
+    model = Head(lambda z, y: [other(z, y) for other in OTHERS.values()])
     harness = check(model, *inputs(), tolerance=1e-6)
     roots = [n.args[0] for n in harness.raised.nodes if n.target is cross_entropy]
     assert not any(z.meta["example_value"].numel() == B * T * V for z in roots)
@@ -151,7 +149,7 @@ def test_others_stay():
 
 def test_no_index_is_ignored():
     """One below zero is an error, as it was."""
-    harness = check_gradients(LanguageModel(gathered), *inputs())
+    harness = check_gradients(Head(gathered), *inputs())
     (loss,) = (n for n in harness.raised.nodes if n.target is cross_entropy)
     assert loss.args[2] == -(2**31)
     with pytest.raises((RuntimeError, IndexError)):

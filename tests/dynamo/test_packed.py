@@ -2,8 +2,6 @@
 """A packed gate and up projection: read as two products that meet in one tile, in whatever way the
 halves are taken out of it, or left as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -2,8 +2,6 @@
 """Raising: every spelling of an idiom becomes one semantic op; near misses stay, with a reason, and
 so do functions that are named as torch's, and are others. A pattern that fails costs no other."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of low rank that read one input are one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

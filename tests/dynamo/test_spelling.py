@@ -2,8 +2,6 @@
 """Exported programs call aten ops: what fires in them is what fires in the model they came from.
 In-place ops on tensors that nothing else shares are read as plain ones; others stay in place."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,6 +11,7 @@ from checking import check, check_gradients, raised, randn, reasons, side_by_sid
 from harness import Harness
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo.layers import Gated
 
 from coda_inductor.dynamo.attention import block_masks
 from coda_inductor.dynamo.spelling import respell
@@ -37,20 +36,21 @@ NORMS = {
 }
 
 
-class Layer(nn.Module):
-    """A residual, a norm as somebody wrote it, and a gate."""
+class Norm(nn.Module):
+    """As somebody wrote it."""
 
-    def __init__(self, norm="rms_norm"):
+    def __init__(self, name):
         super().__init__()
-        self.o, self.weight = nn.Linear(D, D), nn.Parameter(torch.rand(D) + 0.5)
-        self.gate, self.up = nn.Linear(D, WIDE, bias=False), nn.Linear(D, WIDE, bias=False)
-        self.down, (self.norm, _) = nn.Linear(WIDE, D), NORMS[norm]
+        self.weight, (self.function, _) = nn.Parameter(torch.rand(D) + 0.5), NORMS[name]
 
     def forward(self, x):
-        x = x + self.o(x)
-        h = self.norm(x, self.weight)
-        gate = self.gate(h)
-        return x + self.down(gate * torch.sigmoid(gate) * self.up(h))
+        return self.function(x, self.weight)
+
+
+def layer(name="rms_norm"):
+    """A residual, a norm, and a gate."""
+    how = {"gate": lambda gate, up: gate * torch.sigmoid(gate) * up, "norm": lambda _: Norm(name)}
+    return Gated(D, WIDE, front=True, **how)
 
 
 CASES = [("by hand", ""), ("rms_norm", "strict"), ("layer_norm", "")]
@@ -59,7 +59,7 @@ CASES = [("by hand", ""), ("rms_norm", "strict"), ("layer_norm", "")]
 @pytest.mark.parametrize(("norm", "how"), CASES)
 def test_norms_and_gates(norm, how):
     _, dtype = NORMS[norm]
-    model = nn.Sequential(Layer(norm), Layer(norm)).to(dtype)
+    model = nn.Sequential(layer(norm), layer(norm)).to(dtype)
     x = randn(2, 3, D, dtype=dtype)
     with torch.no_grad():
         program = torch.export.export(model, (x,), strict=how == "strict").module()
@@ -73,7 +73,7 @@ def test_norms_and_gates(norm, how):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_of_an_exported_program(dynamic):
-    model, x = Layer().double(), randn(5, 3, D).requires_grad_()
+    model, x = layer().double(), randn(5, 3, D).requires_grad_()
     how = {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2, max=64)},)} if dynamic else {}
     program = torch.export.export(model, (x,), **how).module()
     have = check_gradients(program, x, dynamic=dynamic or None)

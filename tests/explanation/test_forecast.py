@@ -4,8 +4,6 @@
 The suite has a few that are traced quickly; ``CODA_TEST_FORECASTS=all`` has every one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.layers import Gated
 
 from benchmarks import environment, families, headline, models
 from benchmarks.cases import Case
@@ -63,18 +62,8 @@ def test_a_forecast_is_within_the_error_that_it_names(case, monkeypatch):
         assert abs(off) <= ERROR, f"{variant}: {forecast:.1f} ms, off by {100 * off:.1f} %"
 
 
-class Gated(nn.Module):
-    """A gate without and behind a norm, whose gradient needs a sum of each row."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(2048)
-        self.gate, self.up = (nn.Linear(2048, 8192, bias=False) for _ in range(2))
-        self.down = nn.Linear(8192, 2048, bias=False)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(nn.functional.relu(self.gate(h)).square() * self.up(h))
+def relu2(gate, up):
+    return nn.functional.relu(gate).square() * up
 
 
 RELU2 = """
@@ -93,7 +82,7 @@ def test_a_pattern_that_moves_as_many_bytes_is_not_forecast_slower(tmp_path, pro
     of two programs that differ in a reduction was measured, the other by a roofline."""
     (tmp_path / "relu2.py").write_text(RELU2)
     with torch.device("meta"):
-        model = nn.Sequential(Gated(), Gated()).bfloat16()
+        model = nn.Sequential(*(Gated(2048, 8192, gate=relu2) for _ in range(2))).bfloat16()
         x = torch.empty(8192, 2048, dtype=torch.bfloat16)
     options = {"patterns": [str(tmp_path / "relu2.py")]}
     without, found = (explain(model, x, gpu="h200", options=o) for o in ({}, options))

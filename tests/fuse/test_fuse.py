@@ -5,15 +5,12 @@ Each case is compared with eager in float64 and must be one fused GEMM that comp
 steps; refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_shapes.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, leave_custom_ops, randn, reasons, side_by_side
-from torch import nn
 
 from coda_inductor.fusing import driver
 from coda_inductor.refusal import Refused, refuse
@@ -184,20 +181,6 @@ def test_one_sum_serves_all_its_readers():
     assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
 
 
-PAIRS = {
-    "gate and up": lambda x, wg, wu: F.silu(F.linear(x, wg)) * F.linear(x, wu),
-    "up and gate": lambda x, wg, wu: x @ wu.t() * F.silu(x @ wg.t()),
-    "condition": lambda x, wg, wu: torch.where(
-        (g := F.linear(x, wg)) > (u := F.linear(x, wu)), g, u.tanh() * 0.5
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_any_function_of_two_products_is_a_pair(name):
-    assert fused(PAIRS[name], randn(2, 3, K), randn(N, K), randn(N, K)).paired
-
-
 def test_gate_that_others_read_is_stored_and_loaded_by_up():
     def function(x, wg, wu):
         g = F.linear(x, wg)
@@ -206,16 +189,6 @@ def test_gate_that_others_read_is_stored_and_loaded_by_up():
     harness = check(function, randn(2, 3, K), randn(N, K), randn(N, K))
     assert [site.program.paired for site in harness.fused] == [False]
     assert [o.kind for o in harness.fused[0].program.operands] == ["tile"]
-
-
-@pytest.mark.parametrize("biases", [(True, True), (False, True)], ids=str)
-def test_gate_and_up_with_biases_meet_too(biases, monkeypatch):
-    leave_custom_ops(monkeypatch)
-    gate, up = (nn.Linear(K, N, bias).double() for bias in biases)
-    harness = check(lambda x: F.silu(gate(x)) * up(x), randn(2, 3, K))
-    (site,) = harness.fused
-    assert site.program.paired
-    assert [o.kind for o in site.program.operands] == ["row"] * sum(biases)
 
 
 def test_gate_and_up_of_different_layouts_are_no_pair():

@@ -2,15 +2,12 @@
 """What may not run on a tile stays outside, with the reason in the report, and nothing changes.
 What is too heavy for shared memory gives up its heaviest tile, and what reads it, alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, leave_custom_ops, randn, reasons, side_by_side
 from harness import Harness
 
-from coda_inductor import FallbackError
 from coda_inductor.fuse.operands import MAX_TILE_OPERANDS, MAX_VECTORS
 from coda_inductor.fusing import driver, lower
 from coda_inductor.options import parse
@@ -154,19 +151,6 @@ def test_scalar_on_another_device_is_no_operand():
     x, w = torch.empty(4, K, device="meta"), torch.empty(N, K, device="meta")
     harness.run(lambda x, w, s: F.linear(x, w) * s, x, w, torch.tensor(2.0))
     assert "is on cpu, the GEMM on meta" in reasons(harness)
-
-
-def test_integer_gemm_is_a_named_fallback():
-    def function(x, w):
-        return (x @ w).relu() + 1
-
-    x, w = torch.randint(-5, 5, (4, K)), torch.randint(-5, 5, (K, N))
-    harness = check(function, x, w, strict=False)
-    assert "torch.int64 times torch.int64" in reasons(harness)
-    assert harness.counts == {}
-    with pytest.raises(Exception, match="int64 times") as caught:
-        Harness().run(function, x, w)
-    assert isinstance(getattr(caught.value, "inner_exception", caught.value), FallbackError)
 
 
 def test_failure_while_planning_costs_that_site_alone(monkeypatch):

@@ -2,13 +2,11 @@
 """Rotations of heads on the tile: what the exchange of columns goes through, what it does
 not, and what becomes of a GEMM whose program with heads loses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, randn
-from idioms import rotate_half
+from zoo.idioms import rotate_half
 
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sum of GEMMs is one GEMM: which sums join, how, and which do not."""
 
-from __future__ import annotations
-
 from graphlib import CycleError
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """At the end of a hunt (``make fuzz``): how many programs each rewrite fired in."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from typing import Any

@@ -2,8 +2,6 @@
 """The parts of a random program: how it starts, its residual blocks, what stands between them, and
 how it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import fuzz_spellings as spell

@@ -7,8 +7,6 @@ What differs from eager but not from torch.compile without us is not ours; nor i
 run at all. A program has ``LIMIT`` seconds of CPU time: compiling must end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import signal

@@ -6,8 +6,6 @@ All that is run is text, so that a failure can print a script that runs the same
 float64 both where values are compared, bfloat16 and float32 where rounding is.
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from dataclasses import dataclass, fields

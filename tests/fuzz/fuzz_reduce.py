@@ -2,8 +2,6 @@
 """A failing program made smaller: a change is taken if the program still fails in the same way.
 Most changes make no valid program; the oracle says so, and they are not taken."""
 
-from __future__ import annotations
-
 import ast
 import re
 import time

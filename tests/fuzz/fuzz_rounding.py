@@ -9,8 +9,6 @@ squares are compared. In some programs few elements make the error of every grad
 draws say little as well: seed 920615 has 1.29 times eager's after 64, 1.11 after 260.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a seed to an outcome: what the tests, ``hunt.py`` and a failure's script have in common."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable

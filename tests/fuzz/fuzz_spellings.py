@@ -6,8 +6,6 @@ or None, {b} a bias vector or None, {eps} a number, {d} the width. Entries that 
 idiom stand among the others: the matcher must tell them apart.
 """
 
-from __future__ import annotations
-
 RMS_NORMS = (
     "F.rms_norm({x}, ({d},), {w}, {eps})",
     "F.rms_norm({x}, ({d},), {w})",

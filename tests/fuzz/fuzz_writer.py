@@ -5,8 +5,6 @@ Most of a program is residual blocks of a norm and the linears that read it, sin
 rewritten; the rest is there to be in their way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 The same ones each time; ``make fuzz`` hunts with others: ``FUZZ`` is "SEED N".
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of the backend and tests of single kernels start from."""
 
-from __future__ import annotations
-
 import pytest
 
 from coda_inductor import report

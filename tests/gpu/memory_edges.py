@@ -2,8 +2,6 @@
 """Run by ``test_gpu_memory.py`` in a process of its own: pairs, joined sums and tiles of few rows
 and ragged columns, each operand in memory of its own."""
 
-from __future__ import annotations
-
 from oracle import check
 from programs import B_MAJOR, TERMS, inputs, kinds, legal
 

@@ -5,8 +5,6 @@ The rule: the largest error to the float32 oracle is at most twice that of the u
 computation (which rounds the product before the epilogue), plus float32 noise. Nothing to tune.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -2,25 +2,23 @@
 """Ranks with kernels: FSDP2, DDP, tensor and sequence parallelism. They share a GPU where there are
 more ranks (``ranks.py``): as correct, and no measure of speed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import checks_cuda
+import cuda_cases
 import ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 def group() -> ranks.Group:
-    return ranks.group(("checks_cuda",), 2, 400)
+    return ranks.group("cuda_cases", 2, 400)
 
 
-@pytest.mark.parametrize("check", ranks.checks(checks_cuda))
+@pytest.mark.parametrize("check", cuda_cases.CHECKS)
 def test_ranks(check):
     if errors := group().errors(check):
         pytest.fail(errors, pytrace=False)

@@ -2,8 +2,6 @@
 """FP8 kernels on a GPU: held to twice the error of ``_scaled_mm`` and the unfused ops, against
 float64 of the numbers that the operands hold; NaN and inf where torch has them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchao's FP8 inference with kernels: as exact as torch.compile, NaN and inf where it has."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from float8 import D, Stack, serve
 from oracle import NEEDS_KERNELS
+from zoo.float8 import D, Stack, serve
 
 import coda_inductor
 

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss and lookup of a vocabulary on a GPU: their gradients beside torch.compile's error."""
-
-from __future__ import annotations
-
-import copy
+"""The gradient of logits on a GPU: its memory, and the kernel that makes a slice of it."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from layers import SLACK, compiled, errors
-from torch import nn
-from torch._dynamo.utils import counters
+from layers import compiled
+from test_gpu_exact import D, head
 
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.mainloop.dlogits import dlogits
@@ -19,80 +13,13 @@ from coda_inductor.semantic.loss import cross_entropy_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
-D, V = 256, 4096
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, vocabulary: int, bias: bool = False, cap: float = 0.0, z: float = 0.0):
-        super().__init__()
-        self.body = nn.Linear(D, D, bias=False)
-        self.head = nn.Linear(D, vocabulary, bias=bias)
-        self.cap, self.z = cap, z
-
-    def forward(self, x, labels):
-        logits = self.head(x + self.body(x))
-        if self.cap:
-            logits = self.cap * torch.tanh(logits / self.cap)
-        flat = logits.float().view(-1, logits.shape[-1])
-        loss = F.cross_entropy(flat, labels, ignore_index=-100)
-        if self.z:
-            loss = loss + self.z * torch.logsumexp(logits.float(), -1).square().mean()
-        return loss, logits
-
-
-def make(vocabulary: int, **head) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(vocabulary, **head).cuda().bfloat16()
-
-
-def inputs(rows: int, vocabulary: int):
-    torch.manual_seed(1)
-    x = torch.randn(1, rows, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    labels = torch.randint(vocabulary, (rows,), device="cuda")
-    labels[::5] = -100
-    return x, labels
-
-
-def gradients(call, model, x, labels):
-    loss, logits = call(x, labels)
-    grads = torch.autograd.grad(loss, [x, *model.parameters()])
-    return [loss.reshape(1), logits, *grads]
-
-
-@pytest.fixture
-def slices(monkeypatch):
-    """Let logits count as large, and be cut in slices of 512 columns."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**14)
-    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
-
-
-HEADS = [
-    *[(rows, vocabulary, {}) for rows in (8, 120, 1000) for vocabulary in (V, V - 40)],
-    *[(120, V, how) for how in ({"bias": True}, {"cap": 1.5}, {"z": 0.1})],
-    (120, V, {"bias": True, "cap": 1.5, "z": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("rows", "vocabulary", "head"), HEADS)
-def test_gradients_are_no_worse_than_torch_compiles(rows, vocabulary, head, slices):
-    model, (x, labels) = make(vocabulary, **head), inputs(rows, vocabulary)
-    wide = copy.deepcopy(model).float()
-    exact = gradients(wide, wide, x.detach().float().requires_grad_(), labels)
-    stock = copy.deepcopy(model)
-    theirs = errors(gradients(torch.compile(stock), stock, x, labels), exact)
-    mine = errors(gradients(compiled(model, strict=True), model, x, labels), exact)
-    assert torch._dynamo.utils.counters["coda"]["cross_entropy_backward"] == 1
-    assert torch._dynamo.utils.counters["coda"]["cross_entropy"] == 1
-    # The loss is one number, and off by what its few targets' logits are rounded by.
-    assert mine[0] <= 2**-9, (mine, theirs)
-    for ours, other in zip(mine[1:], theirs[1:], strict=True):
-        assert ours <= SLACK * other, (mine, theirs)
-
 
 def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**22)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
-    model, (x, labels) = make(65536), inputs(2048, 65536)
+    model, (x, labels) = head(2048, 65536)
+    model.cuda().bfloat16()
+    x, labels = x.cuda().bfloat16().requires_grad_(), labels.cuda()
     peaks = {}
     for name, call in (("ours", compiled(model, strict=True)), ("theirs", torch.compile(model))):
         for _ in range(2):
@@ -145,40 +72,3 @@ def test_a_slice_of_float64_logits_stays_float64():
 
 
 T = 1024
-
-
-class Tied(nn.Module):
-    def __init__(self, tied: bool):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(V, D))
-        self.inner, self.tied = nn.Linear(D, D, bias=False), tied
-
-    def forward(self, tokens):
-        x = self.inner(F.embedding(tokens, self.table))
-        return F.linear(x, self.table) if self.tied else x
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("words", [3, 50, V])
-def test_rows_of_one_token_are_added_once(tied, words):
-    """As exact as torch.compile, which adds in float32 and rounds once, however often a token
-    stands: a place that were added twice, or lost, would be off by far more."""
-    torch.manual_seed(0)
-    exact = Tied(tied).cuda().double()
-    model = Tied(tied).cuda().bfloat16()
-    model.load_state_dict(exact.state_dict())
-    exact.load_state_dict(model.state_dict())
-    tokens = torch.randint(words, (1, T), device="cuda")
-
-    def gradient(call, own):
-        y = call(tokens)
-        torch.manual_seed(1)
-        up = torch.randn(y.shape, device="cuda").bfloat16().to(y.dtype)
-        return torch.autograd.grad(y, [own.table], up)[0].double()
-
-    ours = gradient(compiled(model, gate="always"), model)
-    assert counters["coda"]["embedding_backward"] == 1
-    torch._dynamo.reset()
-    theirs = gradient(torch.compile(model), model)
-    want = gradient(exact, exact)
-    assert (ours - want).norm() <= 1.2 * (theirs - want).norm()

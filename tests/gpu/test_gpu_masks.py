@@ -2,8 +2,6 @@
 """FlexAttention in the place of SDPA beside a mask, on a GPU: as exact, also for each mask of a
 batch, and zero where nothing is seen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -2,8 +2,6 @@
 """Where tensors lie, and what happens to them between calls: kernels that read two allocations as
 one operand must neither touch what is between them nor hold on to an address."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -2,21 +2,15 @@
 """Whole models of Hugging Face's at their real widths, two layers each, forward and backward: the
 kernels run, and errors to float32 beside torch.compile's own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-import families
+from zoo import families
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 

@@ -2,14 +2,12 @@
 """Kernels under backend="inductor", in exported programs and in AOTInductor's; a user's
 pattern under the check command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import gates
 import pytest
 import torch
 from layers import assert_as_good, compiled, errors, make, outcome
+from zoo import users
 
 import coda_inductor
 from coda_inductor.cli.steps import check_file
@@ -75,5 +73,5 @@ def test_aot_inductor(aot, tmp_path):
 
 def test_gate_of_a_user_passes_every_check(tmp_path):
     """On a machine with a GPU too."""
-    results = {r.check: r for r in check_file(Path(gates.write(tmp_path, gates.MISH)))}
+    results = {r.check: r for r in check_file(Path(users.write(tmp_path, users.MISH)))}
     assert not {name: r.detail for name, r in results.items() if r.outcome == "fail"}

@@ -2,8 +2,6 @@
 """Calls that go from their tensors to the kernel: whatever two calls of one kind may differ in, the
 second must be as right as the first."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracle import NEEDS_KERNELS, check, config_for, launched

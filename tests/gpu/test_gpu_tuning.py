@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuning on a GPU that nothing is known of: each compilation is a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -51,7 +49,7 @@ def closed(self):
     close(self)
 
 tuner.Tuner._measured, tuner.Tuner.close = noted, closed
-model = make(d=2048, f=8192)
+model = make(width=2048, hidden=8192)
 xs = [torch.randn(1, 4096, 2048, device="cuda").bfloat16() for _ in range(2)]
 options = {"tune_seconds": 150, "strict": True}
 with torch.no_grad():
@@ -84,7 +82,7 @@ def started(folder: Path) -> tuple[subprocess.Popen, IO[str]]:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # a graph is to be analysed every time
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "gpu")]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]),
     }
     said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in ``ended``)
     command = [sys.executable, "-c", COMPILE]

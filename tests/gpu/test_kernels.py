@@ -2,8 +2,6 @@
 """Generated kernels on a GPU against the reference executor. A test builds what it launches, and
 few kernels are launched by two tests: processes share the work."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched

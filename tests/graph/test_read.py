@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call reads the same however it is written."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

@@ -2,8 +2,6 @@
 """What a function does is traced once a graph for the same tensors, and copied. Nodes that are put
 and pruned, and the modules that a report says GEMMs are of."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -6,8 +6,6 @@ FP8 (a carry into the exponent doubles it), so the kernels write float32 here, a
 Triton 3.6's rounds a fused multiply and add twice: float64 stands for it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

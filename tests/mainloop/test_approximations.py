@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that epilogues compute without a branch, in float32 against torch's in float64."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels of FP8 casts without a GPU: interpreted, and compiled for Hopper."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ Each architecture has its own process: QuACK and CuTeDSL read theirs once, when 
 forks of one that has imported the rest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which register of a thread holds the column that another one changes places with."""
 
-from __future__ import annotations
-
 import itertools
 
 import programs

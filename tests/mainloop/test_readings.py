@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How A and B are read, on a CPU: what is read in place, what is copied, what neither."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from programs import fp8, inputs, kinds

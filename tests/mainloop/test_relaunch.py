@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launch is made again only with what a compiled Triton kernel was specialized for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

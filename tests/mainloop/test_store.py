@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of compiled kernels: nothing planted runs, what is kept, folders of an image."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import py_compile

@@ -2,8 +2,6 @@
 """Columns of a tensor are known by what is recorded of them, however they are selected; rows,
 copies and other views are no columns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

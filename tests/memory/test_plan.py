@@ -10,6 +10,7 @@ from harness import Harness, Stock
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from zoo.layers import Gated
 
 import coda_inductor
 from coda_inductor.errors import OptionError
@@ -22,22 +23,9 @@ D, ROWS, LAYERS = 32, 64, 3
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
 
-class Block(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.norm, self.dropout = nn.RMSNorm(D), dropout
-        self.gate, self.up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
-        self.down = nn.Linear(4 * D, D, bias=False)
-
-    def forward(self, x):
-        h = self.norm(x)
-        y = self.down(F.silu(self.gate(h)) * self.up(h))
-        return x + (F.dropout(y, self.dropout) if self.dropout else y)
-
-
 def blocks(dropout=0.0, dtype=torch.float64):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(dropout) for _ in range(LAYERS))).to(dtype)
+    return nn.Sequential(*(Gated(D, 4 * D, dropout=dropout) for _ in range(LAYERS))).to(dtype)
 
 
 def inputs(dtype=torch.float64):

@@ -9,8 +9,8 @@ import functools
 
 import pytest
 import torch
-from families import FAMILIES
 from harness import Harness
+from zoo.families import FAMILIES
 
 
 def pre_norm(norm, gate=None, extra=0):

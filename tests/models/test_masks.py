@@ -2,8 +2,6 @@
 """Stock Hugging Face models on the batches that people train on: padded, packed, with a window.
 Each layer's attention skips what the mask hides, and the numbers are eager's."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

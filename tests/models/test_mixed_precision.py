@@ -2,8 +2,6 @@
 """float32 weights under bfloat16 autocast: what fuses there and not with bfloat16 weights, and what
 it does to the gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

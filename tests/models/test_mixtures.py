@@ -2,8 +2,6 @@
 """Mixtures of Transformers, unmodified and tiny: the experts of a layer are found and fused in both
 directions, and training it gives eager's numbers."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

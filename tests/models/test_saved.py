@@ -2,16 +2,14 @@
 """What a Llama's forward pass leaves for its backward, as a formula of the layers, and what lies
 around its attention."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 import transformers as hf
 from checking import leave_custom_ops
-from families import FAMILIES
 from harness import Harness, Stock
+from zoo.families import FAMILIES
 
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import calls

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contexts people train in: what fires, what is saved, gradients."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any
@@ -11,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, leave_custom_ops
-from decoders import VOCABULARY, Block, Decoder
-from decoders import WIDTH as D
 from harness import Harness, Stock
 from torch import nn
 from torch._dynamo.utils import counters
@@ -21,10 +17,12 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from zoo.layers import VOCABULARY, Block, Decoder
 
 from coda_inductor.backend import coda
 
 aten = torch.ops.aten
+D = 32
 
 
 def counts(layers: int) -> dict[str, int]:
@@ -131,7 +129,7 @@ def base(node):
 def test_a_checkpoint_around_compiled_blocks():
     """Layers compiled one by one, with gradient checkpointing: the step that compiles saves what
     the recomputation saves, and a user's hooks see real tensors only."""
-    block, x = Block().double(), torch.randn(2, 5, D, dtype=torch.float64)
+    block, x = Block(D).double(), torch.randn(2, 5, D, dtype=torch.float64)
     seen, found = set(), []
     for call in (torch.compile(block, backend=Harness()), block):
         block.zero_grad()

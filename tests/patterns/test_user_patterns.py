@@ -2,13 +2,11 @@
 """A user's pattern end to end: it fires, is the same function, trains, refuses, makes a kernel. A
 norm of a user's waits like RMSNorm, which is defined alike, so that what stays is asked of that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, check, check_gradients, leave_custom_ops, randn, reasons
-from gates import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swish, write
+from zoo.users import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swish, write
 
 from coda_inductor import Pattern, PatternError, patterns
 from coda_inductor.semantic.norms import NORMS, define_norm, rms_norm

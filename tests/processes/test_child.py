@@ -2,8 +2,6 @@
 """What all of our processes promise, here of one that does as it is told: nothing outlives the one
 that started it, nobody waits for it in vain, and it imports what that one does."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

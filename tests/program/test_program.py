@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program is: legality, identity, text, and its meaning in plain torch."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

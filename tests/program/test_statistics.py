@@ -2,8 +2,6 @@
 """Statistics are of what is stored: reductions read a stored value as memory holds it; and programs
 are simplified: equal steps become one, a spelled logistic function a sigmoid."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

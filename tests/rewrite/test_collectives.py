@@ -2,8 +2,6 @@
 """Collectives that are merged: the same numbers on every rank, fewer messages. Ranks are simulated
 in lock step, on whole numbers, which float64 adds and multiplies exactly."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -4,8 +4,6 @@ transposed twice go; semantic ops become the aten ops that define them; experts 
 took are multiplied as the user wrote it, one product a weight; what a checkpointed block hands to
 the next is saved; views of what was replaced are of the new node."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

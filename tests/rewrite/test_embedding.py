@@ -1,41 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of an embedding table touches only the rows that were looked up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check_gradients, randn
 from harness import Harness
 from torch import nn
+from zoo.heads import Tied
 
 V, D = 64, 8
 #: Token 7 stands four times.
 TOKENS = torch.tensor([[7, 1, 7, 5], [0, 7, V - 1, 7]])
 aten = torch.ops.aten
-
-
-class Tied(nn.Module):
-    """Looks up ``lookups`` times in the table of its head."""
-
-    def __init__(self, dtype=torch.float64, padding=None, lookups=1, rows=V):
-        super().__init__()
-        self.weight = nn.Parameter(randn(rows, D).to(dtype))
-        self.inner = nn.Parameter(randn(D, D).to(dtype))
-        self.padding, self.lookups = padding, lookups
-
-    def embed(self, tokens):
-        return F.embedding(tokens, self.weight, padding_idx=self.padding) @ self.inner
-
-    def forward(self, tokens):
-        x = sum(self.embed(tokens.roll(i, 1)) for i in range(self.lookups))
-        return F.linear(x, self.weight)
-
-
-class Untied(Tied):
-    def forward(self, tokens):
-        return self.embed(tokens)
 
 
 def argument(table, inner, tokens):
@@ -72,11 +49,11 @@ HALF, LONG = torch.bfloat16, TOKENS.repeat(1, 5)
 CASES = {
     "float64, padding": (lambda: Tied(padding=7), TOKENS, {}, 1),
     "bfloat16": (lambda: Tied(HALF), TOKENS, {}, 1),
-    "of its own, padding": (lambda: Untied(HALF, 7), TOKENS, {}, 1),
+    "of its own, padding": (lambda: Tied(HALF, 7, tied=False), TOKENS, {}, 1),
     "two lookups": (lambda: Tied(lookups=2), TOKENS, {}, 2),
     "a small table": (Tied, LONG, {}, 0),
     # Nothing would be saved but one pass: the zeros are the result's own.
-    "of its own in float32": (lambda: Untied(torch.float32), TOKENS, {}, 0),
+    "of its own in float32": (lambda: Tied(torch.float32, tied=False), TOKENS, {}, 0),
     "read by others": (Shared, TOKENS, {}, 0),
     "nothing is fused": (Tied, TOKENS, {"gate": "never"}, 0),
 }
@@ -92,7 +69,7 @@ def test_gradients_of_tables(name):
 
 def test_the_sum_of_a_token_that_stands_often_is_rounded_once():
     """In bfloat16, adding 1 to 256 again and again stays at 256."""
-    model, tokens = Untied(torch.bfloat16, rows=800), torch.full((1, 360), 3)
+    model, tokens = Tied(torch.bfloat16, rows=800, tied=False), torch.full((1, 360), 3)
     with torch.no_grad():
         model.inner.copy_(torch.eye(D))
     harness = Harness(gate="always")

@@ -3,15 +3,13 @@
 tables that are computed once, not in every kernel that reads them; or for the reason that is given
 not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from idioms import rotate_every_two, rotate_half
 from passes import aten_graph, refused, run_pass
 from torch import nn
+from zoo.idioms import rotate_every_two, rotate_half
+from zoo.layers import Attention
 
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.semantic.rotary import rotate, rotate_heads
@@ -54,24 +52,9 @@ SPELLINGS = {
 }
 
 
-class Layer(nn.Module):
-    """Grouped queries, a residual, and a norm of the next layer's input where that is wanted."""
-
-    def __init__(self, apply, bias=False, norm=False):
-        super().__init__()
-        self.apply_rotary = apply
-        self.norm = nn.RMSNorm(WIDTH) if norm else nn.Identity()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, n * D, bias) for n in (H, H // 2, H // 2))
-        self.o = nn.Linear(H * D, WIDTH)
-
-    def forward(self, x, cos, sin):
-        n = self.norm(x)
-        q, k, v = (
-            f(n).view(*n.shape[:-1], -1, D).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        q, k = self.apply_rotary(q, cos, sin), self.apply_rotary(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+def layer(apply, bias=False, norm=nn.Identity):
+    """Grouped queries and a residual."""
+    return Attention(WIDTH, H, H // 2, head=D, turn=apply, norm=norm, bias=bias)
 
 
 class Model(nn.Module):
@@ -79,7 +62,8 @@ class Model(nn.Module):
 
     def __init__(self, layers, apply, bias=False):
         super().__init__()
-        each = (Layer(apply, bias, norm=i > 0) for i in range(layers))
+        norms = (nn.Identity, *[nn.RMSNorm] * (layers - 1))
+        each = (layer(apply, bias, norm) for norm in norms)
         self.layers = nn.ModuleList(each).double()
 
     def forward(self, x, cos, sin):
@@ -127,25 +111,6 @@ def test_infinities_beside_what_is_rotated():
     assert check(gptj, *args).counts["rotary"] == 1
 
 
-def test_complex_numbers():
-    """As torchtitan rotates."""
-
-    def rotary(x, turns):
-        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(z * turns.view(1, T, 1, -1)).flatten(3)
-
-    def attention(x, wq, wk, turns):
-        q, k = ((x @ w).view(B, T, -1, D) for w in (wq, wk))
-        q, k = (rotary(each, turns).transpose(1, 2) for each in (q, k))
-        return F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-
-    turns = torch.polar(randn(T, D // 2), randn(T, D // 2))
-    weights = (randn(WIDTH, n * D).requires_grad_() for n in (H, H // 2))
-    harness = check_gradients(attention, inputs()[0], *weights, turns)
-    assert harness.counts["rotary"] == 2
-    assert count(harness.graph, KEEP) == 2
-
-
 def test_in_16_bits_what_is_stored_is_what_is_read():
     """Rotated in float32 by tables in float32, rounded once, as ModernBERT's."""
 
@@ -158,12 +123,6 @@ def test_in_16_bits_what_is_stored_is_what_is_read():
     programs = [site.program for site in harness.fused if site.program.head]
     assert [p.stores[0].dtype for p in programs] == ["bfloat16"] * 2
     assert {o.dtype for p in programs for o in p.operands} == {"float32"}
-
-
-def test_own_tables_of_dynamic_size():
-    given = inputs(D, (B, T))
-    harness = check_gradients(Model(1, whole(rotate_half)), *given, dynamic=True)
-    assert harness.counts["rotary"] == 2
 
 
 def test_unfused_nothing_is_left_of_it():

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the backward pass computes anew, what it must not, and what is saved because of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import HIDDEN
 from checking import Weights, check_gradients, leave_custom_ops, randn
 from harness import Harness, Stock
+from zoo.layers import HIDDEN
 
 D, EPS = 16, 1e-2
 

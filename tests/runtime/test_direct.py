@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated code calls the op's implementation, in the process that made it and in others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

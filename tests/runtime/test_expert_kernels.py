@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels around a mixture's experts are compiled ahead of their first use."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checking import leave_custom_ops
-from experts import Block, given, two_weights
 from harness import Harness
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zoo.experts import Block, given, two_weights
 
 from coda_inductor.fusing import lower
 from coda_inductor.mainloop import availability

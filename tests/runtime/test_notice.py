@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process without kernels, and one with an unknown torch, is told so: once, with the remedy."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 """The custom op on a CPU: schema, shapes, the reference path; which kernels a call may launch, and
 what becomes of one that has none."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
@@ -14,6 +12,7 @@ import torch
 from checking import leave_custom_ops
 from programs import E4M3, E5M2, fp8, inputs, kinds, paired_sums, parsed, programs, rotary
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zoo.layers import Mlp
 
 from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
@@ -249,16 +248,6 @@ def test_what_may_pass_is_tried_again_and_less_and_less_often(call, monkeypatch,
     assert len(builds) == counts[-1] + 1
 
 
-class Mlp(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Linear(64, 128, bias=False)
-        self.down = torch.nn.Linear(128, 64, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x), approximate="tanh"))
-
-
 @pytest.fixture
 def on_gpu(call, monkeypatch):
     """Fused sites stay calls, and CPU tensors go where CUDA tensors go while "on" is in the set."""
@@ -289,7 +278,9 @@ def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
         loss.backward()
 
     models = {
-        name: torch.compile(Mlp(), backend=coda, options={"strict": name == "strict"})
+        name: torch.compile(
+            Mlp(64, 128, "tanh"), backend=coda, options={"strict": name == "strict"}
+        )
         for name in dict.fromkeys((first, "strict", "lenient"))
     }
     for name in (*models, *models):

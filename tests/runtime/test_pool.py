@@ -2,8 +2,6 @@
 """Ahead-of-time compilation: what is compiled, how failure is told, how many processes there are,
 and that nothing hangs or outlives its parent."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os
@@ -218,41 +216,6 @@ def test_what_takes_too_long_is_killed_or_not_begun(monkeypatch, tmp_path):
     assert not pool._jobs
     assert pool.wait([PASS], timeout=30) == {PASS: None}
     assert not (tmp_path / "late").exists()
-
-
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from coda_inductor.runtime import client, pool
-sys.path.insert(0, sys.argv[1])
-client._MODULE = "quick_server"
-pool._file = lambda request: Path("none")
-stuck = [pool.KernelRequest("time.sleep(1000)", str(i)) for i in range(2)]
-pool.wait(stuck[:1], timeout=0.5)
-pool.submit(stuck[1:])
-time.sleep(0.5)
-print(time.time(), flush=True)
-"""
-
-
-@served
-def test_exit_takes_a_second(tmp_path):
-    """A job that was given up, and one that still runs."""
-    at = python("-c", SCRIPT, tmp_path).stdout
-    assert time.time() - float(at) < 10  # and what a busy machine takes for torch's own end
-
-
-@served
-def test_a_server_that_was_stopped_holds_nobody_up():
-    pool.submit([ask(FOR_EVER)])
-    server, workers = running()
-    os.kill(server, signal.SIGSTOP)
-    start = time.monotonic()
-    pool.wait([PASS], timeout=0.2)
-    pool.submit([ask("#" * 100_000, i) for i in range(20)])  # more than a pipe holds
-    pool.shutdown()
-    assert time.monotonic() - start < 30
-    until(lambda: not any(map(alive, [server, *workers])))
 
 
 @served

@@ -2,8 +2,6 @@
 """Calls that go from their tensors to the kernel, on a CPU: the kernel's entry point is a recorder,
 everything above it is QuACK's and ours."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import weakref

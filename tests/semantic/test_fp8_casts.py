@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fp8_cast`` and ``fp8_amax`` on a CPU: torchao's own numbers, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject

@@ -2,8 +2,6 @@
 """Norms in other people's spellings: roots as powers and as quotients, means as sums, weights
 before the root, casts, both statistics in one call; and the functions that look like these."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

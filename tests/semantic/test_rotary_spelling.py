@@ -3,16 +3,14 @@
 or one angle a pair, of halves, of pairs, by complex numbers. What only looks like one stays, with a
 reason. Their gradients, and what Inductor makes of those that no pass takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checking import check, check_gradients, raised, randn
-from idioms import rotate_half
 from passes import codes
 from torch._inductor.utils import run_and_get_code
+from zoo.idioms import rotate_half
 
-from coda_inductor.semantic.rotary import rotate, rotate_definition, rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
 HEADS = (B, T, H, D)
@@ -293,22 +291,6 @@ def test_gradient_is_the_transposed_map(width, distance, joined, paired, inverse
     dy = randn(T, H, D)
     back = rotate(dy, cos, sin, distance, paired, not inverse, joined, x.dtype)
     torch.testing.assert_close((back * x).sum(-1), (dy * run(x)).sum(-1))
-
-
-def test_a_rotation_back_that_two_kernels_read_is_not_stored():
-    """Two operands of GEMMs are made of queries' gradients, as of a deferred norm's projections."""
-
-    def operands(dy, cos, sin, rstd):
-        dz = rotate_definition(dy, cos, sin, D // 2, False, True, False, dy.dtype)
-        dz = dz.transpose(1, 2).reshape(-1, H * D)
-        return torch.cat([dz, rstd], 1), torch.cat([dz * rstd, rstd], 1)
-
-    rows = torch.randn(1, 1, 2 * T, D)
-    given = (torch.randn(1, H, 2 * T, D), rows, rows, torch.randn(2 * T, 1))
-    with torch.no_grad():
-        got, (code,) = run_and_get_code(torch.compile(operands), *given)
-    assert code.count("empty_strided_cpu((") == 2
-    torch.testing.assert_close(got, operands(*given))
 
 
 def test_gradient_of_complex_turns_is_the_rotation_back():

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 from checking import assert_same, randn, swiglu
-from float8 import needs_scaled_mm
+from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
 from coda_inductor.semantic.define import DEFINITIONS

@@ -3,7 +3,8 @@
 
 A reading describes one way to read operands: when it is legal, how tensors of a call become a
 kernel's A and B, which kernels that needs, what is mixed into QuACK's classes, and the tensors for
-measuring its sites. ``plain`` has the interface.
+measuring its sites. ``plain`` has the interface; ``pair``: gate and
+up; ``join``: two terms of a sum; ``grouped``: a mixture's experts; ``fp8``: contiguous along K.
 """
 
 from __future__ import annotations

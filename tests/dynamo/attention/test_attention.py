@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks made of constants become flags of SDPA; repeated heads become grouped ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -2,8 +2,6 @@
 """Attention beside a mask of any content becomes FlexAttention, which skips its empty blocks, and
 whose kernels find the lists of blocks in what Inductor compiles."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

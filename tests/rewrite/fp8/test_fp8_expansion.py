@@ -2,13 +2,13 @@
 """Quantizations become maxima in epilogues and one cast a tensor; scaled products fuse as others.
 That results are the same is asked in ``test_fp8_recipes``."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
-from float8 import (
+from harness import Harness
+from passes import aten_graph, run_pass
+from zoo.float8 import (
     Eager,
     Stack,
     batch,
@@ -19,8 +19,6 @@ from float8 import (
     stack,
     trained,
 )
-from harness import Harness
-from passes import aten_graph, run_pass
 
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm in front of FP8 products waits until its result is quantized, or says why not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import leave_custom_ops
-from float8 import HIDDEN, RECIPES, D, Stack, assert_exact, batch, convert, needs_scaled_mm, trained
 from harness import Harness, Stock
 from passes import codes
 from torch import nn
+from zoo.float8 import (
+    HIDDEN,
+    RECIPES,
+    D,
+    Stack,
+    assert_exact,
+    batch,
+    convert,
+    needs_scaled_mm,
+    trained,
+)
 
 from coda_inductor.graph.walk import base
 from coda_inductor.semantic.fp8_casts import AMAX, CAST

@@ -2,16 +2,14 @@
 """torchao's FP8 graphs become semantic ops, equal quantizations one; decomposed, they are back.
 Unfused products are given their scales where cuBLAS takes them."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
 from casting import same, subject
-from float8 import assert_bits, batch, needs_scaled_mm
 from passes import aten_graph as traced
 from passes import codes, refused, run_pass
+from zoo.float8 import assert_bits, batch, needs_scaled_mm
 
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse

@@ -7,13 +7,12 @@ is not rounded before it is quantized), so that results agree in float64 where n
 all, and else in their error against float32.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from float8 import (
+from harness import Harness, Stock
+from zoo.float8 import (
     RECIPES,
     Eager,
     Packed,
@@ -29,7 +28,6 @@ from float8 import (
     ran,
     stack,
 )
-from harness import Harness, Stock
 
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 

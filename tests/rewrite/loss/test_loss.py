@@ -2,17 +2,17 @@
 """Cross entropy behind an LM head (R7): no float32 logits, statistics from the epilogue, sliced
 gradients; of scaled and capped logits and of some of their rows, with terms beside it, or not."""
 
-from __future__ import annotations
-
-import copy
+import functools
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, differentiate, leave_custom_ops, raised, randn, reasons
+from checking import check, check_gradients, leave_custom_ops, raised, randn, reasons
 from harness import Harness, Stock
-from language_model import B, D, LanguageModel, Several, T, V, inputs
 from passes import codes
+from zoo import edges
+from zoo.heads import B, D, Head, Several, T, V, inputs
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
@@ -150,7 +150,7 @@ def sizes(nodes):
 
 @pytest.mark.parametrize("name", SLICED)
 def test_sliced_gradients_agree(name, slices):
-    harness = check_gradients(LanguageModel(SLICED[name], bias=True), *inputs())
+    harness = check_gradients(Head(SLICED[name], bias=True), *inputs())
     assert harness.counts["cross_entropy_backward"] == harness.counts["cross_entropy"] == 1
     (site,) = [s for s in harness.report.sites if "cross_entropy" in s.patterns]
     assert site.program.reduces[0].combine in ("logsumexp", "max")
@@ -162,7 +162,7 @@ def test_sliced_gradients_agree(name, slices):
 
 def test_logits_are_saved_as_they_are(slices):
     """With bfloat16 logits and the cast that losses are written with."""
-    model = LanguageModel(shifted, torch.bfloat16)
+    model = Head(shifted, torch.bfloat16)
     harness = check_gradients(model, *inputs(torch.bfloat16))
     assert harness.counts["cross_entropy_backward"] == 1
     kept = [n.meta["val"] for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -190,7 +190,7 @@ OTHER_LOSSES = {
 
 
 def test_other_losses_are_left_alone():
-    models = Several(LanguageModel(loss) for loss, _ in OTHER_LOSSES.values())
+    models = Several(Head(loss) for loss, _ in OTHER_LOSSES.values())
     harness = check_gradients(models, *inputs())
     assert raised(harness, cross_entropy) == 0
     assert all(reason in reasons(harness) for _, reason in OTHER_LOSSES.values())
@@ -220,7 +220,7 @@ READ = (
 
 
 def test_a_gradient_with_other_readers_is_not_sliced(slices):
-    harness = check_gradients(Several(map(LanguageModel, READ)), *inputs())
+    harness = check_gradients(Several(map(Head, READ)), *inputs())
     assert raised(harness, cross_entropy) == len(READ)
     assert harness.counts["cross_entropy_backward"] == 0
     assert "logits-read" in codes(harness)
@@ -240,7 +240,7 @@ def test_a_gradient_with_other_readers_is_not_sliced(slices):
     ],
 )
 def test_what_would_be_rounded_otherwise_is_not_sliced(loss, dtype, tolerance, slices):
-    harness = check_gradients(LanguageModel(loss, dtype), *inputs(dtype), tolerance=tolerance)
+    harness = check_gradients(Head(loss, dtype), *inputs(dtype), tolerance=tolerance)
     assert raised(harness, cross_entropy) == 1
     assert harness.counts["cross_entropy_backward"] == 0
     assert {"logits-read", "logits-form"} & codes(harness)
@@ -254,7 +254,7 @@ def not_sliced(code, *how):
 
 
 def test_small_logits_are_not_sliced():
-    harness = not_sliced("logits-small", LanguageModel(likelihood), *inputs())
+    harness = not_sliced("logits-small", Head(likelihood), *inputs())
     assert harness.counts["cross_entropy"] == 1
 
 
@@ -304,7 +304,7 @@ def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices)
 
 @pytest.mark.parametrize("frozen", ["head", "weight", "body and input"])
 def test_only_wanted_gradients(frozen, slices):
-    model, (x, labels) = LanguageModel(hugging_face, bias=frozen != "head"), inputs()
+    model, (x, labels) = Head(hugging_face, bias=frozen != "head"), inputs()
     if frozen == "head":
         model.head.requires_grad_(False)
     elif frozen == "weight":
@@ -321,7 +321,7 @@ def test_rows_that_a_mask_picks(monkeypatch):
     which nothing tells, is taken for 8192: a slice is a tenth of such logits."""
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 8192 * V * 8 // 10)
 
-    class Masked(LanguageModel):
+    class Masked(Head):
         def forward(self, x, labels):
             counts = labels != 3
             return F.cross_entropy(self.head(torch.tanh(self.body(x))[counts]), labels[counts])
@@ -330,7 +330,7 @@ def test_rows_that_a_mask_picks(monkeypatch):
         harness = check_gradients(Masked(None), *inputs(), dynamic=dynamic, gate=gate)
         assert raised(harness, cross_entropy) == 1
         assert harness.counts["cross_entropy_backward"] == (gate == "always")
-    picked = LanguageModel(lambda z, y: F.cross_entropy(z[y != 3], y[y != 3]))
+    picked = Head(lambda z, y: F.cross_entropy(z[y != 3], y[y != 3]))
     check_gradients(picked, *inputs())
 
 
@@ -349,24 +349,9 @@ def test_evaluation_and_all_rows_ignored(monkeypatch):
 )
 def test_bfloat16_is_no_less_accurate_than_eager(name, bias, slices):
     """Nor than torch.compile; no factor is rounded into the gradient of the loss."""
-    model, (x, labels) = LanguageModel(SLICED[name], torch.bfloat16, bias), inputs(torch.bfloat16)
-
-    def trained(make, wider=False):
-        twin, leaf = copy.deepcopy(model), x.detach().clone()
-        if wider:
-            twin, leaf = twin.double(), leaf.double()
-        given = leaf.requires_grad_(), labels
-        value = make(twin, given)
-        return [t.double() for t in (value, *differentiate(value, (twin, given))[:-1])]
-
-    exact = trained(lambda m, given: m(*given), wider=True)
-    ours = trained(lambda m, given: Harness(reference=True).train(m, *given))
-    stock = trained(lambda m, given: Stock().train(m, *given))
-    eager = trained(lambda m, given: m(*given))
-    for have, want, *others in zip(ours, exact, stock, eager, strict=True):
-        noise = 0 if want.dim() else 1e-4 * want.abs()  # one number, by chance nearly exact
-        bound = max((other - want).norm() for other in others)
-        assert (have - want).norm() <= 1.2 * bound + noise
+    backends = [backend.train for backend in (Stock(), Harness(reference=True))]
+    compilers = [functools.partial(functools.partial, train) for train in backends]
+    edges.hold(Head(SLICED[name], torch.bfloat16, bias), inputs(), compilers)
 
 
 def test_sliced_op_obeys_torchs_rules():
@@ -375,3 +360,70 @@ def test_sliced_op_obeys_torchs_rules():
     sliced = torch.ops.coda_inductor.linear_cross_entropy_backward.default
     given = randn(), logits, labels, lse, number, randn(9, 5), randn(6, 5), randn(6)
     torch.library.opcheck(sliced, (*given, *how, 3.0, True))
+
+
+IGNORED = 5
+#: What is added to one row of logits, at the target and elsewhere.
+EDGES = {
+    "none": (0.0, 0.0),
+    "inf off the target": (0.0, math.inf),
+    "inf on the target": (math.inf, 0.0),
+    "both inf": (math.inf, math.inf),
+    "-inf off the target": (0.0, -math.inf),
+    "-inf on the target": (-math.inf, 0.0),
+    "NaN off the target": (0.0, math.nan),
+    "NaN on the target": (math.nan, 0.0),
+    "inf beside -inf": (-math.inf, math.inf),
+}
+
+
+def edge_rows():
+    """(M, V) to add to logits, and targets (M,): every edge, with a target that counts and with an
+    ignored one; then rows of one value only."""
+    edges, targets = [], []
+    for target in (7, IGNORED):
+        for on, off in EDGES.values():
+            row = torch.zeros(V, dtype=torch.float64)
+            row[target], row[200] = on, off
+            edges.append(row)
+        edges += [torch.full((V,), number).double() for number in (-math.inf, math.inf)]
+        targets += [target] * (len(EDGES) + 2)
+    return torch.stack(edges), torch.tensor(targets)
+
+
+def losses(reduction, smoothing):
+    def function(x, w, edges, targets):
+        logits = F.linear(x, w) + edges
+        how = {"label_smoothing": smoothing, "reduction": reduction}
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, **how)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "sliced"), [(0.0, False), (0.1, False), (1.0, False), (0.0, True), (0.1, True)]
+)
+def test_every_row_and_its_gradient(smoothing, sliced, monkeypatch):
+    edges, targets = edge_rows()
+    if sliced:
+        monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", len(targets) * 8 * 128)
+    x, w = randn(len(targets), D).requires_grad_(), randn(V, D)
+    edges.requires_grad_(not sliced)
+    harness = check_gradients(losses("none", smoothing), x, w, edges, targets)
+    assert harness.counts["cross_entropy"] == 1
+    assert harness.counts["cross_entropy_backward"] == sliced
+
+
+def test_one_such_row_among_others():
+    """Of each kind a loss of its own, in one graph."""
+    _, targets = edge_rows()
+    edges = torch.zeros(len(EDGES), 4, V, dtype=torch.float64)
+    for each, (on, off) in zip(edges, EDGES.values(), strict=True):
+        each[2, targets[2]], each[2, 200] = on, off
+
+    def function(x, ws, edges, targets):
+        each = zip(ws, edges, strict=True)
+        found = [losses("mean", 0.0)(x, w, edge, targets) for w, edge in each]
+        return found, losses("sum", 0.0)(x, ws[-1] + 1, edges[3], targets)
+
+    check(function, randn(4, D), randn(len(EDGES), V, D), edges, targets[:4])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms that stay as they were written, each for its reason, and eager's values and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -2,28 +2,25 @@
 """Kernels under each way of sharding, on GPUs of one host or on one that the ranks share: as exact
 as torch.compile's code under the same wrapping. Run by ``tests/gpu/test_gpu_distributed.py``."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
 
-import checks_tensor
+import cases
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks_fsdp import products
-from decoder import fired, fresh, full
-from decoders import VOCABULARY, Decoder
+from cases import products
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from training import assert_fired, fresh, full, shard
+from zoo.layers import VOCABULARY, Decoder
 
 import coda_inductor
 
 BACKEND = "cpu:gloo,cuda:nccl"
-INDUCTOR = True
 LAYERS, WIDTH, LENGTH = 2, 512, 512
 #: Name in torch -> options.
 BACKENDS = {"inductor": None, "coda": {"gate": "always", "strict": True}}
@@ -50,9 +47,7 @@ def sharded(backend, converted=lambda own: own, again=None):
             own.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False, **again)
     compiled(own.layers, backend)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for part in (*own.layers, own):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    shard(own, init_device_mesh("cuda", (dist.get_world_size(),)), mp_policy=policy)
     return own, own
 
 
@@ -118,30 +113,6 @@ def compared(wrap, *, split: bool) -> None:
     assert errors["coda"] <= 1.1 * errors["inductor"], errors
 
 
-def check_fsdp_is_as_exact_as_torch_compile():
-    compared(sharded, split=True)
-
-
-def check_blocks_that_are_computed_again():
-    """All of them, then all but their products."""
-    for again in ({}, {"context_fn": products}):
-        compared(functools.partial(sharded, again=again), split=True)
-
-
-def check_head_and_loss_as_one_graph_beside_blocks():
-    compared(with_loss, split=True)
-    assert fired()["cross_entropy"] == 1
-
-
-def check_ddp_is_as_exact_as_torch_compile():
-    compared(replicated, split=True)
-
-
-def check_tensor_and_sequence_parallelism_are_as_exact_as_torch_compile():
-    for spread in (checks_tensor.tensor_parallel, checks_tensor.sequence_parallel):
-        compared(functools.partial(parallel, spread), split=False)
-
-
 def in_fp8(own, **how):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -149,13 +120,33 @@ def in_fp8(own, **how):
     return convert_to_float8_training(own, config=config, module_filter_fn=lambda _, n: n != "head")
 
 
+def head_and_loss():
+    compared(with_loss, split=True)
+    assert_fired({"cross_entropy": 1})
+
+
+def check(wrap, *args, split=True, **how):
+    return functools.partial(compared, functools.partial(wrap, *args, **how), split=split)
+
+
+#: All are as exact as torch.compile's code under the same wrapping.
+CHECKS = {
+    "FSDP2": check(sharded),
+    "FSDP2 of blocks that are computed again": check(sharded, again={}),
+    "FSDP2 of blocks whose products are kept": check(sharded, again={"context_fn": products}),
+    "head and loss as one graph beside blocks": head_and_loss,
+    "DDP": check(replicated),
+    "tensor parallelism": check(parallel, cases.tensor_parallel, split=False),
+    "sequence parallelism": check(parallel, cases.sequence_parallel, split=False),
+}
 if importlib.util.find_spec("torchao") is not None:
-    import checks_float8
+    import float8_ranks
 
-    def check_fsdp_that_gathers_fp8_is_as_exact_as_torch_compile():
-        gathered = functools.partial(in_fp8, enable_fsdp_float8_all_gather=True)
-        compared(functools.partial(sharded, converted=gathered), split=True)
-
-    def check_tensor_parallelism_in_fp8_is_as_exact_as_torch_compile():
-        spread = functools.partial(parallel, checks_float8.parallelized, converted=in_fp8)
-        compared(spread, split=False)
+    gathered = functools.partial(in_fp8, enable_fsdp_float8_all_gather=True)
+    CHECKS |= {
+        "FSDP2 that gathers FP8": check(sharded, converted=gathered),
+        "tensor parallelism in FP8": check(
+            parallel, float8_ranks.parallelized, converted=in_fp8, split=False
+        ),
+    }
+INDUCTOR = CHECKS.keys()

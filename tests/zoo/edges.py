@@ -6,8 +6,6 @@ rewrite that rounds elsewhere could lose digits: confident logits, row means far
 with one large singular value, outlier channels.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,23 +14,31 @@ import torch
 import torch.nn.functional as F
 from checking import randn
 from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from zoo.heads import Head
 
 #: Our error is at most that of the worse of eager and torch.compile, times this.
 SLACK = 1.2
 
 
-def outcome(call, model, inputs, dtype, tangent, training):
-    """The result, and in training the gradients of inputs and parameters, in float64."""
+def outcome(call, model, inputs, dtype, tangent, training, leading=None):
+    """The results, and in training the gradients of inputs and parameters, in float64: of all
+    results, or of the ``leading`` ones."""
+    inputs = [x.to(dtype).clone() if x.is_floating_point() else x for x in inputs]
     if not training:
         with torch.no_grad():
-            return [call(*(x.to(dtype) for x in inputs)).double()]
-    inputs = [x.to(dtype).clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    out = call(*inputs)
-    if tangent is None:
-        tangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-    out.backward(tangent.to(out.device, out.dtype))
+            return [y.double() for y in tree_leaves(call(*inputs))]
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
+    outs = tree_leaves(call(*inputs))
+    generator = torch.Generator().manual_seed(7)
+    tangents = [torch.randn(y.shape, generator=generator).bfloat16() for y in outs]
+    tangents = tangents if tangent is None else [tangent]
+    tangents = [t.to(y.device, y.dtype) for t, y in zip(tangents, outs, strict=True)]
+    torch.autograd.backward(outs[:leading], tangents[:leading])
     leaves = [*inputs, *model.parameters()]
-    return [out.detach().double(), *(t.grad.double() for t in leaves if t.grad is not None)]
+    found = [*(y.detach() for y in outs), *(t.grad for t in leaves if t.grad is not None)]
+    return [t.double() for t in found]
 
 
 def hold(
@@ -41,46 +47,45 @@ def hold(
     compilers: Sequence[Callable[[nn.Module], Callable[..., Any]]],
     tangent: torch.Tensor | None = None,
     training: bool = True,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    leading: int | None = None,
+    parameters: torch.dtype | None = None,
+    noise: float = 1e-6,
 ) -> None:
-    """Compare ``model`` in bfloat16 with itself in float64: in eager, and as each of ``compilers``
-    makes it callable, ours being the last."""
-    exact, model = copy.deepcopy(model.bfloat16()).double(), model.bfloat16()
-    inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-    want = outcome(exact, exact, inputs, torch.float64, tangent, training)
+    """Compare ``model`` in ``dtype`` (its ``parameters`` may have another one) with itself in
+    float64: in eager, and as each of ``compilers`` makes it callable, ours being the last. A
+    relative error of ``noise`` is none."""
+    model = model.to(parameters or dtype)
+    exact = copy.deepcopy(model).double()
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    how = {"tangent": tangent, "training": training, "leading": leading}
+    want = outcome(exact, exact, inputs, torch.float64, **how)
     errors = []
     for compiler in (None, *compilers):
         copied = copy.deepcopy(model)
         call = copied if compiler is None else compiler(copied)
-        have = outcome(call, copied, inputs, torch.bfloat16, tangent, training)
+        have = outcome(call, copied, inputs, parameters or dtype, **how)
         errors.append([(h - w).norm() for h, w in zip(have, want, strict=True)])
     *theirs, ours = errors
     for i, error in enumerate(ours):
-        # One number may be right by luck: a loss is held to bfloat16's precision at the most.
-        floor = (4e-3 if want[i].dim() == 0 else 1e-6) * want[i].norm()
+        # One number may be right by luck: a loss is held to the precision of 16 bits at the most.
+        floor = (max(4e-3, noise) if want[i].numel() == 1 else noise) * want[i].norm()
         worst = max(each[i] for each in theirs)
         assert error <= SLACK * worst + floor, f"{i}: {error:.3e}, theirs at most {worst:.3e}"
 
 
-class Head(nn.Module):
-    """A language model's head behind a linear layer, and its loss."""
-
-    def __init__(self, d: int, vocabulary: int, cap: float = 0.0):
-        super().__init__()
-        self.body, self.head = nn.Linear(d, d), nn.Linear(d, vocabulary, bias=False)
-        self.cap = cap
-
-    def forward(self, x, labels):
-        logits = self.head(self.body(x))
-        if self.cap:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return F.cross_entropy(logits.float(), labels)
-
-
 def confident(
     confidence: float, *, d: int, rows: int, vocabulary: int, cap: float = 0.0
-) -> tuple[Head, torch.Tensor, torch.Tensor]:
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A head, x (rows, d), and labels (rows,) whose logits are raised by ``confidence``."""
-    model, labels = Head(d, vocabulary, cap), torch.arange(rows) * 7 % vocabulary
+
+    def loss(logits, labels):
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        return F.cross_entropy(logits.float(), labels)
+
+    how = {"width": d, "vocabulary": vocabulary, "between": lambda x, y: y}
+    model, labels = Head(loss, torch.float32, **how), torch.arange(rows) * 7 % vocabulary
     x = F.normalize(randn(rows, d), dim=-1)
     with torch.no_grad():
         model.body.weight.copy_(torch.eye(d))

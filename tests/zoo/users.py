@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pattern files that a user might write, for the tests, and a model that has their gates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from zoo.layers import Gated
 
 D, HIDDEN = 16, 24
 
@@ -74,21 +74,6 @@ def swish(g, u):
     return (g * torch.sigmoid(1.7 * g)) * u
 
 
-class Block(nn.Module):
-    """Pre-norm gated MLP with a residual."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.gate_of = gate
-        self.norm = nn.RMSNorm(D, eps=1e-5)
-        self.gate, self.up = (nn.Linear(D, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, D, bias=False)
-
-    def forward(self, x):
-        n = self.norm(x)
-        return x + self.down(self.gate_of(self.gate(n), self.up(n)))
-
-
 def model(gate, layers: int, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Blocks in sequence; their gates are ``gate(g, u)``."""
-    return nn.Sequential(*(Block(gate) for _ in range(layers))).to(dtype)
+    return nn.Sequential(*(Gated(D, HIDDEN, gate=gate) for _ in range(layers))).to(dtype)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes and patterns look for, each as a small function of x (B, T, 16) and of weights."""
+"""What passes and patterns look for, each as a small function of x (B, T, 16) and of weights,
+on any device."""
 
-from __future__ import annotations
-
-import experts as mixture
 import torch
 import torch.nn.functional as F
+
+from zoo import experts as mixture
 
 HEAD, V = 16, 96
 EPS = 1e-2  # large beside what it is added to, so that one in the wrong place shows
@@ -50,7 +50,7 @@ def gated(cut):
 
 
 def labels(x):
-    return (torch.arange(x[..., 0].numel()) % V).view(x.shape[:-1])
+    return (torch.arange(x[..., 0].numel(), device=x.device) % V).view(x.shape[:-1])
 
 
 def logits(x, w):
@@ -66,7 +66,7 @@ def heads(x, *weights):
 
 
 def masked(x, q, k, v):
-    steps = torch.arange(x.shape[1])
+    steps = torch.arange(x.shape[1], device=x.device)
     return sdpa(*heads(x, q, k, v), attn_mask=steps[:, None] >= steps)
 
 
@@ -76,13 +76,14 @@ def grouped(x, q, k, v):
 
 
 def data_masked(x, q, k, v):
-    mask = (x.detach()[:, None, :, :1] > 0) | torch.eye(x.shape[1], dtype=torch.bool)
+    own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+    mask = (x.detach()[:, None, :, :1] > 0) | own
     return sdpa(*heads(x, q, k, v), attn_mask=mask).sin()
 
 
 def angles(x):
-    steps = torch.arange(x.shape[1], dtype=x.dtype)
-    return steps[:, None] * 0.5 ** torch.arange(HEAD, dtype=x.dtype)
+    steps = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+    return steps[:, None] * 0.5 ** torch.arange(HEAD, dtype=x.dtype, device=x.device)
 
 
 def rotary(x, w):

@@ -6,8 +6,6 @@
 ``tools/model_table.py`` makes the table of ``docs/models.md`` of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Where this torch's CPU kernel of ``_scaled_mm`` takes no scales of rows, a stand
 float32 product of the widened factors, times the scales, rounded once. That is its definition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from coda_inductor.pipeline import ON_ATEN
 from coda_inductor.semantic.fp8 import scaled_mm
 from coda_inductor.semantic.fp8_casts import AMAX, CAST
+from zoo.layers import Gated
 
 aten = torch.ops.aten
 
@@ -78,20 +77,6 @@ def convert(model: nn.Module, recipe: str, which: Any = None) -> nn.Module:
     return float8.convert_to_float8_training(model, config=config, module_filter_fn=which)
 
 
-class Layer(nn.Module):
-    """Norm, SwiGLU, residual: three linear layers of two inputs."""
-
-    def __init__(self, bias: bool = False):
-        super().__init__()
-        self.gate, self.up = (nn.Linear(D, HIDDEN, bias=bias) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, D, bias=bias)
-        self.norm = nn.RMSNorm(D, eps=1e-5)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
 class Packed(nn.Module):
     """A gated MLP with gate and up in one weight."""
 
@@ -109,7 +94,7 @@ class Stack(nn.Module):
 
     def __init__(self, layers: int = 1, bias: bool = False, checkpointed: bool = False):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(bias) for _ in range(layers))
+        self.layers = nn.ModuleList(Gated(D, HIDDEN, bias=bias) for _ in range(layers))
         self.checkpointed = checkpointed
 
     def forward(self, x):

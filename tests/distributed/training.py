@@ -2,10 +2,11 @@
 """Training steps of a decoder: compiled and spread over ranks, or plain on one with all of their
 data."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
+import gc
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from decoders import VOCABULARY, Decoder
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from zoo.layers import VOCABULARY, Decoder
 
 from coda_inductor import log
 
 LENGTH, STEPS = 8, 3
 OPTIONS = {"gate": "always", "reference": True, "strict": True}
+HOW = {"backend": "coda", "options": OPTIONS}
 
 
 def decoder(layers: int = 2, width: int = 32, **how: Any) -> Decoder:
@@ -46,6 +50,10 @@ def mine(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def mesh(device: str = "cpu"):
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -56,9 +64,9 @@ def fresh() -> None:
     counters.clear()
 
 
-def fired() -> dict[str, int]:
-    """What counted since :func:`fresh`."""
-    return dict(Counter(counters["coda"]))
+def assert_fired(want: dict[str, int]) -> None:
+    fired = Counter(counters["coda"])
+    assert {name: fired[name] for name in want} == want, dict(fired)
 
 
 @contextlib.contextmanager
@@ -82,6 +90,7 @@ def train(
     data: list[torch.Tensor],
     call: Callable[..., torch.Tensor] | None = None,
     loss: Callable[..., torch.Tensor] = loss_of,
+    after: Callable[[nn.Module], None] = lambda _: None,
 ) -> None:
     """A step of AdamW for each batch. ``call`` stands for the model."""
     step = model if call is None else call
@@ -90,6 +99,15 @@ def train(
         loss(full(step(tokens)), tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
+        after(model)
+
+
+@functools.cache
+def single(ranks: int = 2, steps: int = STEPS, **how: Any) -> Decoder:
+    """Trained by eager PyTorch on one rank with the data of all."""
+    model = decoder(**how)
+    train(model, batches(ranks, steps))
+    return model
 
 
 def assert_trained_as(model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
@@ -100,17 +118,25 @@ def assert_trained_as(model: nn.Module, plain: nn.Module, tolerance: float = 1e-
         assert error <= tolerance, f"{name}: {error}"
 
 
-def compile_head_and_loss(model: Decoder, **how: Any) -> None:
-    """As one graph, and the norm as another; what calls the blocks runs as it is, and is no part of
-    the graph behind it. The model's result is the loss then."""
-    trunk = torch.compiler.disable(model.trunk)
-    model.forward = lambda tokens: loss_of(model.head(trunk(tokens)), tokens)
-    model.norm.compile(**how)
-    model.compile(**how)
+def distance(model: nn.Module, exact: nn.Module) -> float:
+    pairs = zip(model.parameters(), exact.parameters(), strict=True)
+    return sum((full(p.detach()).double() - q).norm().item() ** 2 for p, q in pairs) ** 0.5
 
 
-def single(data: list[torch.Tensor], layers: int = 2, width: int = 32, **how: Any) -> Decoder:
-    """Trained by eager PyTorch on one rank with all data."""
-    model = decoder(layers, width, **how)
-    train(model, data)
+def assert_freed(references: list[weakref.ref]) -> None:
+    gc.collect()
+    assert not any(reference() for reference in references)
+
+
+def blocks(model: Decoder) -> Decoder:
+    """With each block compiled."""
+    for block in model.layers:
+        block.compile(**HOW)
+    return model
+
+
+def shard(model: Decoder, over: Any = None, **how: Any) -> Decoder:
+    """FSDP2, block by block."""
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=over or mesh(), **how)
     return model

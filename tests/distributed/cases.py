@@ -1,0 +1,475 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to spread a decoder over two ranks and to compile it: whether steps of training are those of
+one rank with all data, what fuses, and why the rest does not. ``CHECKS`` has all, by name."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.util
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import checking
+import torch
+import torch.distributed as dist
+import training as on
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo.experts import Block, K, fused, given, halves, plain, scattered
+from zoo.layers import Decoder, Gated, rotated
+
+import coda_inductor
+from coda_inductor import log, op_by_op
+from coda_inductor.compat import InductorError
+from coda_inductor.runtime import notice
+from coda_inductor.semantic.experts import WGRAD
+
+#: What one graph, which serves all blocks, does. Its first norm reads an input.
+BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
+SWIGLU = {"swiglu": 1, "swiglu_backward": 1}
+#: Each of 5 products reduces its gradient alone, and gathers its operand; q, k and v together do so
+#: once, gate and up too.
+REDUCES = GATHERS = 3
+OUT, PAIR = {("o", "collective"), ("down", "collective")}, {"gate + up"}
+BFLOAT16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way.
+
+    Attributes:
+        spread: a on.decoder -> what is called in its place; the on.decoder itself is changed.
+        fired: counters of all steps.
+        said: (what, code) of refusals in the last report, or (site, code) in a forward pass.
+        fused: sites of a forward pass.
+        model: arguments of the on.decoder.
+        split: each rank has rows of its own of a batch.
+        loss: of the result, and tokens.
+        around: what the steps run in.
+    """
+
+    spread: Callable[[Decoder], Callable[..., torch.Tensor]]
+    fired: Mapping[str, int]
+    said: frozenset[tuple[str, str]] = frozenset()
+    fused: frozenset[str] = frozenset()
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    split: bool = False
+    loss: Callable[..., torch.Tensor] = on.loss_of
+    around: Callable[[], Any] = contextlib.nullcontext
+
+    def __call__(self) -> None:
+        on.fresh()
+        how, ranks = {"layers": 1, **self.model}, 2 if self.split else 1
+        model, data = on.decoder(**how), on.batches(ranks, 2)
+        call = self.spread(model)
+        with self.around():
+            on.train(model, [on.mine(t) if self.split else t for t in data], call, self.loss)
+        on.assert_trained_as(model, on.single(ranks, 2, **how))
+        on.assert_fired(dict(self.fired))
+        report = coda_inductor.reports()[-1]
+        sites = [(s.site.rpartition(".")[2], s) for s in report.sites if s.role == "forward"]
+        said = {(why.what, why.code) for why in report.refusals}
+        said |= {(name, site.refusal.code) for name, site in sites if site.refusal}
+        assert self.said <= said, said
+        assert self.fused <= {name for name, site in sites if site.fused}
+        assert_ranks_agree()
+
+
+def assert_ranks_agree() -> None:
+    """On what each has fused: else collectives would not meet."""
+    sites = [(s.site, s.role, s.how, s.patterns) for r in coda_inductor.reports() for s in r.sites]
+    everybody: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, sites)
+    assert all(other == sites for other in everybody)
+
+
+def compiled(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return torch.compile(model, **on.HOW)
+
+
+def with_head_and_loss(model: Decoder) -> Decoder:
+    """As one graph, and the norm as another; the model's result is the loss then. What calls the
+    on.blocks runs as it is, and is no part of the graph behind it."""
+    trunk = torch.compiler.disable(model.trunk)
+    model.forward = lambda tokens: on.loss_of(model.head(trunk(tokens)), tokens)
+    model.norm.compile(**on.HOW)
+    model.compile(**on.HOW)
+    return model
+
+
+def products():
+    """A policy of selective checkpointing that keeps every product."""
+
+    def policy(_context, op, *args, **kwargs):
+        keep = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def checkpointed(model: Decoder, **how: Any) -> Decoder:
+    """As torchtitan wraps blocks: the wrapper is compiled, as one graph, and sharded."""
+    for number, block in enumerate([*model.layers]):
+        model.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False, **how)
+        model.layers[number].compile(fullgraph=True, **on.HOW)
+    return on.shard(model)
+
+
+def tensor_parallel(model: Decoder, over: Any = None) -> Decoder:
+    plan = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+    plan |= {name: RowwiseParallel() for name in ("o", "down")}
+    for block in model.layers:
+        parallelize_module(block, over or on.mesh(), dict(plan))
+    return model
+
+
+def sequence_parallel(model: Decoder, over: Any = None, **how: Any) -> Decoder:
+    whole, parts = Replicate(), Shard(1)
+    around = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=parts),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=parts, output_layouts=whole),
+    }
+    plan = {name: SequenceParallel() for name in ("norm1", "norm2")}
+    for name in ("q", "k", "v", "gate", "up"):
+        plan[name] = ColwiseParallel(input_layouts=parts, **(how if name in ("gate", "up") else {}))
+    plan |= {name: RowwiseParallel(output_layouts=parts) for name in ("o", "down")}
+    parallelize_module(model, over or on.mesh(), around)
+    for block in model.layers:
+        parallelize_module(block, over or on.mesh(), dict(plan))
+    return model
+
+
+def with_sharded_logits(model: Decoder) -> Callable[..., torch.Tensor]:
+    how = {"head": ColwiseParallel(use_local_output=False)}
+    parallelize_module(tensor_parallel(model), on.mesh(), how)
+    return compiled(lambda tokens: on.loss_of(model(tokens), tokens))
+
+
+def tensor_in_fsdp(model: Decoder) -> Decoder:
+    over = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    return on.shard(on.blocks(tensor_parallel(model, over["tensor"])), over["data"])
+
+
+def result(found: torch.Tensor, _tokens: torch.Tensor) -> torch.Tensor:
+    return found
+
+
+SHARDED = {"split": True, "model": {"layers": 2}}
+CASES = {
+    # Torch breaks the graph at each block's hooks.
+    "FSDP of the whole model": Case(lambda m: compiled(on.shard(m)), BLOCK, **SHARDED),
+    "FSDP of blocks, and a graph of head and loss": Case(
+        lambda m: with_head_and_loss(on.shard(on.blocks(m))), BLOCK | {"cross_entropy": 1},
+        loss=result, **SHARDED,
+    ),
+    "FSDP of checkpointed blocks": Case(checkpointed, BLOCK, **SHARDED),
+    "FSDP of blocks whose products are kept": Case(
+        functools.partial(checkpointed, context_fn=products), BLOCK, **SHARDED
+    ),
+    # A tile has whole heads, whatever rank they are of.
+    "tensor parallelism": Case(
+        lambda m: compiled(tensor_parallel(m)),
+        {**SWIGLU, "rotary": 2, "collective": REDUCES, "rms_norm": 0},
+        frozenset({("rms_norm", "norm-input-no-gemm"), *OUT}), frozenset(PAIR),
+        {"turn": rotated},
+    ),
+    # Gathered once for gate and up, which can share a tile then; scattered once, too.
+    "sequence parallelism": Case(
+        lambda m: compiled(sequence_parallel(m)),
+        {**SWIGLU, "collective": GATHERS + REDUCES, "rms_norm": 0},
+        frozenset({("rms_norm", "distributed-tensor"), *OUT}), frozenset(PAIR),
+    ),
+    # They stay torch's: an op of ours has no rule for how to spread it.
+    "gates of distributed tensors": Case(
+        lambda m: compiled(sequence_parallel(m, use_local_output=False)),
+        {"swiglu": 0, "collective": GATHERS + REDUCES},
+        frozenset({("swiglu", "distributed-tensor")}),
+    ),
+    "a loss of sharded logits": Case(
+        with_sharded_logits, {**SWIGLU, "cross_entropy": 0},
+        frozenset({("cross_entropy", "distributed-tensor")}), loss=result, around=loss_parallel,
+    ),
+    # Inductor's asynchronous tensor parallelism runs a product in pieces beside its collective.
+    "what Inductor overlaps is left to it": Case(
+        lambda m: compiled(sequence_parallel(m)), {"swiglu": 0, "collective": GATHERS},
+        frozenset({("o", "async-tensor-parallel")}),
+        around=lambda: torch._inductor.config.patch(_micro_pipeline_tp=True),
+    ),
+    "tensor parallelism inside of FSDP": Case(tensor_in_fsdp, {**SWIGLU, "collective": REDUCES}),
+}  # fmt: skip
+
+
+def a_graph_that_ddp_cut_is_named_once_with_the_remedy():
+    """A block has more parameters than a bucket of 1 MiB, so that torch cuts within blocks. Nothing
+    keeps the model or what DDP has made of it, which would end later than its group."""
+    how = {"layers": 2, "width": 128}
+    on.fresh()
+    notice.told.discard("ddp")
+    model = on.decoder(**how)
+    step = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), **on.HOW)
+    with on.heard() as said:
+        on.train(model, list(map(on.mine, on.batches(2, 2))), step)
+    on.assert_trained_as(model, on.single(2, 2, **how))
+    kept = [weakref.ref(x) for x in (model, step, model.head.weight)]
+    del model, step
+    on.assert_freed(kept)
+    (warning,) = said
+    for text in ("DistributedDataParallel cut", "optimize_ddp = False", "compile(backend='coda')"):
+        assert text in warning
+    assert torch._dynamo.utils.counters["coda"]["rms_norm"] < 2 * 2  # as one graph would have
+
+
+def the_pages_recipes_train_as_eager_does():
+    """docs/distributed.md, word for word, with a Llama; nothing of DDP or torch stays changed."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    recipes = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    how = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=1, num_key_value_heads=4, **how)
+    tokens = torch.arange(16).reshape(2, 8)
+    eager = LlamaForCausalLM(config).double()
+    weights = copy.deepcopy(eager.state_dict())
+    eager(tokens, labels=tokens).loss.backward()
+    notice.told.discard("ddp")
+    for recipe in recipes:
+        on.fresh()
+        model = LlamaForCausalLM(config).double()
+        model.load_state_dict(weights)
+        names = {"model": model}
+        with torch._dynamo.config.patch(optimize_ddp=True), on.heard() as said:
+            exec(recipe, names)  # noqa: S102 (it is our page)
+            names["model"](tokens, labels=tokens).loss.backward()
+        on.assert_fired(SWIGLU)
+        assert not [text for text in said if "cut" in text]
+        for got, want in zip(model.parameters(), eager.parameters(), strict=True):
+            # The loss of transformers is computed in float32.
+            torch.testing.assert_close(on.full(got.grad), want.grad, rtol=1e-5, atol=1e-7)
+    assert len(recipes) == 3
+
+
+def steps_of_clipped_gradients_that_were_added_up():
+    """Parameters stay gathered between two backward passes, and lie on the CPU behind them. HSDP:
+    gradients are summed among the ranks that share, then among the copies."""
+    on.fresh()
+    copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    offload = CPUOffloadPolicy(pin_memory=False)
+    how = {"over": copies, "reshard_after_forward": False, "offload_policy": offload}
+    model, other = on.shard(on.blocks(on.decoder()), **how), on.decoder()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)]
+    for number, tokens in enumerate(on.batches(2, 4)):
+        model.set_requires_gradient_sync(last := bool(number % 2))
+        on.loss_of(model(on.mine(tokens)), on.mine(tokens)).backward()
+        on.loss_of(other(tokens), tokens).backward()
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            if last:
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    on.assert_trained_as(model, other)
+    on.assert_fired(BLOCK)
+
+
+def bfloat16_beside_float32_master_weights():
+    """As exact as eager under the same wrapping, beside float64. Nothing keeps the model then."""
+    on.fresh()
+    ours, theirs = (
+        on.shard(on.blocks(on.decoder()), **BFLOAT16).float(),
+        on.shard(on.decoder().float(), **BFLOAT16),
+    )
+    for model in (ours, theirs):
+        on.train(model, list(map(on.mine, on.batches(2))))
+    errors = [on.distance(model, on.single(2, layers=2)) for model in (ours, theirs)]
+    assert errors[0] <= 1.2 * errors[1], errors
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    on.assert_fired(BLOCK)
+    kept = [weakref.ref(x) for x in (ours, ours.layers[0], ours.head.weight)]
+    del ours, model
+    on.assert_freed(kept)
+
+
+class Stage(nn.Module):
+    """The first or the last half of a decoder, blocks compiled."""
+
+    def __init__(self, whole: Decoder, first: bool):
+        super().__init__()
+        half = len(whole.layers) // 2
+        self.layers = whole.layers[:half] if first else whole.layers[half:]
+        on.blocks(self)
+        self.before = whole.embedding if first else nn.Identity()
+        self.behind = nn.Identity() if first else nn.Sequential(whole.norm, whole.head)
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.layers:
+            x = block(x)
+        return self.behind(x)
+
+
+def stages_of_blocks():
+    """Pipeline parallelism: a stage's input and its gradient come from other ranks."""
+    on.fresh()
+    first = dist.get_rank() == 0
+    stage = Stage(on.decoder(), first)
+    runs = PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = Schedule1F1B(runs, n_microbatches=2, loss_fn=on.loss_of)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+    for tokens in on.batches(2):
+        schedule.step(*([tokens] if first else []), target=None if first else tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+    on.assert_trained_as(stage, Stage(copy.deepcopy(on.single(2, layers=2)), first))
+    on.assert_fired(BLOCK)
+
+
+def no_room(*_args, **_how):
+    raise InductorError(RuntimeError("there is no room"), None)
+
+
+def a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others():
+    """Its graph runs op by op, with the same collectives."""
+    on.fresh()
+    log.forget_warnings()
+    options = {**on.OPTIONS, "strict": False}
+    model, compiler = tensor_parallel(on.decoder(1)), op_by_op.compile_fx_inner
+    fails = dist.get_rank() == 1
+    if fails:
+        op_by_op.compile_fx_inner = no_room
+    try:
+        with on.heard() as said:
+            on.train(model, on.batches(1, 2), torch.compile(model, backend="coda", options=options))
+    finally:
+        op_by_op.compile_fx_inner = compiler
+    on.assert_trained_as(model, on.single(1, 2, layers=1))
+    on.assert_fired({**SWIGLU, "collective": REDUCES})
+    assert len(said) == (2 if fails else 0), said  # a forward and a backward pass
+    assert all("one op at a time" in text and "no room" in text for text in said)
+
+
+def what_every_rank_warns_of_is_said_once_a_host():
+    rank = dist.get_rank()
+    with on.heard(alone=False) as said:
+        log.logger.warning("all %s", "ranks")
+        log.logger.warning("this is %d", rank)
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, said)
+    texts = [text for each in everybody for text in each]
+    assert len([text for text in texts if text.endswith("]: all ranks")]) == 1, texts
+    assert f"coda_inductor [rank {rank}]: this is {rank}" in said
+
+
+EACH, TOKENS = 3, 12  # experts and tokens of each rank
+
+
+class Mixture(Block):
+    def forward(self, x, w, perm, order, offs, sent, got):
+        """``order`` (R,) sorts rows that came by expert, ``offs`` (EACH,) are the ends of theirs;
+        ``sent`` and ``got``: how many rows go to each rank, and come from it."""
+        rows = all_to_all_single_autograd(x[perm // K], got, sent, dist.group.WORLD)
+        a = halves(rows[order], offs, plain, self.w13)
+        y = plain(a, self.w2.mT, offs)[torch.argsort(order)]
+        back = all_to_all_single_autograd(y, sent, got, dist.group.WORLD)
+        return scattered(back, w, perm, x, K)
+
+
+def experts_of_other_ranks():
+    """As in torchtitan, which exchanges counts outside of graphs. The exchange of rows stays
+    torch's, and no block of one rank is found; gate and up of the rows that came share a tile, and
+    the gradient of the gate is in that of the product behind it."""
+    ranks = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    x, ids, w = given(TOKENS, experts=ranks * EACH)
+    counts = torch.bincount(ids.reshape(-1), minlength=ranks * EACH)
+    dist.all_to_all_single(theirs := torch.empty_like(counts), counts)
+    sent, got = (c.view(ranks, EACH).sum(1).tolist() for c in (counts, theirs))
+    order = torch.argsort(torch.arange(EACH).repeat(ranks).repeat_interleave(theirs), stable=True)
+    offs = theirs.view(ranks, EACH).sum(0).cumsum(0).to(torch.int32)
+    perm = torch.argsort(ids.reshape(-1), stable=True)
+    harness = checking.check_gradients(Mixture(experts=EACH), x, w, perm, order, offs, sent, got)
+    assert not harness.counts["experts"]
+    assert fused(harness) == ["pair", "", "", ""]
+    assert harness.ops()[str(WGRAD)] == 2
+    exchanges = [n for name, n in harness.ops().items() if "all_to_all_single" in name]
+    assert sum(exchanges) == 4  # both ways, in both directions
+    assert [s.role for s in harness.fused] == ["forward"] * 2 + ["input gradient"] * 2
+    assert sum(site.program.loads != () for site in harness.fused) == 1
+
+
+def assert_layer_trains(spread: Callable[[nn.Module], nn.Module], rows: Callable = on.mine) -> None:
+    """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor: steps
+    of what ``spread`` makes of it are those of one rank with all rows."""
+    torch.manual_seed(0)
+    layer = Gated(16, 32, front=True).double()
+    other = copy.deepcopy(layer)
+    for model, of in ((spread(layer), rows), (other, lambda x: x)):
+        generator = torch.Generator().manual_seed(1)
+        data = [torch.randn(8, 16, dtype=torch.float64, generator=generator) for _ in range(2)]
+        on.train(model, list(map(of, data)), loss=lambda y, _: y.square().mean())
+    on.assert_trained_as(layer, other, 1e-6)
+
+
+def tensor_parallelism_with_inductors_code():
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    on.fresh()
+
+    def spread(model):
+        model.compile(**on.HOW)
+        return parallelize_module(model, on.mesh(), plan)
+
+    assert_layer_trains(spread, lambda x: x)
+    on.assert_fired({"swiglu_backward": 1})
+
+
+def sharded_parameters_where_only_inductor_is_accepted():
+    """A layer returns no view: FSDP2 warns of those, because what writes to one drops its hooks."""
+    on.fresh()
+
+    def spread(model):
+        model.compile()
+        return torch.distributed.fsdp.fully_shard(model, mesh=on.mesh())
+
+    enabled = coda_inductor.enabled(**on.OPTIONS)
+    with enabled, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_layer_trains(spread)
+    assert not [w for w in said if "returned a view" in str(w.message)]
+    on.assert_fired(BLOCK)
+
+
+#: Name -> a check, and whether it has Inductor's own code, which takes seconds a graph.
+CHECKS: dict[str, Callable[[], None]] = {
+    **CASES,
+    **{check.__name__: check for check in (
+        a_graph_that_ddp_cut_is_named_once_with_the_remedy, the_pages_recipes_train_as_eager_does,
+        steps_of_clipped_gradients_that_were_added_up, bfloat16_beside_float32_master_weights,
+        stages_of_blocks,
+        a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others,
+        what_every_rank_warns_of_is_said_once_a_host, experts_of_other_ranks,
+        tensor_parallelism_with_inductors_code, sharded_parameters_where_only_inductor_is_accepted,
+    )},
+}  # fmt: skip
+INDUCTOR = {name for name in CHECKS if "inductor" in name}
+if importlib.util.find_spec("torchao") is not None:
+    import float8_ranks
+
+    CHECKS |= float8_ranks.CHECKS

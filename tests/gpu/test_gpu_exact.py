@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of the zoo with kernels, forward and backward: at most 1.2 times the error of the worse of
+eager and torch.compile, against float64 (``zoo.edges``). The CPU's tests ask that of the passes."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import randn
+from layers import compiled
+from test_pass_contract import CASES, Case, same_model
+from test_pass_contract import model as model_of
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+from zoo import edges
+from zoo.experts import Block, E, given, halves, interleaved, scattered, two_weights
+from zoo.heads import Head, Tied
+from zoo.layers import Layer
+
+from coda_inductor import reports
+from coda_inductor.dynamo import late_gradients
+from coda_inductor.runtime import linear_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("fresh")]
+DEVICE, KERNELS = "cuda", {"kernel"}
+D, HIDDEN, ROWS, V = 256, 640, 264, 2056
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One model.
+
+    Attributes:
+        make: the model and its inputs, and perhaps the gradient of its result.
+        fires: counters, or patterns that kernels absorb.
+        options: of the backend.
+        how: arguments of ``edges.hold``.
+        around: what each call runs in.
+        kernels: whether each site that fuses is one.
+    """
+
+    make: Callable[[], tuple[Any, ...]]
+    fires: tuple[str, ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    how: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call
+    kernels: bool = True
+
+
+def layer(rows: int, **how: Any):
+    return Layer(**how), (randn(1, rows, D), randn(1, rows, D))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x, y):
+        return checkpoint(self.layer, x, y, use_reentrant=False)
+
+
+def under_autocast(call):
+    def function(*args):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=args[0].dtype != torch.float64):
+            return call(*args)
+
+    return function
+
+
+def head(rows: int, vocabulary: int, bias: bool = False, cap: float = 0.0, z: float = 0.0):
+    """The loss, and the logits that it was made of."""
+
+    def ended(logits, labels):
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        loss = F.cross_entropy(logits.float().view(-1, vocabulary), labels, ignore_index=-100)
+        loss = loss + z * torch.logsumexp(logits.float(), -1).square().mean() if z else loss
+        return loss, logits
+
+    labels = torch.randint(vocabulary, (rows,)).index_fill(0, torch.arange(0, rows, 5), -100)
+    how = {"width": D, "vocabulary": vocabulary, "between": torch.add, "body_bias": False}
+    return Head(ended, torch.float32, bias, **how), (randn(1, rows, D), labels)
+
+
+def table(tied: bool, words: int):
+    """If a place is added twice, or lost, the error is far larger than a rounding."""
+    model = Tied(rows=4096, width=D, tied=tied)
+    return model, (torch.randint(words, (1, 1024)),)
+
+
+def stream(mean: float, start: float):
+    return edges.Stream(mean, D, HIDDEN), (randn(ROWS, D) + start, randn(ROWS, D))
+
+
+def confident(confidence: float, cap: float):
+    model, *inputs = edges.confident(confidence, d=D, rows=ROWS, vocabulary=V, cap=cap)
+    return model, inputs
+
+
+def normed(kind: str, singular: float, outliers: float = 1.0):
+    model, x = edges.Normed(kind, singular, D, HIDDEN), randn(ROWS, D)
+    x[:, 5::50] *= outliers
+    return model, (x, randn(ROWS, D)), edges.across(model, ROWS, HIDDEN)
+
+
+def product(x, w, offs):
+    """Torch's own, of which there is none in float64."""
+    if x.dtype != torch.float64:
+        return torch._grouped_mm(x, w, offs=offs)
+    ends = [0, *offs.tolist()]
+    return torch.cat([x[i:j] @ w[e] for e, (i, j) in enumerate(itertools.pairwise(ends))])
+
+
+def counted(ids, _perm):
+    return torch.histc(ids.int(), bins=E, min=0, max=E - 1)
+
+
+def experts(tokens: int, skewed: bool, up, sum_, biased_up: bool):
+    how = {"up": up, "mm": product, "count": counted, "biased_up": biased_up}
+    x, ids, w = (t.detach() for t in given(tokens))
+    ids = ids * 0 + torch.tensor([1, 3]) if skewed else ids
+    return Block(**how, **({"sum": sum_} if sum_ else {})), (x, ids, w)
+
+
+def contract(case: Case):
+    model, x = model_of(case)
+    return model, (x.detach(),)
+
+
+RAISED = {"fires": ("cross_entropy", "cross_entropy_backward"), "how": {"leading": 1}}
+TABLE = {
+    **{f"{rows} rows, {dtype}, {'training' if trains else 'inference'}": Row(
+        lambda rows=rows: layer(rows), ("rms_norm",), {"fp16_norms": dtype == torch.float16},
+        {"dtype": dtype, "training": trains},
+    ) for rows in (1, 7, 8, 120, 127, 1024, 4104, 8191)
+      for dtype in (torch.bfloat16, torch.float16) for trains in (False, True)},
+    "biases": Row(lambda: layer(304, bias=True), ("rms_norm",)),
+    # What a norm behind a residual reads is rounded to bfloat16 by eager and by us.
+    "checkpoint": Row(lambda: (Checkpointed(), layer(512)[1]), ("rms_norm",)),
+    "autocast": Row(
+        lambda: layer(512), ("rms_norm",), how={"parameters": torch.float32}, around=under_autocast
+    ),
+    **{f"head, {rows} rows, {v} words": Row(lambda rows=rows, v=v: head(rows, v), **RAISED)
+       for rows in (8, 120, 1000) for v in (4096, 4096 - 40)},
+    **{f"head, {how}": Row(lambda how=how: head(120, 4096, **how), **RAISED)
+       for how in ({"bias": True}, {"cap": 1.5}, {"z": 0.1}, {"bias": True, "cap": 1.5, "z": 0.1})},
+    **{f"table, tied {tied}, {words} words": Row(
+        lambda tied=tied, words=words: table(tied, words), ("embedding_backward",),
+    ) for tied in (True, False) for words in (3, 50, 4096)},
+    **{f"confidence {n}, cap {cap}": Row(lambda n=n, cap=cap: confident(n, cap))
+       for n in (1, 8, 11, 14) for cap in (0.0, 30.0)},
+    **{f"mean {mean}, from {start}": Row(
+        lambda mean=mean, start=start: stream(mean, start), ("layer_norm",), how={"training": False}
+    ) for mean in (0, 10, 100, 1000) for start in (0, 100)},
+    **{f"{kind}, singular value {s}": Row(lambda kind=kind, s=s: normed(kind, s), ("rms_norm",))
+       for kind, s in edges.SINGULAR},
+    "outlier channels": Row(lambda: normed("swiglu", 1, 1000.0), ("rms_norm",)),
+    # Of one token's few numbers an error is luck.
+    **{f"experts, {tokens} tokens, skewed {skewed}, {up.__name__}, biased {biased}": Row(
+        lambda tokens=tokens, skewed=skewed, up=up, sum_=sum_, biased=biased:
+        experts(tokens, skewed, up, sum_, biased),
+        ("experts",), how={"noise": 1e-4 if tokens > 7 else 2.0**-7},
+    ) for tokens, skewed in ((300, False), (300, True), (1, False), (7, False))
+      for up, sum_ in ((halves, None), (two_weights, scattered), (interleaved, None))
+      for biased in (False, True)},
+    # The contract's cases: at their sizes some sites have no kernel, and a gradient is few numbers.
+    # Torch has no complex numbers of two bfloat16.
+    **{f"{'+'.join(names)}, {'training' if trains else 'inference'}": Row(
+        lambda case=CASES[names[0]]: contract(case), options={"strict": False},
+        how={"training": trains, "noise": 2.0**-7}, kernels=False,
+    ) for names in same_model() for trains in (False, True) if "rotary_complex" not in names},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_no_worse_than_torch_compile_and_eager(name, monkeypatch):
+    """Logits count as large, and are cut in slices of 512 columns."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**14)
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
+    row = TABLE[name]
+    torch.manual_seed(0)
+    model, inputs, *tangent = row.make()
+    hold(row, model.to(DEVICE), [x.to(DEVICE) for x in inputs], *tangent)
+    fused = [site for report in reports() for site in report.sites if site.fused]
+    assert {site.how for site in fused} == KERNELS or not row.kernels
+    fired = {p for site in fused for p in site.patterns} | set(counters["coda"])
+    assert set(row.fires) <= fired
+
+
+def hold(row, model, inputs, tangent=None):
+    def compile_with(compiler):
+        def call(m):
+            torch._dynamo.reset()
+            counters.clear()
+            return row.around(compiler(m))
+
+        return call
+
+    def ours(m):
+        return compiled(m, **{"strict": True, **row.options})
+
+    compilers = [compile_with(torch.compile), compile_with(ours)]
+    edges.hold(model, inputs, compilers, tangent, **row.how)
+
+
+def test_weights_in_either_order():
+    """Gate's weight at the lower address and at the higher: each pair has a kernel."""
+    for order in (1, -1):
+        model, inputs = layer(304)
+        model.to(DEVICE, torch.bfloat16)
+        weights = sorted((model.gate.weight, model.up.weight), key=torch.Tensor.data_ptr)
+        model.gate.weight, model.up.weight = weights[::order]
+        hold(Row(layer), model, [x.to(DEVICE) for x in inputs])
+
+
+def test_dynamic_rows():
+    """One graph serves every number of them."""
+    torch._dynamo.reset()
+    model = Layer().to(DEVICE, torch.bfloat16)
+    ours = torch.compile(model, backend="coda", dynamic=True, options={"gate": "always"})
+    for rows in (64, 1000, 40):
+        inputs = [x.to(DEVICE, torch.bfloat16) for x in layer(rows)[1]]
+        exact = model.double()(*(x.double() for x in inputs))
+        model.bfloat16()
+        for have, theirs, want in zip(ours(*inputs), model(*inputs), exact, strict=True):
+            assert (have - want).norm() <= edges.SLACK * (theirs - want).norm()

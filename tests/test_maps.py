@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maps of the tree are true: each package names its files, the architecture names all passes
+and rooms, and no page names a file that is gone or links to nothing."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from coda_inductor import pipeline
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, DOCS = ROOT / "coda_inductor", ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+FOLDERS = ("coda_inductor", "patterns", "docs", "tests", "tools", "benchmarks", "examples")
+#: Names that are no files of ours: a reader's own, those that a run writes, another project's.
+NOT_OURS = {
+    "CONTRIBUTING.md": "NAME.py", "debugging.md": "_before.py _raised.py _traced.py _rewritten.py "
+    "_fused.py KEY.py", "rules.md": "model.py", "tutorial.md": "elu_glu.py wrong.py",
+}  # fmt: skip
+
+
+def words(path: Path) -> set[str]:
+    text = path.read_text()
+    text = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else text
+    return set(re.findall(r"\w+", text))
+
+
+def modules(folder: Path) -> set[str]:
+    return {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+
+
+@pytest.mark.parametrize(
+    "package", sorted(p.parent for p in PACKAGE.rglob("__init__.py")), ids=lambda p: p.name
+)
+def test_a_package_names_its_files(package):
+    assert not modules(package) - words(package / "__init__.py") - {"__init__", "__main__"}
+
+
+def test_the_architecture_names_all_passes_and_rooms():
+    passes = {each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)}
+    assert not (passes | modules(PACKAGE)) - words(DOCS / "architecture.md") - {"__init__"}
+
+
+def test_no_page_names_a_file_that_is_gone_or_links_to_nothing():
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    files = [f"/{path.relative_to(ROOT)}" for path in (*found, *ROOT.glob("*.*"))]
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"`([\w./-]+\.(?:py|md|json|toml))(?:\[[^`]*)?`", text)
+        gone = {name for name in named if not any(f.endswith(f"/{name}") for f in files)}
+        others = tuple(NOT_OURS.get(page.name, "nothing").split())
+        assert not [name for name in gone if not name.endswith(others)], page
+        links = [
+            link
+            for link in re.findall(r"\]\(([^)#\s]+)", text)
+            if not re.search(r"://|^\.+$", link)
+        ]
+        assert not [link for link in links if not (page.parent / link).exists()], page
+    listed = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
