@@ -157,14 +157,3 @@ def without_code(monkeypatch: pytest.MonkeyPatch):
     from coda_inductor import op_by_op
 
     monkeypatch.setattr(op_by_op, "compile_fx_inner", as_it_is)
-
-
-@pytest.fixture
-def prove_here(monkeypatch: pytest.MonkeyPatch):
-    """Pattern files are proven in this process: a new one takes seconds to start."""
-    from coda_inductor.patterns import verdict, worker
-
-    def prove(source):
-        return worker.refused(source, verdict.LIMIT)
-
-    monkeypatch.setattr(verdict, "_prove_elsewhere", prove)

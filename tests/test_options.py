@@ -28,10 +28,6 @@ PATTERN = Pattern(
 """
 
 
-#: Files are proven without a process of their own, which would take seconds each.
-pytestmark = pytest.mark.usefixtures("prove_here")
-
-
 def idiom(x):
     return torch.sigmoid(x) + torch.sqrt(x)
 

@@ -13,9 +13,6 @@ from gates import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swish, 
 from coda_inductor import Pattern, PatternError, patterns
 from coda_inductor.semantic.norms import NORMS, define_norm, rms_norm
 
-#: A process for each file would take seconds.
-pytestmark = pytest.mark.usefixtures("prove_here")
-
 
 def load(path: str):
     (pattern,) = patterns.load_file(path)
