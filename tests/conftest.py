@@ -43,7 +43,7 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 SLOW = (
     "test_distributed", "test_compile", "test_fp8_recipes", "test_pass_contract", "test_pipeline",
     "test_frameworks", "test_families", "test_fuzz", "test_examples", "test_fp8_expansion",
-    "test_pass_mode", "test_inductor", "test_training_contexts", "test_fp8_linears",
+    "test_pass_mode", "test_inductor", "test_training_contexts",
     "test_benchmarks", "test_masks", "test_loss", "test_cast_kernels", "test_norms",
 )  # fmt: skip
 

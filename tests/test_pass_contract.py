@@ -249,7 +249,6 @@ CASES = {
 #: What has no case: where it is asked instead, since it needs what a case has not.
 ELSEWHERE = {
     "rewrite/fp8": "fp8 fp8_casts fp8_rest fp8_quantize fp8_product",  # no gradient in float64
-    "dynamo/test_fp8_linears.py": "fp8_linears fp8_linear",  # the same
     "rewrite/test_collectives.py": "collectives collective",  # several ranks
     "rewrite/test_adapters.py": "adapters",  # sizes of low rank
     "dynamo/test_shared_inputs.py": "shared_inputs",  # the same

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes on Dynamo's graph, before AOTAutograd: in order, spelling, in_place, losses, packed,
-idioms, attention, late_gradients and fp8_linears."""
+shared_inputs, idioms, attention and late_gradients."""
