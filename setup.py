@@ -18,7 +18,6 @@ setup(
         "coda_inductor": ["py.typed"],
         "coda_inductor.explanation": ["templates/*"],
         "coda_inductor.select": ["tables/*.json"],
-        "": ["*.json"],
     },
     include_package_data=False,
 )

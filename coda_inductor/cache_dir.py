@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where coda_inductor keeps generated sources, compiled kernels and proofs between runs.
+"""Where coda_inductor keeps generated sources, kernels and measurements between runs.
 
 Kernels are machine code: a user who can write there can run code as this user. So a folder is used
 only if no other user can have put a file into it:

@@ -17,9 +17,13 @@ from coda_inductor.compat import inductor_config, list_mode_options, list_option
 from coda_inductor.errors import OptionError, PatternError, meant
 
 GATES = ("auto", "always", "never")
-#: Recipes of FP8 training, by torchao's names; "" means no FP8.
-FP8_RECIPES = ("", "tensorwise", "rowwise", "rowwise_with_gw_hp")
-_CHOICES = {"gate": GATES, "tune": GATES, "fp8": FP8_RECIPES}
+_CHOICES = {"gate": GATES, "tune": GATES}
+#: What replaces options of earlier versions.
+_REMOVED = dict.fromkeys(
+    ("fp8", "fp8_skip", "fp8_small"),
+    "convert the model with torchao's convert_to_float8_training, whose module_filter_fn chooses "
+    "layers (docs/fp8.md has the line), and compile it without this option",
+)
 #: Values of ``CODA_DEBUG`` that do not turn it on.
 _OFF = ("", "0", "false", "no", "off")
 #: Modes of torch.compile in which Inductor measures, and so do we.
@@ -52,13 +56,6 @@ class Options:
             epilogue.
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
-        fp8: multiply the linear layers of an unmodified bfloat16 model in FP8, by torchao's recipe
-            of this name: "tensorwise", "rowwise" or "rowwise_with_gw_hp". Off by default: it is
-            less exact.
-        fp8_skip: the layers that stay in bfloat16 all the same: patterns, with ``*`` and ``?``, of
-            module paths, or of their last parts ("lm_head", "0.mlp.up_proj"; what peft wraps keeps
-            its name).
-        fp8_small: also take layers that the backend considers too small to gain.
         memory: how much memory a training step may take. A number of bytes with its unit, as
             "40 GiB": the peak on the device, with weights, gradients and everything that other
             tensors hold when the graph is compiled. "fit": what is free then, less 5 %. A number
@@ -80,9 +77,6 @@ class Options:
     tune_seconds: float | None = None
     reference: bool = False
     fp16_norms: bool = False
-    fp8: str = ""
-    fp8_skip: tuple[str, ...] = ("lm_head", "output", "classifier", "score")
-    fp8_small: bool = False
     memory: int | float | str | None = None
     aot: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -127,17 +121,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         elif key in known_to_inductor:
             inductor[key] = _check_inductor(key, value)
         else:
+            hint = f": {_REMOVED[key]}" if key in _REMOVED else meant(key, _OWN)
             raise OptionError(
-                f"unknown option {key!r} for backend='coda'{meant(key, _OWN)}. Its own options "
+                f"unknown option {key!r} for backend='coda'{hint}. Its own options "
                 f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
-            )
-    for key in ("fp8_skip", "fp8_small"):
-        if key in own and "fp8" not in own:
-            recipes = ", ".join(repr(recipe) for recipe in FP8_RECIPES if recipe)
-            raise OptionError(
-                f"option {key!r} (here {own[key]!r}) needs the option 'fp8', which is not set: "
-                f"add 'fp8' with one of {recipes}, or leave {key!r} out"
             )
     for path in own["patterns"]:
         if not Path(path).exists():
@@ -175,7 +163,7 @@ def _check_inductor(key: str, value: Any) -> Any:
 
 def _check(key: str, value: Any, name: str = "") -> Any:
     """``value`` of the option ``key``, checked and converted. ``name``: another name for users."""
-    if key in ("patterns", "disable", "fp8_skip"):
+    if key in ("patterns", "disable"):
         if isinstance(value, (str, os.PathLike)):
             value = (value,)
         try:
@@ -184,7 +172,7 @@ def _check(key: str, value: Any, name: str = "") -> Any:
             raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            known = ", ".join(word or "''" for word in _CHOICES[key])
+            known = ", ".join(_CHOICES[key])
             what, hint = name or f"option {key!r}", meant(value, _CHOICES[key])
             raise OptionError(f"{what} is one of {known}, got {value!r}{hint}")
         return value

@@ -24,7 +24,6 @@ from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.experts import raise_experts
-from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
@@ -131,7 +130,6 @@ ON_DYNAMO = (
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
     Pass("late_gradients", late_gradients.separate, lambda _, record: record.wraps),
-    Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
 )
 FUSED = ("residual", "epilogue", "experts_backward")
 #: On the aten graph, joint or inference, before it is partitioned.

@@ -104,13 +104,6 @@ _DO = {
     "fp8-cast": "Quantize with torchao's dynamic scaling, without reduce_amax or bounds "
     "for the maximum: other casts to FP8 stay with Inductor. Under tensor parallelism, scales of "
     "rows need no other rank where rows are not split.",
-    "fp8-skipped": "Remove it from options['fp8_skip'], the layers that stay in bfloat16.",
-    "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
-    "fp8-computed": "Multiply with an unchanged parameter: merge what changes it (peft's "
-    "merge_and_unload, torch.nn.utils.parametrize.remove_parametrizations).",
-    "fp8-rows": "Use a recipe with scales of rows, or state before the layer that there are rows: "
-    "torch._check(x.shape[0] > 0).",
-    "fp8-small": "options['fp8_small'] = True includes small layers.",
     "fp8-form": "Give torch._scaled_mm one scale per row and one per column, or one per tensor, in "
     "float32, and none for its result.",
     # the loss

@@ -46,7 +46,7 @@ SLOW = (
     "test_distributed", "test_compile", "test_fp8_recipes", "test_pass_contract", "test_falls",
     "test_neighbours", "test_plan", "test_pipeline", "test_frameworks", "test_steps",
     "test_families", "test_fuzz", "test_examples", "test_fp8_expansion", "test_pass_mode",
-    "test_inductor", "test_training_contexts", "test_fp8_linears", "test_masks", "test_loss",
+    "test_inductor", "test_training_contexts", "test_masks", "test_loss",
     "test_cast_kernels", "test_norms",
 )  # fmt: skip
 
@@ -192,14 +192,3 @@ def without_code(monkeypatch: pytest.MonkeyPatch):
     from coda_inductor import op_by_op
 
     monkeypatch.setattr(op_by_op, "compile_fx_inner", as_it_is)
-
-
-@pytest.fixture
-def prove_here(monkeypatch: pytest.MonkeyPatch):
-    """Pattern files are proven in this process: a new one takes seconds to start."""
-    from coda_inductor.patterns import verdict, worker
-
-    def prove(source):
-        return worker.refused(source, verdict.LIMIT)
-
-    monkeypatch.setattr(verdict, "_prove_elsewhere", prove)

@@ -213,9 +213,9 @@ def test_modes_follow_the_umask(place, monkeypatch, umask):
         monkeypatch.setenv("CODA_CACHE_DIR", str(place / f"chosen{mask}"))
         own, _ = find()
         assert mode(own) == around
-        write(own / "proofs" / "one", "text")
-        assert mode(own / "proofs" / "one") == file
-        assert mode(own / "proofs") == around
+        write(own / "measured" / "one", "text")
+        assert mode(own / "measured" / "one") == file
+        assert mode(own / "measured") == around
     umask(0o022)
     own.chmod(0o775)
     find()

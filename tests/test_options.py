@@ -28,10 +28,6 @@ PATTERN = Pattern(
 """
 
 
-#: Files are proven without a process of their own, which would take seconds each.
-pytestmark = pytest.mark.usefixtures("prove_here")
-
-
 def idiom(x):
     return torch.sigmoid(x) + torch.sqrt(x)
 
@@ -62,6 +58,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     ("mode", "options", "message"),
     [
         (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_OWN))};"),
+        (None, {"fp8": "rowwise"}, "unknown option 'fp8' for .*: convert the model with torchao's"),
         (None, ["debug"], r"got \['debug'\]"),
         (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
         ("max_autotune", None, r"did you mean 'max-autotune'\?"),
@@ -163,14 +160,3 @@ def test_users_pattern_refuses_fires_when_edited_and_can_be_disabled(tmp_path):
     assert run_idiom(patterns=[path])[0]
     assert not run_idiom(patterns=[path], disable=["users_own"])[0]
     assert not run_idiom()[0]
-
-
-@pytest.mark.parametrize("given", [{"fp8_skip": ["gate"]}, {"fp8_small": True}], ids=str)
-def test_what_fp8_takes_says_nothing_without_fp8(given):
-    ((name, value),) = given.items()
-    said = rf"'{name}' \(here .* add 'fp8' with one of 'tensorwise'"
-    with pytest.raises(OptionError, match=said):
-        parse(None, given)
-    for recipe in ("rowwise", ""):  # turned off for a moment, say
-        kept = getattr(parse(None, {"fp8": recipe, **given}), name)
-        assert kept == (tuple(value) if isinstance(value, list) else value)

@@ -14,10 +14,10 @@ import torch
 from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
 from coda_inductor.codegen.render import render
 from coda_inductor.errors import PatternError
-from coda_inductor.patterns import Pattern, verdict
+from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.loading import name_taken
-from coda_inductor.patterns.source import read
-from coda_inductor.patterns.worker import patterns_of
+from coda_inductor.patterns.prove import prove
+from coda_inductor.patterns.source import read, run
 
 #: The rewritten graph in float64 against the original, relative to the largest element.
 TOLERANCE = 1e-10
@@ -37,20 +37,24 @@ class Result:
 
 def check_file(path: Path) -> Iterator[Result]:
     """Every check of every pattern in a file."""
-    claims: list[tuple[str, str]] = []
     try:
-        source = read(path)
-        patterns = patterns_of(source, told=lambda p, claim: claims.append((p, claim)))
+        patterns = run(read(path))
     except PatternError as error:
-        yield from (Result(p, "proof", "pass", c) for p, c in claims[:-1])
-        yield Result(claims[-1][0] if claims else path.stem, "proof", "fail", str(error))
+        yield Result(path.stem, "proof", "fail", str(error))
         return
-    verdict.record(source)
     for pattern in patterns:
-        if (why := name_taken(source.path, pattern.name)) is not None:
+        if (why := name_taken(path, pattern.name)) is not None:
             yield Result(pattern.name, "name", "fail", why)
             continue
-        yield from (Result(p, "proof", "pass", c) for p, c in claims if p == pattern.name)
+        claims: list[str] = []
+        try:
+            prove(pattern, claims.append)
+        except Exception as error:
+            yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims[:-1])
+            why = str(error) if isinstance(error, PatternError) else _said(error)
+            yield Result(pattern.name, "proof", "fail", why)
+            continue
+        yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims)
         if not example_of(pattern):
             why = "the pattern has no example: a shape for each tensor, a value for each number"
             yield Result(pattern.name, "example", "skip", why)

@@ -21,10 +21,10 @@ from coda_inductor.compat import counters
 from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.meaning import Signature
-from coda_inductor.patterns.prove import parameters
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
+from coda_inductor.semantic.define import parameters
 from coda_inductor.tracing import trace
 
 ROWS, K, N = 24, 32, 40

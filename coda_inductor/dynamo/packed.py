@@ -22,8 +22,7 @@ it: nothing is copied. Autograd joins the weight's gradient by a copy, whose cos
 Leaves alone: products of unknown or odd width; a single half; halves that are changed in place or
 are graph outputs (autograd forbids in-place changes of what ``chunk`` returns); halves with an
 in-place or a mode change between them. Stays one product: one with other readers, or more than two
-parts; halves that no elementwise op combines; weights that are not K-major, or not plain tensors;
-all with ``options["fp8"]``, because halves have other scales than the whole.
+parts; halves that no elementwise op combines; weights that are not K-major, or not plain tensors.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
     """May ``product`` be split, and does that pay?"""
     pair = _operands(product)
-    if pair is None or value(product).dtype not in FLOATS or record.options.fp8:
+    if pair is None or value(product).dtype not in FLOATS:
         return False
     if not same(pair[1].stride(0), 1) or not _meet(halves) or not _of_all(product, halves):
         return False

@@ -17,7 +17,7 @@ of x become one product too.
 
 Leaves alone: layers with a bias; weights that are computed in the graph; more than ``MOST`` columns
 in total; few rows; results that are changed in place or are graph outputs; in-place or mode changes
-between the layers; all with ``options["fp8"]``, which identifies layers by their weights.
+between the layers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ from coda_inductor.record import Record
 LEAST = 1024
 
 
-def share_inputs(graph: Graph, record: Record) -> None:
+def share_inputs(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
-    if record.options.fp8:
-        return
     for body in bodies(graph):
         found: dict[object, list[Node]] = defaultdict(list)
         for node in body.graph.nodes:

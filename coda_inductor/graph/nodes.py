@@ -65,9 +65,10 @@ def constant(node: Node) -> float | None:
 
 def module_path(node: Node) -> str:
     """The dotted path of the module that ``node`` came from, or an empty string."""
-    if (found := _module(node)) is None:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
         return ""
-    path, changed = str(found[0]), 1
+    path, changed = str(list(stack.values())[-1][0]), 1
     while changed:  # torch.func.functional_call's
         path, changed = re.subn(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)
     # Under a decorator of forward, the first of ``args`` is the module itself.
@@ -75,18 +76,6 @@ def module_path(node: Node) -> str:
     path = path.replace("__dict__['_modules']['", "_modules['")  # with a __getattr__ (peft)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     return re.sub(r"\['?([^]']*)'?\]", r".\1", path).lstrip(".")
-
-
-def of_linear(node: Node) -> bool:
-    """Did ``node`` come from an nn.Linear? False for one that is compiled by itself."""
-    kind = None if (found := _module(node)) is None else found[1]
-    return isinstance(kind, type) and issubclass(kind, torch.nn.Linear)
-
-
-def _module(node: Node) -> tuple[Any, Any] | None:
-    """(path, class) of the module that ``node`` came from, as Dynamo has recorded them."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return list(stack.values())[-1] if stack else None
 
 
 def place(node: Node) -> str:

@@ -23,11 +23,6 @@ def laid_out_alike(left: Tensor, right: Tensor) -> bool:
     return all(same(n, 1) or same(mine, theirs) for n, mine, theirs in sizes)
 
 
-def at_least_one(size: Any) -> bool:
-    """Is a size positive for certain? A size that depends on data may be 0. Never adds a guard."""
-    return statically_known_true(size >= 1)
-
-
 def hint(size) -> int:
     """A concrete value for a size that may be symbolic; 8192 if it has no hint."""
     if not isinstance(size, torch.SymInt):

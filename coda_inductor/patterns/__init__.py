@@ -4,15 +4,17 @@
 Each file imports only from those above it::
 
     conditions side conditions that several patterns share
+    spellings  norms as people write them
     meaning    a plain torch function -> a semantic op with its gradient
     spellings  how people write the norms of rows
     pattern    Pattern, what a file defines
+    sides      the two sides of a pattern's claims, as functions
+    compare    the claims on drawn numbers, at each load
     formulas   a torch function -> its sympy expression
     exact      tensors of exact elements, on which any torch function runs
     equal      are two expressions the same? proven, refuted or neither
-    prove      the claims of a pattern, and their proof
-    source     one file -> its patterns, not proven yet
-    verdict    a proof, remembered by content; done by worker in a separate process
+    prove      the claims, and their proof: for ``check`` and the tests
+    source     one file -> its patterns, not compared yet
     loading    where files come from
 """
 

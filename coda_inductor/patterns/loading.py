@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pattern files come from; each is proven and run separately.
+"""Where pattern files come from; each is run, and its claims are compared, separately.
 
 In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files from
 :func:`load_patterns`, and the built-in ones, which are in ``patterns/`` of the repository and in
-the wheel. All are loaded in the same way.
+the wheel. All are loaded in the same way, but built-in ones are not compared: tests prove them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from coda_inductor.errors import PatternError
 from coda_inductor.log import logger
+from coda_inductor.patterns.compare import compare
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.source import Source, read, run
-from coda_inductor.patterns.verdict import require_proof
 
 #: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
     "block_mask", "collective", "constant_mask", "cross_entropy", "embedding", "epilogue",
-    "experts", "fp8_quantize", "fp8_linear", "fp8_product", "grouped_heads", "residual",
+    "experts", "fp8_quantize", "fp8_product", "grouped_heads", "residual",
 )  # fmt: skip
 
 _registered: dict[Path, None] = {}  # the files of load_patterns, in order
@@ -38,28 +38,36 @@ def builtin_folder() -> Path:
 
 
 def load_file(path: str | Path) -> tuple[Pattern, ...]:
-    """Load one pattern file: read it, prove it, run it.
+    """Load one pattern file: read it, run it, compare what it claims on numbers.
 
     Raises:
-        PatternError: the file is missing, fails to run, defines no pattern, takes too long, or
-            cannot be proven. The message names file and line, or what is left of the proof.
+        PatternError: the file is missing, fails to run, defines no pattern, or claims what does not
+            hold. The message names file and line, or the inputs and the difference.
     """
     return _load(read(Path(path)))
 
 
 @functools.lru_cache(maxsize=256)
 def _load(source: Source) -> tuple[Pattern, ...]:
-    require_proof(source)
     found = run(source)
-    if refusal := next((why for p in found if (why := name_taken(source.path, p.name))), None):
-        raise PatternError(f"{source.path}: {refusal}")
+    for pattern in () if _builtin(source.path) else found:
+        if refusal := name_taken(source.path, pattern.name):
+            raise PatternError(f"{source.path}: {refusal}")
+        try:
+            compare(pattern)
+        except PatternError as error:
+            raise PatternError(f"{source.path}: {error}") from error
     return found
+
+
+def _builtin(path: Path) -> bool:
+    return path.resolve().parent == builtin_folder().resolve()
 
 
 def name_taken(path: Path, name: str) -> str | None:
     """Why a pattern of the file ``path`` may not have this name, or None. Counters, reports and
     ``options["disable"]`` could not distinguish two rewrites with one name."""
-    if path.resolve().parent == builtin_folder().resolve() or name not in builtin_names():
+    if _builtin(path) or name not in builtin_names():
         return None
     return (
         f"pattern {name}: that is the name of a built-in rewrite. Choose another one; to replace "

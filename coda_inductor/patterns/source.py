@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pattern file -> its patterns, read and run. No proof yet."""
+"""One pattern file -> its patterns, read and run. Nothing is compared yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_inductor.patterns.pattern import Pattern
 
 @dataclass(frozen=True)
 class Source:
-    """A file that was read once, so that the same text is run and proven."""
+    """A file that was read once, so that the text that was read is run."""
 
     path: Path
     text: str

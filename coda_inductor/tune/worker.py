@@ -5,13 +5,13 @@ A child (``processes``) that receives messages, until it ends with its parent:
 
 - ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
 - ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
-  before each candidate's first run, and before runs under load, ``{"trying": config}``.
+  before each candidate's first run, ``{"trying": config}``.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.site import Site, site_from
-from coda_inductor.tune import inputs, load, timing
+from coda_inductor.tune import inputs, timing
 
 #: Seconds to wait for another process that times on this GPU; then both run.
 _PATIENCE = 60.0
@@ -92,33 +92,9 @@ class Worker:
                 failed[config] = why
         times = timing.steady(lambda: timing.measure(calls))
         us, spread = {name: t.median for name, t in times.items()}, timing.typical(times)
-        del expected
-        if names := load.contenders(us, configs):
-            loaded = self._loaded(site, names, us, given, unfused)
-            us, spread = load.under_load(us, loaded), timing.typical(loaded)
         us, spread = {n: float(f"{t:.4g}") for n, t in us.items()}, float(f"{spread:.3g}")
         kernels = {name: us[name] for name in configs if name in us}
         return Figures(kernels, us["unfused"], us["plain"], spread, failed, site.m)
-
-    def _loaded(
-        self,
-        site: Site,
-        names: Sequence[str],
-        us: Mapping[str, float],
-        given: inputs.Given,
-        unfused: Callable[..., list[Tensor]],
-    ) -> dict[str, timing.Times]:
-        """Times under load of the functions ``names``, with enough sets of tensors."""
-        more = load.sets(inputs.size(site)) - 1
-        every = [given, *(inputs.tensors(site, "cuda") for _ in range(more))]
-        calls = {name: load.in_turn([_call(site, name, each, unfused) for each in every])
-                 for name in names}  # fmt: skip
-
-        def repeated() -> dict[str, timing.Times]:
-            self._say({"trying": names[-1]})  # the parent waits only for one candidate
-            return load.repeated(calls, us)
-
-        return timing.steady(repeated)
 
 
 def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:

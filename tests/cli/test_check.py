@@ -14,9 +14,6 @@ from coda_inductor import patterns
 from coda_inductor.__main__ import main
 from coda_inductor.cli import steps, trial
 
-#: A process for each file would take seconds.
-pytestmark = pytest.mark.usefixtures("prove_here")
-
 
 def results(path: str, capsys) -> tuple[int, dict[str, dict]]:
     code = main(["check", "--json", path])

@@ -85,12 +85,6 @@ def test_gated_linear_units_share_a_tile(gate):
     assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
 
 
-def test_in_fp8_halves_would_have_other_scales():
-    harness = check(mlp(CUTS["slices"]), randn(2, 5, D), fp8="rowwise")
-    assert not divided(harness)
-    assert pairs(harness) == 0
-
-
 def test_refused_with_the_gates_reason(monkeypatch):
     why = refuse("split-copies-gradient", "too few rows")
     monkeypatch.setattr(Plan, "split_loses", lambda *_: why)

@@ -107,10 +107,10 @@ def test_what_changes_between_them():
 
 @pytest.mark.parametrize(
     ("rows", "options"),
-    [(ROWS, {"disable": ["shared_inputs"]}), (ROWS, {"fp8": "rowwise"}), (ROWS - 1, {})],
+    [(ROWS, {"disable": ["shared_inputs"]}), (ROWS - 1, {})],
 )
 def test_layers_that_stay_their_own(rows, options):
-    """FP8 has a recipe for each layer; of few rows nothing is saved."""
+    """Of few rows nothing is saved."""
     model = Weights(both, randn(2, K), randn(2, K))
     harness = check_gradients(model, randn(rows, K).requires_grad_(), **options)
     assert len(linears(harness)) == 2

@@ -77,7 +77,7 @@ PATTERN = Pattern(name="relu2_glu", meaning=relu2_glu)
 """
 
 
-def test_a_pattern_that_moves_as_many_bytes_is_not_forecast_slower(tmp_path, prove_here):
+def test_a_pattern_that_moves_as_many_bytes_is_not_forecast_slower(tmp_path):
     """It was, by 1.1 %: an op was paid for where its inputs are, and not where it is read, and one
     of two programs that differ in a reduction was measured, the other by a roofline."""
     (tmp_path / "relu2.py").write_text(RELU2)

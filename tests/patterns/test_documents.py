@@ -33,7 +33,7 @@ def words(text: str) -> str:
 
 
 @pytest.fixture
-def _in_tmp(tmp_path, monkeypatch, prove_here):
+def _in_tmp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
@@ -73,7 +73,7 @@ EXAMPLES = [text for language, text in blocks(PAGE) if language == "python"]
 
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.split()[1])
-def test_example_passes_every_check(text, tmp_path, prove_here):
+def test_example_passes_every_check(text, tmp_path):
     path = tmp_path / text.split()[1]
     path.write_text(text)
     results = list(check_file(path))

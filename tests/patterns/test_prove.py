@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prover: what is equal is proven, what is not is refuted, and the difference is shown."""
+"""The prover: what is equal is proven, what is not is refuted, and the difference is shown. What a
+load compares on numbers refuses the same patterns, but for a function without a formula."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from checking import swiglu
 
 from coda_inductor import Pattern, PatternError
 from coda_inductor.patterns import equal
+from coda_inductor.patterns.compare import compare
 from coda_inductor.patterns.equal import difference
 from coda_inductor.patterns.exact import expression
 from coda_inductor.patterns.formulas import FORMULAS
@@ -160,6 +162,7 @@ def unused(gate, up):
 def test_gradient_that_is_right_is_proven():
     proven = prove(Pattern(name="a", meaning=good, gradient=good_gradient))
     assert proven[1:] == ["gradient with respect to gate", "gradient with respect to up"]
+    compare(Pattern(name="a", meaning=good, gradient=good_gradient))
 
 
 REFUSED = {
@@ -185,17 +188,37 @@ REFUSED = {
         {"idioms": (lambda gate, up: torch.sigmoid(gate).mul_(up),)},
         "uses mul_(...), which the matcher cannot read",
     ),
-    "control flow": ({"meaning": branches}, "branches cannot be traced"),
-    "control flow of a gradient": ({"gradient": branching}, "branching cannot be traced"),
+    "control flow": ({"meaning": branches}, "branches cannot be"),
+    "control flow of a gradient": ({"gradient": branching}, "branching cannot be"),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("by", [prove, compare])
 @pytest.mark.parametrize("name", REFUSED)
-def test_pattern_that_is_not_proven_is_refused(name):
+def test_pattern_that_is_wrong_is_refused(name, by):
     options, said = REFUSED[name]
+    pattern = Pattern(**{"name": "mine", "meaning": good, **options})
+    if by is compare and name == "unknown function":
+        compare(pattern)
+        return
     with pytest.raises(PatternError) as caught:
-        prove(Pattern(**{"name": "mine", "meaning": good, **options}))
+        by(pattern)
     assert said in str(caught.value)
+
+
+def one_point(gate, up):
+    return torch.where(gate >= 0, up, 0)
+
+
+def test_numbers_are_compared_at_zero_and_where_both_sides_are_finite():
+    def pattern(meaning, *idioms):
+        return Pattern(name="mine", meaning=meaning, idioms=idioms)
+
+    with pytest.raises(PatternError, match="they differ"):
+        compare(pattern(lambda gate, up: torch.where(gate > 0, up, 0), one_point))
+    compare(pattern(lambda x: torch.log(x) + 0, lambda x: 2 * torch.log(torch.sqrt(x))))
+    with pytest.raises(PatternError, match="neither side is a real number"):
+        compare(pattern(lambda x: torch.log(-x * x), lambda x: torch.sqrt(-x * x - 1)))
 
 
 def of_op(op, idiom, arguments, example=None, **options):
@@ -209,10 +232,11 @@ def test_what_is_proven_of_an_op_needs_examples():
     def pattern(example):
         return of_op(swiglu, good, lambda m: (m.bound["gate"], m.bound["up"]), example)
 
-    with pytest.raises(PatternError, match="example has no up"):
-        prove(pattern({"gate": (4, 8)}))
-    with pytest.raises(PatternError, match="nothing to prove"):
-        prove(pattern(None))
+    for by in (prove, compare):
+        with pytest.raises(PatternError, match="example has no up"):
+            by(pattern({"gate": (4, 8)}))
+        with pytest.raises(PatternError, match="nothing to prove"):
+            by(pattern(None))
 
 
 def rms(centered):
@@ -263,10 +287,11 @@ def test_idioms_of_an_op_are_compared_with_its_definition(op):
     """Element by element, by class, or as pairs."""
     arguments, example, right, others = OF_OPS[op]
     how = {"example": example, "result": 0 if op in (rms_norm, cross_entropy) else None}
-    assert prove(of_op(op, right, arguments, **how))
-    for other in others:
-        with pytest.raises(PatternError, match="they differ"):
-            prove(of_op(op, other, arguments, **how))
+    for by in (prove, compare):
+        by(of_op(op, right, arguments, **how))
+        for other in others:
+            with pytest.raises(PatternError, match="they differ"):
+                by(of_op(op, other, arguments, **how))
 
 
 def scaled(c):

@@ -9,10 +9,9 @@ from checking import assert_same, check, check_gradients, leave_custom_ops, rand
 from zoo.users import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swish, write
 
 from coda_inductor import Pattern, PatternError, patterns
+from coda_inductor.matching import Match
+from coda_inductor.patterns.conditions import row_wise
 from coda_inductor.semantic.norms import NORMS, define_norm, rms_norm
-
-#: A process for each file would take seconds.
-pytestmark = pytest.mark.usefixtures("prove_here")
 
 
 def load(path: str):
@@ -305,6 +304,11 @@ def fine(mean_square, eps: float):
 
 def without_eps(x, weight):
     return weight * x
+
+
+def test_an_input_that_torch_recorded_no_value_for_is_refused():
+    x = torch.fx.Graph().placeholder("x")
+    assert row_wise("weight")(Match(x, {"x": x})).code == "not-recorded"
 
 
 WRONG = {

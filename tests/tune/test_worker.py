@@ -112,30 +112,6 @@ def test_candidates_are_announced_and_timed_together(bench):
     assert (found.m, found.failed, found.spread) == (64, {}, 0.0025)
 
 
-def test_times_under_load_count_where_a_call_is_long(bench, monkeypatch):
-    """Of cuBLAS, what Inductor makes, and the kernels that are near the fastest."""
-    rested = {"plain": 300.0, "unfused": 330.0, GOOD: 310.0, OTHER: 308.0, BAD: 600.0}
-    loaded = {"plain": 320.0, "unfused": 345.0, GOOD: 331.0, OTHER: 340.0}
-    repeated, spreads = [], iter((0.1, 0.004))
-
-    def again(calls, us):
-        repeated.append((us, {name: call() for name, call in calls.items()}))
-        spread = next(spreads)
-        return {name: Times(loaded[name], spread) for name in calls}
-
-    times = {name: Times(us, 0.1) for name, us in rested.items()}
-    monkeypatch.setattr(worker.timing, "measure", lambda *_: times)
-    monkeypatch.setattr(worker.load, "repeated", again)
-    monkeypatch.setattr(worker.load, "sets", lambda _: 3)
-    found = figures_of(bench.ask(site=site_text(ONE), configs=[GOOD, OTHER, BAD]))
-    assert [us for us, _ in repeated] == [rested] * 2  # something disturbed the first
-    assert list(repeated[0][1]) == ["plain", "unfused", OTHER, GOOD]
-    tried = [said["trying"] for said in bench.said[:-1]]
-    assert tried == [GOOD, OTHER, BAD, GOOD, GOOD]  # each with the patience of its own
-    assert (found.plain, found.unfused, found.spread) == (320.0, 345.0, 0.004)
-    assert found.us == {GOOD: 331.0, OTHER: 340.0, BAD: pytest.approx(600 * 340 / 308, rel=1e-3)}
-
-
 @pytest.mark.parametrize(
     "broken",
     [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled products, and the quantizations of their factors, become two semantic ops
-(``semantic.fp8``), for torchao's modules and for ``options["fp8"]``.
+"""Scaled products, and the quantizations of their factors, of torchao's modules become two
+semantic ops (``semantic.fp8``).
 
 Before (one Linear, forward; the second product where torchao's rowwise kernel would be slow)::
 

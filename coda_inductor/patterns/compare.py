@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The claims of a pattern on numbers, whenever a user's file is loaded.
+
+Both sides of each claim (``prove``) are computed in float64 on drawn inputs, and must agree
+wherever both are finite. That takes milliseconds. It refutes and does not prove:
+``python -m coda_inductor check`` proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.compat import disable_current_modes
+from coda_inductor.errors import PatternError
+from coda_inductor.patterns.meaning import Signature
+from coda_inductor.patterns.pattern import Pattern
+from coda_inductor.patterns.sides import against_op, check_readable, fitting, one_a_tensor
+from coda_inductor.semantic.define import parameters
+
+#: (shape of the tensors of a meaning, standard deviation): functions may change for small or large
+#: values. The tensors of an op have its example's shapes.
+DRAWS = (((24,), 2.0), ((5, 8), 2.0), ((2, 3, 16), 30.0), ((4, 32), 0.1), ((64,), 1e-3))
+#: What float64 may round, relative to an element and to the largest one.
+RTOL, ATOL = 1e-8, 1e-11
+
+Values = Mapping[str, Any]
+
+
+def compare(pattern: Pattern) -> None:
+    """Compare the two sides of each claim of ``pattern`` on drawn numbers.
+
+    Raises:
+        PatternError: two sides differ; it names the inputs and the difference. Or the matcher
+            cannot read an idiom, or a function fails.
+    """
+    check_readable(pattern)
+    # Without the default device, the gradients and the modes of the compilation that loads it.
+    with torch.device("cpu"), torch.no_grad(), disable_current_modes():
+        _Comparison(pattern).run()
+
+
+class _Comparison:
+    """The comparison of one pattern; ``finite`` are the claims that were tried on a number."""
+
+    def __init__(self, pattern: Pattern):
+        self.pattern = pattern
+        self.chance = torch.Generator().manual_seed(0)
+        self.finite: dict[str, bool] = {}
+        self.scale, self.zeros = 1.0, False
+
+    def run(self) -> None:
+        of = self._meaning if self.pattern.meaning is not None else self._op
+        for i, (shape, self.scale) in enumerate(DRAWS):
+            self.zeros = i == 1
+            of(shape)
+        for claim, finite in self.finite.items():
+            if not finite:
+                self._refuse(f"{claim}: neither side is a real number at any point that was tried")
+
+    def _meaning(self, shape: tuple[int, ...]) -> None:
+        pattern, meaning = self.pattern, self.pattern.meaning
+        assert meaning is not None
+        signature = Signature(meaning)
+        given = {
+            name: self._number() if signature.is_number(name) else self._tensor(shape)
+            for name in signature.names
+        }
+        means = self._call(meaning, given)
+        for idiom in pattern.idioms:
+            self._agree(
+                f"{idiom.__name__} = {meaning.__name__}", self._call(idiom, given), means, given
+            )
+        if pattern.gradient is None or self.zeros:  # a derivative may not exist at zero
+            return
+
+        def of(*tensors: Tensor) -> Tensor:
+            return meaning(**{**given, **dict(zip(signature.tensors, tensors, strict=True))})
+
+        dy = self._tensor(shape)
+        names = parameters(pattern.gradient)
+        have = self._call(pattern.gradient, dict(zip(names, (dy, *given.values()), strict=True)))
+        want = torch.func.vjp(of, *(given[name] for name in signature.tensors))[1](dy)
+        for name, a, b in zip(signature.tensors, one_a_tensor(pattern, have), want, strict=True):
+            self._agree(f"gradient with respect to {name}", a, b, {"dy": dy, **given})
+
+    def _op(self, _shape: tuple[int, ...]) -> None:
+        for idiom in self.pattern.idioms:
+            for example in fitting(self.pattern, idiom):
+                given = {n: self._like(example[n]) for n in parameters(idiom)}
+                has, means = against_op(self.pattern, idiom, given)
+                self._agree(f"{idiom.__name__} = {self.pattern.op}", has, means, given)
+
+    def _call(self, function: Callable[..., Any], given: Values) -> Any:
+        try:
+            return function(**given)
+        except Exception as error:
+            raise PatternError(
+                f"pattern {self.pattern.name}: {function.__name__} cannot be run on tensors: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _agree(self, claim: str, has: Any, means: Any, given: Values) -> None:
+        """Refuse two results that differ where both are finite."""
+        on = ", ".join(
+            f"{k} {tuple(v.shape) if isinstance(v, Tensor) else v}" for k, v in given.items()
+        )
+        if has.shape != means.shape:
+            self._refuse(f"{claim}: {tuple(has.shape)} against {tuple(means.shape)} on inputs {on}")
+        finite = has.isfinite() & means.isfinite()
+        self.finite[claim] = self.finite.get(claim, False) or bool(finite.any())
+        a, b = has[finite], means[finite]
+        gap = (a - b).abs()
+        excess = gap - RTOL * b.abs() - ATOL * max(b.abs().tolist(), default=0)
+        if (excess > 0).any():
+            i = int(excess.argmax())
+            said = f"{a[i].item():.9g} against {b[i].item():.9g}, {gap[i].item():.3g} apart"
+            self._refuse(f"{claim}: they differ: {said}, on inputs {on}")
+
+    def _refuse(self, why: str) -> None:
+        raise PatternError(f"pattern {self.pattern.name}: {why}")
+
+    def _number(self) -> float:
+        return round(3 * float(torch.randn((), generator=self.chance)), 3)
+
+    def _tensor(self, shape: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Normal values; in one draw half of them are zero, where conditions often change."""
+        drawn = self.scale * torch.randn(shape, dtype=dtype, generator=self.chance)
+        return drawn * (torch.rand(shape, generator=self.chance) < 0.5) if self.zeros else drawn
+
+    def _like(self, example: Any) -> Any:
+        """The value for a parameter: drawn for a tensor; integers and numbers unchanged."""
+        if isinstance(example, Tensor):
+            real = example.is_floating_point() or example.is_complex()
+            return self._tensor(example.shape, example.dtype) if real else example
+        return self._tensor(example) if isinstance(example, (tuple, list)) else example

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two sides of what a pattern claims: an idiom, and the meaning or the semantic op.
+
+Both are plain torch functions. ``compare`` runs them on numbers, ``prove`` on symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from coda_inductor.errors import PatternError
+from coda_inductor.matching import Match, normalize, target_name
+from coda_inductor.patterns.meaning import Signature
+from coda_inductor.patterns.pattern import Pattern
+from coda_inductor.semantic.define import DEFINITIONS, parameters
+
+#: Functions of whole rows, which a norm may have and a meaning may not.
+_OF_ROWS = {
+    "amax", "amin", "layer_norm", "linalg_norm", "linalg_vector_norm", "logsumexp", "mean", "norm",
+    "normalize", "prod", "rms_norm", "softmax", "std", "sum", "var", "var_mean", "vector_norm",
+}  # fmt: skip
+
+
+def check_readable(pattern: Pattern) -> None:
+    """Check what needs no value: names of parameters, and that the matcher reads each idiom.
+
+    Raises:
+        PatternError: an idiom cannot be traced or matched, or has other parameters than the
+            meaning; the op is none of ours; it has no example.
+    """
+    functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
+    for function in dict.fromkeys(functions):
+        _check_matchable(function, pattern)
+    if pattern.meaning is None:
+        if pattern.op not in DEFINITIONS:
+            raise PatternError(
+                f"pattern {pattern.name}: {pattern.op} is not a semantic op of coda_inductor"
+            )
+        if not pattern.examples:
+            raise PatternError(
+                f"pattern {pattern.name}: nothing to prove. Set example, so that the idioms are "
+                "compared with the definition of the op"
+            )
+        return
+    names = Signature(pattern.meaning).names
+    for idiom in pattern.idioms:
+        if {*parameters(idiom)} != {*names}:
+            raise PatternError(
+                f"pattern {pattern.name}: idiom {idiom.__name__} takes "
+                f"{', '.join(parameters(idiom))}; the meaning {pattern.meaning.__name__} takes "
+                f"{', '.join(names)}"
+            )
+    if pattern.gradient is not None and len(parameters(pattern.gradient)) != 1 + len(names):
+        raise PatternError(f"pattern {pattern.name}: gradient takes dy and then {', '.join(names)}")
+
+
+def one_a_tensor(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
+    """What the author's gradient returned, as a tuple.
+
+    Raises:
+        PatternError: it is not one for each tensor.
+    """
+    assert pattern.meaning is not None
+    tensors = Signature(pattern.meaning).tensors
+    gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
+    if len(gradients) != len(tensors):
+        raise PatternError(
+            f"pattern {pattern.name}: gradient returns {len(gradients)} values, but must return "
+            f"one for each of {', '.join(tensors)}"
+        )
+    return tuple(gradients)
+
+
+def against_op(
+    pattern: Pattern, idiom: Callable[..., Any], given: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The idiom's result and the op's, of values for the idiom's parameters."""
+    match, nodes = stand_in(given)
+    arguments = [given[nodes[a]] if isinstance(a, Node) else a for a in pattern.arguments(match)]
+    means = DEFINITIONS[pattern.op].function(*arguments)
+    means = means if pattern.result is None else means[pattern.result]
+    has = _Idiom(torch.fx.symbolic_trace(idiom)).run(*given.values())
+    if has.shape != means.shape:
+        raise PatternError(
+            f"pattern {pattern.name}: {idiom.__name__} is {tuple(has.shape)}, and {pattern.op} "
+            f"{tuple(means.shape)}"
+        )
+    return has, means
+
+
+def fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
+    """The examples with all parameters of ``idiom``, of these the ones with the fewest others."""
+    names = set(parameters(idiom))
+    found = [e for e in pattern.examples if names <= set(e)]
+    if not found:
+        missing = names - set(pattern.examples[0])
+        raise PatternError(
+            f"pattern {pattern.name}: example has no {', '.join(sorted(missing))}, which idiom "
+            f"{idiom.__name__} takes"
+        )
+    fewest = min(map(len, found))
+    return [e for e in found if len(e) == fewest]
+
+
+class _Idiom(torch.fx.Interpreter):
+    """Runs an idiom; a norm in one call is over the last dimension, as for the matcher."""
+
+    def run_node(self, n: Node) -> Any:
+        canon = normalize(n) if n.op == "call_function" else None
+        if canon is None or canon.op not in ("rms_norm", "layer_norm"):
+            return super().run_node(n)
+        x, *others = torch.fx.node.map_arg(canon.args, self.env.__getitem__)
+        return getattr(torch, canon.op)(x, x.shape[-1:], *others)
+
+
+def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
+    """A match that binds parameters to the values in ``given``: numbers, and for each tensor a node
+    of its shape and dtype. Also returns the parameter of each node."""
+    graph, nodes, bound = Graph(), {}, dict(given)
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor):
+            node = graph.placeholder(name)
+            node.meta["example_value"] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="meta"
+            )
+            nodes[node], bound[name] = name, node
+    return Match(next(iter(nodes), None), bound), nodes
+
+
+def _numbers(pattern: Pattern) -> set[Any]:
+    """The parameters that stand for numbers."""
+    if pattern.meaning is not None:
+        signature = Signature(pattern.meaning)
+        return {*signature.names} - {*signature.tensors}
+    given = [item for example in pattern.examples for item in example.items()]
+    return {name for name, value in given if isinstance(value, (int, float))}
+
+
+def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
+    """An idiom that the matcher cannot read would never fire, silently."""
+    numbers = _numbers(pattern)
+    try:
+        graph = torch.fx.symbolic_trace(idiom).graph
+    except Exception as error:
+        raise PatternError(
+            f"idiom {idiom.__name__} cannot be traced: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(graph.output_node().args[0], Node):
+        raise PatternError(f"idiom {idiom.__name__} must return one tensor")
+    for node in graph.nodes:
+        call = node.op in ("call_function", "call_method")
+        if call and pattern.meaning is not None and target_name(node) in _OF_ROWS:
+            raise PatternError(
+                f"{idiom.__name__} computes {target_name(node)} of rows, and a meaning is of "
+                "single elements. A norm x * scale * weight is written as "
+                "Pattern.norm(name, scale, idioms): docs/patterns_for_models.md, 'A norm'"
+            )
+        read = {n.target if n.op == "placeholder" else None for n in node.all_input_nodes}
+        alone = read and read <= numbers and target_name(node) != "neg"  # which the matcher reads
+        if call and alone and idiom in pattern.idioms:
+            raise PatternError(
+                f"idiom {idiom.__name__} computes with numbers alone ({target_name(node)} of "
+                f"{', '.join(sorted(map(str, read)))}), which is never found: Dynamo computes it "
+                "and puts one number into the graph. Use that number as the parameter"
+            )
+        if call and normalize(node) is None:
+            options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
+            raise PatternError(
+                f"idiom {idiom.__name__} uses {target_name(node)}(...{options}), which the matcher "
+                "cannot read: write it without in-place forms and unusual options"
+            )
+        if node.op == "placeholder" and not node.users:
+            raise PatternError(f"idiom {idiom.__name__} does not use its parameter {node.target}")
