@@ -107,7 +107,7 @@ CASES = {
             "norm-input-no-gemm": lambda x, w, gamma, a: (
                 F.linear(of.norm(x.sin(), gamma), a) + w.sum()
             ),
-            "norm-squared": lambda x, w, gamma, a: (
+            "no-gemm": lambda x, w, gamma, a: (
                 (n := of.norm(torch.mm(w, w), gamma)) @ n @ a.T * x.sum()
             ),
             "norm-input-dtype": lambda x, w, gamma, a: F.linear(
@@ -258,13 +258,12 @@ ELSEWHERE = {
 }
 #: Codes that tests provoke without their names: by texts, or by what follows of them.
 PROVOKED = """
-    bias-form checkpoint-border gate-dtype gemm-dtypes graph-output heads-mutated
-    layer-norm-slower loss-targets mask-bias mask-data mask-device mask-dropout mask-dtype
-    mask-form mask-head mask-heads mask-large mask-lengths mask-mutated mask-random mask-region
-    mask-shape mask-size mask-small mask-unknown no-neighbours norm-weight-shape not-elementwise
-    not-in-vocabulary operand-broadcast operand-depends operand-device operand-dtype operand-kind
-    other-side pattern-failed reduction-axis reduction-dtype reference-asked reshaped result-dtype
-    result-layout statistics-only store-dtype store-layout store-needless transposed
+    bias-form checkpoint-border gate-dtype gemm-dtypes heads-mutated layer-norm-slower
+    loss-targets mask-data mask-device mask-dropout mask-dtype mask-form mask-heads mask-mutated
+    mask-region mask-shape mask-size mask-small no-neighbours norm-weight-shape
+    not-in-vocabulary not-on-tile operand-broadcast operand-depends operand-device operand-dtype
+    operand-kind pattern-failed reference-asked result-dtype result-layout statistics-only
+    store-layout
 """
 
 
