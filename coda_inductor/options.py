@@ -15,14 +15,15 @@ from typing import Any
 
 from coda_inductor.compat import inductor_config, list_mode_options, list_options
 from coda_inductor.errors import OptionError, PatternError, meant
+from coda_inductor.log import logger
 
 GATES = ("auto", "always", "never")
 _CHOICES = {"gate": GATES, "tune": GATES}
-#: What replaces options of earlier versions.
+#: Options of earlier versions, which are warned of for one more: code that sets them still runs.
 _REMOVED = dict.fromkeys(
     ("fp8", "fp8_skip", "fp8_small"),
-    "convert the model with torchao's convert_to_float8_training, whose module_filter_fn chooses "
-    "layers (docs/fp8.md has the line), and compile it without this option",
+    "no layer is converted to FP8 by it. Convert the model with torchao's "
+    "convert_to_float8_training, whose module_filter_fn chooses layers (docs/fp8.md has the line)",
 )
 #: Values of ``CODA_DEBUG`` that do not turn it on.
 _OFF = ("", "0", "false", "no", "off")
@@ -120,10 +121,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             own[key] = _check(key, value)
         elif key in known_to_inductor:
             inductor[key] = _check_inductor(key, value)
+        elif key in _REMOVED:
+            logger.warning("option %r has no effect any more: %s", key, _REMOVED[key])
         else:
-            hint = f": {_REMOVED[key]}" if key in _REMOVED else meant(key, _OWN)
             raise OptionError(
-                f"unknown option {key!r} for backend='coda'{hint}. Its own options "
+                f"unknown option {key!r} for backend='coda'{meant(key, _OWN)}. Its own options "
                 f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )

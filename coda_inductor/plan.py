@@ -204,7 +204,7 @@ class Plan:
         if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
             return refuse("symbolic-features", "N or K is symbolic")
         if any(same(size, 0) for size in (*x.shape, *w.shape)):
-            return refuse("empty", "one of its sizes is 0")
+            return refuse("no-gain", "one of its sizes is 0")
         if self.options.gate == "never":
             return refuse("gate-never", "options['gate'] is 'never'")
         if self.unwanted is not None:

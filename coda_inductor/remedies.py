@@ -176,22 +176,25 @@ _NOTHING = {
     "on CUDA only",
     "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
 }
-#: The same, for reasons whose text already says why.
+#: The same, by what they mean, for reasons whose text already says why.
 _PLAIN = (
-    "no-neighbours", "empty", "statistics-only", "fp8-terms", "no-store",
-    "constant-tile", "head-columns", "head-distance", "shared-memory", "norm-no-gemm",
-    "norm-squared", "not-read", "norm-statistics-read", "graph-output", "other-side",
-    "reduction-axis", "reduction-dtype", "transposed", "reshaped", "not-elementwise",
-    "store-needless", "epilogue-full", "paired-tile-operand", "store-dtype", "logits-small",
-    "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",
-    "heads-kernel", "heads-apart", "turns-gradient", "forward-mode", "not-recorded", "mask-form",
-    "mask-lengths", "mask-bias", "mask-head", "mask-random", "mask-large",
-    "mask-unknown", "grouped-arch", "grouped-layout", "grouped-row",
-)  # fmt: skip
+    "no-neighbours",  # nothing beside the GEMM is work on its result
+    "no-gain",  # there is too little work to save
+    "statistics-only",
+    "not-on-tile",  # an epilogue sees its own tile, one value at each position
+    "kernel-form",  # no kernel has that form, or so many operands
+    "shared-memory",
+    "no-gemm",  # no GEMM takes the work, or what reads it needs it as it is
+    "idiom-form",  # torch's own ops support it, the rewritten idiom does not
+    "mask-form",  # the mask is none that attention could skip or replace
+)
+
+#: The remedy of these.
+NOTHING = "Nothing to do."
 
 #: Code -> what to do.
 REMEDIES: dict[str, Remedy] = {
     **{code: Remedy(text) for code, text in _DO.items()},
     **{code: Remedy(f"Nothing to do: {why}.", possible=False) for code, why in _NOTHING.items()},
-    **dict.fromkeys(_PLAIN, Remedy("Nothing to do.", possible=False)),
+    **dict.fromkeys(_PLAIN, Remedy(NOTHING, possible=False)),
 }

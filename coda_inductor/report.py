@@ -24,8 +24,6 @@ GROUNDS = {
     "roofline": "about: a roofline, not measured",
     "unknown": "a guess: no GPU of its generation was measured, an H200's constants",
 }
-#: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
-_IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read"})
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class SiteReport:
     def idle(self) -> bool:
         """Is it a weight gradient with nothing to absorb, like almost all of them?"""
         code = "" if self.fused or self.refusal is None else self.refusal.code
-        return self.role == "weight gradient" and code in _IDLE
+        return self.role == "weight gradient" and code == "no-neighbours"
 
     @property
     def reason(self) -> str:

@@ -78,7 +78,7 @@ def _classes_last(match: Match):
     logits, target = value(match.bound["logits"]), value(match.bound["target"])
     rows = value(match.root.args[0] if match.root.args else match.root.kwargs["input"])
     if not all(isinstance(t, torch.Tensor) for t in (logits, target, rows)):
-        return refuse("not-recorded", "the shape of the logits or targets is unknown")
+        return refuse("idiom-form", "the shape of the logits or targets is unknown")
     if target.is_floating_point():
         return refuse("loss-targets", "the targets are probabilities, not classes")
     if rows.dim() != 2 or target.dim() != 1 or logits.shape[-1] != rows.shape[-1]:

@@ -90,12 +90,12 @@ def _shapes(match: Match):
     cos, sin, paired = _tables(match)
     x, y, *tables = (value(node) for node in (match.bound["x"], match.root, cos, sin))
     if not all(isinstance(t, torch.Tensor) for t in (x, y, *tables)):
-        return refuse("not-recorded", "the shape of an input is unknown")
+        return refuse("idiom-form", "the shape of an input is unknown")
     if x.shape != y.shape or not all(t.is_floating_point() for t in (x, *tables)):
         said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
-        return refuse("rotary-shape", said)
+        return refuse("idiom-form", said)
     if any(t.requires_grad for t in tables):
-        return refuse("turns-gradient", "the tables need a gradient")
+        return refuse("idiom-form", "the tables need a gradient")
     width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
     half = int(number(match, "half")) if "half" in match.bound else width // 2
     have = [t.shape[-1] for t in tables]

@@ -38,12 +38,12 @@ def _arguments(match: Match):
 def _shapes(match: Match):
     x, turns, y = (value(n) for n in (match.bound["x"], match.bound["turns"], match.root))
     if not all(isinstance(t, torch.Tensor) for t in (x, turns, y)):
-        return refuse("not-recorded", "the shape of an input is unknown")
+        return refuse("idiom-form", "the shape of an input is unknown")
     if x.shape != y.shape or not x.is_floating_point() or not turns.is_complex():
         said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
-        return refuse("rotary-shape", said)
+        return refuse("idiom-form", said)
     if turns.requires_grad:
-        return refuse("turns-gradient", "the turns need a gradient")
+        return refuse("idiom-form", "the turns need a gradient")
     return None
 
 

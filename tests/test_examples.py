@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from float8 import needs_scaled_mm
 from torch._dynamo.utils import counters
+from zoo.float8 import needs_scaled_mm
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))

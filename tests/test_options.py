@@ -47,6 +47,12 @@ def run_idiom(**options) -> tuple[bool, Harness]:
     return any(t.startswith("coda_inductor.users_own_") for t in targets), harness
 
 
+def test_a_removed_option_says_what_replaces_it(caplog):
+    assert parse(None, {"fp8": "rowwise"}) == parse(None, None)
+    assert "option 'fp8' has no effect any more" in caplog.text
+    assert "convert_to_float8_training" in caplog.text
+
+
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_PATTERNS", "CODA_TUNE"):
         monkeypatch.delenv(name, raising=False)
@@ -58,7 +64,6 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     ("mode", "options", "message"),
     [
         (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_OWN))};"),
-        (None, {"fp8": "rowwise"}, "unknown option 'fp8' for .*: convert the model with torchao's"),
         (None, ["debug"], r"got \['debug'\]"),
         (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
         ("max_autotune", None, r"did you mean 'max-autotune'\?"),

@@ -109,7 +109,7 @@ CASES = {
             "norm-input-no-gemm": lambda x, w, gamma, a: (
                 F.linear(of.norm(x.sin(), gamma), a) + w.sum()
             ),
-            "norm-squared": lambda x, w, gamma, a: (
+            "no-gemm": lambda x, w, gamma, a: (
                 (n := of.norm(torch.mm(w, w), gamma)) @ n @ a.T * x.sum()
             ),
             "norm-input-dtype": lambda x, w, gamma, a: F.linear(

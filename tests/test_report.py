@@ -47,7 +47,7 @@ def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
     rows = " ".join(GraphReport("g", sites).table().split())
     assert "input" in rows
     assert "weight" in rows
-    table = GraphReport("g", [KERNEL, gradient("transposed")]).table()
+    table = GraphReport("g", [KERNEL, gradient("no-neighbours")]).table()
     assert "and 1 weight gradient that has nothing to absorb" in table
     assert "this or that" not in table
     table = GraphReport("g", [gradient("expected-slower")]).table()
@@ -101,4 +101,4 @@ def test_the_remedy_hangs_on_the_code_whatever_the_text():
         outer = inner.within("its GEMM mm is not fused: {}").at("rms_norm", "model.norm")
         assert outer.remedy is REMEDIES["not-multiple-of-8"]
         assert outer.text.endswith(text)
-    assert Refusal("transposed", "").remedy.possible is False
+    assert Refusal("no-neighbours", "").remedy.possible is False

@@ -98,7 +98,7 @@ def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None)
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
         text = f"{dual} uses forward-mode differentiation, which semantic ops do not have"
-        return refuse("forward-mode", text)
+        return refuse("idiom-form", text)
     hazard = _hazard(match, hazards) or _changed(match, hazards.writes)
     return hazard or pattern.refusal(match) or _mismatch(pattern, match)
 
@@ -182,13 +182,13 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
         if isinstance(want, torch.Tensor):
             text = f"it is computed on a {type(want).__name__}, which only torch's own ops support"
             return refuse("distributed-tensor", text)
-        return refuse("not-recorded", "no fake value is recorded")
+        return refuse("idiom-form", "no fake value is recorded")
     with mode:
         have = pattern.call(*map(_fake, pattern.arguments(match)))
     for what in ("dtype", "shape", "device"):
         if getattr(want, what) != getattr(have, what):
             text = f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
-            return refuse("result-dtype" if what == "dtype" else "not-recorded", text)
+            return refuse("result-dtype" if what == "dtype" else "idiom-form", text)
     # A view or an as_strided of the result relies on its strides.
     if laid_out_alike(want, have):
         return None

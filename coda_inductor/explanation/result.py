@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from coda_inductor.explanation.forecast import ERROR
 from coda_inductor.refusal import Refusal
+from coda_inductor.remedies import NOTHING
 from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
 from coda_inductor.select.device import H100
 
@@ -163,13 +165,15 @@ class Explanation:
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
-        """Refusals by code: first those with a remedy, then the most frequent."""
+        """Refusals by code, and by text where a code has many meanings and no remedy: first those
+        with a remedy, then the most frequent."""
         left = [site for site in self.sites if not site.fused and not site.idle]
         groups: dict[str, list[Refusal]] = {}
         for miss in (*self.near_misses, *_refusals(left)):
-            groups.setdefault(miss.code, []).append(miss)
-        order = sorted(groups.values(), key=lambda g: (not g[0].remedy.possible, -len(g)))
-        return {group[0].code: group for group in order}
+            many = miss.remedy.text == NOTHING
+            key = f"{miss.code}: {re.sub('[0-9]+', '*', miss.text)}" if many else miss.code
+            groups.setdefault(key, []).append(miss)
+        return dict(sorted(groups.items(), key=lambda g: (not g[1][0].remedy.possible, -len(g[1]))))
 
     def __str__(self) -> str:
         table = sites_table(self.sites, self.gpu)

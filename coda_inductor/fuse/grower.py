@@ -161,9 +161,9 @@ class Grower(Tile):
         if node in self.banned:
             return self.banned[node]
         if node.op == "output":
-            return refuse("graph-output", "it is an output of the graph")
+            return refuse("no-neighbours", "it is an output of the graph")
         if not self.scope.same_side(node, self.anchor):
-            return refuse("other-side", "it belongs to the other pass (forward or backward)")
+            return refuse("not-on-tile", "it belongs to the other pass (forward or backward)")
         if checkpoint(node) != checkpoint(self.anchor):
             text = "the border of an activation checkpoint is between it and the GEMM"
             return refuse("checkpoint-border", text)

@@ -28,23 +28,23 @@ from coda_inductor.graph.vocabulary import Emit, Value
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 
-UNREDUCED = refuse("heads-reduce", "kernels that rotate heads cannot reduce")
+UNREDUCED = refuse("kernel-form", "kernels that rotate heads cannot reduce")
 
 
 def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
     """The value of ``node``, a rotation of ``x``, or why the tile of ``region`` cannot compute it
     (its operands and steps may then have grown)."""
     if not isinstance(x, str):
-        return refuse("not-elementwise", "it does not rotate a value of the tile")
+        return refuse("not-on-tile", "it does not rotate a value of the tile")
     if len(region.accs) > 1 or dtype_name(fake(gemm_inputs(region.anchors[0])[0]).dtype) in FP8:
-        return refuse("heads-kernel", "kernels of two products, or of FP8, cannot rotate heads")
+        return refuse("kernel-form", "kernels of two products, or of FP8, cannot rotate heads")
     if region.reduces:
         return UNREDUCED
     given = arguments(node)
     even, odd, rotated = given["even"], given["odd"], fake(given["cos"]).shape[-1]
     heads = fake(even).shape[-1], rotated * (2 if given["paired"] else 1), given["distance"]
     if region.heads not in (None, heads):
-        return refuse("heads-kernel", "its GEMM already rotates heads of another form")
+        return refuse("kernel-form", "its GEMM already rotates heads of another form")
     region.heads = heads
     other = _swapped(x, region, emit)
     if isinstance(other, Refusal):

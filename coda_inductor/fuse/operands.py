@@ -22,11 +22,11 @@ def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
     """The limit that operands of these kinds exceed, of what a kernel can stage, or None."""
     if paired and "tile" in kinds:
         text = "a paired tile reads only one value per row, one per column, or scalars"
-        return refuse("paired-tile-operand", text)
+        return refuse("kernel-form", text)
     if kinds.count("tile") > MAX_TILE_OPERANDS:
-        return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
+        return refuse("kernel-form", f"more than {MAX_TILE_OPERANDS} tile operands")
     if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
-        return refuse("epilogue-full", f"more than {MAX_VECTORS} vector operands")
+        return refuse("kernel-form", f"more than {MAX_VECTORS} vector operands")
     return None
 
 
@@ -67,7 +67,7 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
         return refuse("operand-device", text)
     kind = classify(tensor.shape, full)
     if kind == "row" and routes_of(anchor)[0] is not None:
-        return refuse("grouped-row", "rows of several experts cannot share a vector of columns")
+        return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
     if kind is None:
         text = f"{node.name} broadcasts over part of the leading dimensions"
         return refuse("operand-broadcast", text)

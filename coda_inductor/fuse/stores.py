@@ -44,19 +44,19 @@ def unstorable(
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
         if not isinstance(value, str) or dtype_name(fake(node).dtype) not in STORE_DTYPES:
             text = "its result is read outside and is not a floating tile"
-            return {_owner(node, region): refuse("store-dtype", text)}
+            return {_owner(node, region): refuse("kernel-form", text)}
         if not row_major(fake(node)):
             text = "its result is not laid out row by row"
             return {_owner(node, region): refuse("store-layout", text)}
         if only_adds_a_store(value):
             text = "fusing it only adds a store: its readers are elementwise too"
-            return {_owner(node, region): refuse("store-needless", text)}
+            return {_owner(node, region): refuse("no-gain", text)}
     many = len(stored) - MAX_STORES
     if many <= 0 or decided is not None:
         return {}
     place = {node: i for i, node in enumerate(region.values)}
     last = sorted((nodes[0] for nodes in stored.values()), key=place.__getitem__, reverse=True)
-    why = refuse("epilogue-full", f"more than {MAX_STORES} tiles would be stored")
+    why = refuse("kernel-form", f"more than {MAX_STORES} tiles would be stored")
     return {_owner(node, region): why for node in last[: (many + 1) // 2]}
 
 

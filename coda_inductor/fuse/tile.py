@@ -80,14 +80,14 @@ class Tile:
             text = f"{node.target} is not elementwise"
             if str(node.target).startswith("coda_inductor.gemm_epilogue"):
                 text = "the epilogue of the next fused GEMM reads it"
-            return refuse("not-elementwise", text)
+            return refuse("not-on-tile", text)
         if node.target is aten.permute.default:
-            return refuse("transposed", f"{node.target} transposes the tile")
+            return refuse("no-neighbours", f"{node.target} transposes the tile")
         if operands.wider(node, self.anchor):
             text = f"{node.target} is computed in float64, its GEMM is not"
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
-            return refuse("reshaped", f"{node.target} changes the tile's shape")
+            return refuse("not-on-tile", f"{node.target} changes the tile's shape")
         known = node.target in LOWERINGS or node.target is rotate_heads
         if not known and not renames_or_casts(node):
             text = f"{node.target} is not in the epilogue vocabulary"
@@ -132,7 +132,7 @@ class Tile:
         if lowering is None:
             value = self._value(inputs[0])
             if value is None:
-                return refuse("not-elementwise", f"{node.target} is not elementwise")
+                return refuse("not-on-tile", f"{node.target} is not elementwise")
             self._note(node, value, pull)
             return None
         reason = next((why for a in inputs if (why := self._check(a, full))), None)
@@ -220,20 +220,20 @@ class Tile:
         dims = arguments(node).get("dim", [-1])
         value = self.region.values.get(source)
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
-            return refuse("reduction-axis", axis_text)
+            return refuse("not-on-tile", axis_text)
         rank = fake(source).dim()
         reduced = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
         axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
-            return refuse("reduction-axis", axis_text)
+            return refuse("not-on-tile", axis_text)
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             text = f"{node.target} is not a reduction of floating values"
-            return refuse("reduction-dtype", text)
+            return refuse("not-on-tile", text)
         if self.region.heads is not None:
             return heads.UNREDUCED
         if axis == "col" and self.region.grouped:
             text = "each expert has its own rows: no kernel sums over all of them"
-            return refuse("reduction-axis", text)
+            return refuse("not-on-tile", text)
         what = (value, axis, REDUCTIONS[node.target])
         reduce = Reduce(f"part{len(self.reduced)}", *what)
         self.region.reduces[node] = self.reduced.setdefault(what, reduce)

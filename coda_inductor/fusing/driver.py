@@ -213,7 +213,7 @@ class _Planner:
     def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:
         """What ``anchor`` can still absorb without ``heads``, the rotations of its result, if the
         program with them is slower."""
-        apart = dict.fromkeys(heads, refuse("heads-apart", "its GEMM is fused without it"))
+        apart = dict.fromkeys(heads, refuse("no-gemm", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**apart, **banned})
         return region if region.work else None
 
@@ -327,7 +327,7 @@ def _nothing_absorbed(region: Region) -> Refusal:
     """Why nothing was absorbed: the first neighbor's reason."""
     for node, why in region.refusals.items():
         return _stop(node, why).within(f"nothing to absorb ({node.name}: {{}})")
-    return refuse("not-read", "its result is not used")
+    return refuse("no-neighbours", "its result is not used")
 
 
 def _stop(node: Node, why: Refusal) -> Refusal:

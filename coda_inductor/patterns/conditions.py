@@ -43,7 +43,7 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     def condition(match: Match) -> Refusal | None:
         x, result = value(match.bound["x"]), value(match.root)
         if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
-            return refuse("not-recorded", "the shape of the input is unknown")
+            return refuse("idiom-form", "the shape of the input is unknown")
         if not x.is_floating_point():
             return refuse("norm-input-dtype", f"the input is {x.dtype}, not a floating type")
         if result.shape != x.shape:

@@ -88,12 +88,12 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     views = heads.target in VIEWS and len(order) > 2 and order[-1] == len(order) - 1
     gemm = producer(rows)
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
-        return refuse("heads-no-gemm", "no GEMM computes rows of the heads that it reads")
+        return refuse("no-gemm", "no GEMM computes rows of the heads that it reads")
     if (why := record.plan.legal(gemm)) is not None:
         return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
     if not record.plan.absorbs(gemm, rows, scope):
         text = f"an op between it and its GEMM {gemm.name} cannot be in an epilogue"
-        return refuse("heads-no-gemm", text)
+        return refuse("no-gemm", text)
     return rows, heads, list(order)
 
 
@@ -105,11 +105,11 @@ def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
     root = reader if reader is not None and is_cast(reader) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
-        return refuse("heads-layout", "its readers rely on another layout of its result")
+        return refuse("no-gemm", "its readers rely on another layout of its result")
     of_head = order.index(len(order) - 2) - len(order)
     for table in (cos, sin):
         if fake(table).dim() >= -of_head and not same(fake(table).shape[of_head], 1):
-            return refuse("heads-tables", f"{table.name} differs between heads")
+            return refuse("no-gemm", f"{table.name} differs between heads")
         if fake(table).dtype == torch.float64 != fake(rows).dtype:
             return refuse("float64-mixed", f"{table.name} is float64, but what it rotates is not")
     key = (_spelled(cos), _spelled(sin), *order, *form, size, str(fake(heads).shape[:-2]))

@@ -43,15 +43,15 @@ def _heads(program: EpilogueProgram, n: int, arch: int) -> tuple[str, str] | Non
     """Code and text of a reason that concerns heads, or None."""
     head = program.head
     if n % head:
-        return "head-columns", f"N={n} is not a multiple of a head's {head} columns"
+        return "kernel-form", f"N={n} is not a multiple of a head's {head} columns"
     # A thread has the same columns of each period, and neighbors (``mainloop.heads``).
     period = 32 if arch == 12 else 8
     for step in program.steps:
         if step.op == "swap" and step.args[2] != 1 and step.args[2] % period:
             text = f"it exchanges columns at distance {step.args[2]:g}: kernels support 1 "
-            return "head-distance", text + f"and multiples of {period}"
+            return "kernel-form", text + f"and multiples of {period}"
     if not any(whole_heads(program, config, arch) for config in every_config(program, arch)):
-        return "head-columns", f"no kernel has tiles of whole heads of {head} columns"
+        return "kernel-form", f"no kernel has tiles of whole heads of {head} columns"
     return None
 
 
@@ -70,14 +70,14 @@ def _unsupported(
         text = f"N={n} and K={k} must be positive multiples of {step} (16-byte rows)"
         return ("not-multiple-of-16" if program.fp8 else "not-multiple-of-8"), text
     if not program.stores:
-        return "no-store", "there is no kernel for a program without a tile store"
+        return "kernel-form", "there is no kernel for a program without a tile store"
     dtypes = [o.dtype for o in program.operands] + [s.dtype for s in program.stores]
     if "float64" in dtypes:
         return "kernel-dtype", "there is no kernel with float64 operands or stores"
     mapping = ports(program)
     same = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
     if same is not None:
-        return "constant-tile", f"{same!r} is one value for the whole tile: nothing to fuse"
+        return "kernel-form", f"{same!r} is one value for the whole tile: nothing to fuse"
     if (old := unsupported_gpu(arch)) is not None:
         return old.code, old.text
     if program.head and (why := _heads(program, n, arch)) is not None:

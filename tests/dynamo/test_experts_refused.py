@@ -286,7 +286,7 @@ def test_what_no_tile_of_experts_has():
         )
 
     harness = check(function, X, LEFT, RIGHT, A, randn(24))
-    assert "grouped-row" in str([site.stops for site in harness.fused])
+    assert "cannot share a vector of columns" in str([site.stops for site in harness.fused])
     assert not any(site.program.reduces for site in harness.fused)
 
 

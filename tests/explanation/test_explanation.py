@@ -265,3 +265,13 @@ def test_the_page_is_saved_as_one_file_and_framed_in_notebooks(tmp_path):
     assert html.unescape(re.search(r'^<iframe.* srcdoc="([^"]*)"', found._repr_html_())[1]) == page
     assert found.save(tmp_path / "page.html").read_text(encoding="utf-8") == page
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_reasons_of_one_code_that_nobody_can_help_are_told_apart():
+    """But for numbers, which differ from layer to layer."""
+    texts = ("mm_3 reads it twice", "mm_17 reads it twice", "no GEMM reads it")
+    misses = [refuse("no-gemm", text).at("rms_norm", f"layers.{i}") for i, text in enumerate(texts)]
+    groups = Explanation("Llama", "meta", training=False, near_misses=misses).advised
+    assert [[miss.text for miss in group] for group in groups.values()] == [
+        [*texts[:2]], [texts[2]],
+    ]  # fmt: skip

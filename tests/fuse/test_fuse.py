@@ -203,7 +203,7 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
     """The next candidate is tried, and with none left the reason is reported: strict raises not."""
 
     def none(*_):
-        raise Refused(refuse("epilogue-full", "more than 3 tiles would be stored"))
+        raise Refused(refuse("kernel-form", "more than 3 tiles would be stored"))
 
     a, b = matrices()
     monkeypatch.setattr(driver, "pair_with", none)

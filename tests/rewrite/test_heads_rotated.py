@@ -162,17 +162,17 @@ def turned(z):
 
 #: Code, what comes of it -> the function, the width of its product, the shape of its tables.
 REFUSED = {
-    "heads-no-gemm, of an input": (
+    "no-gemm, of an input": (
         lambda x, w, cos, sin: halves(heads(w.view(-1)[: B * T * H * D]), cos, sin), 4 * H * D,
         (T, 1, D),
     ),
-    "heads-no-gemm, no epilogue": (of_rows(lambda z: heads(z.cumsum(0))), H * D, (T, 1, D)),
-    "heads-no-gemm, no rows": (
+    "no-gemm, no epilogue": (of_rows(lambda z: heads(z.cumsum(0))), H * D, (T, 1, D)),
+    "no-gemm, no rows": (
         of_rows(lambda z: z.view(B, T, H, D, 2)[..., 0]), 2 * H * D, (T, 1, D),
     ),
-    "heads-tables, one a head": (of_rows(heads), H * D, (T, H, D)),
-    "heads-layout, returned": (of_rows(turned, joined=True), H * D, (T, D)),
-    "heads-layout, viewed": (
+    "no-gemm, one a head": (of_rows(heads), H * D, (T, H, D)),
+    "no-gemm, returned": (of_rows(turned, joined=True), H * D, (T, D)),
+    "no-gemm, viewed": (
         of_rows(turned, True, lambda y: y.view(B * H, T, D) + 1), H * D, (T, D),
     ),
 }  # fmt: skip

@@ -138,11 +138,11 @@ def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refu
     tensors = plain(*(arguments[name] for name in (*_TENSORS, "attn_mask")), call)
     scale = arguments["scale"]
     if dual is not None:
-        return refuse("forward-mode", f"{dual} uses forward-mode differentiation")
+        return refuse("idiom-form", f"{dual} uses forward-mode differentiation")
     if getattr(virtualized, "aot_compilation", False):
         return refuse("aot-inductor", "AOTInductor's programs keep SDPA's own kernels")
     if tensors is None:
-        return refuse("not-recorded", "not all of its tensors are plain tensors")
+        return refuse("idiom-form", "not all of its tensors are plain tensors")
     if not all(isinstance(size, int) for t in tensors for size in t.shape):
         return refuse("mask-size", "its size is symbolic")
     if scale is not None and not isinstance(scale, (int, float)):
@@ -151,13 +151,13 @@ def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refu
     if query.device.type != DEVICE or mask.device != query.device:
         return refuse("mask-device", f"on {query.device.type} FlexAttention has no backward pass")
     if mask.dtype != torch.bool:
-        return refuse("mask-bias", f"it adds numbers of {mask.dtype} to the scores")
+        return refuse("mask-form", f"it adds numbers of {mask.dtype} to the scores")
     if result.dtype not in DTYPES:
         return refuse("mask-dtype", f"in {result.dtype} FlexAttention is not known to be faster")
     if arguments.get("dropout_p"):
         return refuse("mask-dropout", "FlexAttention has no dropout")
     if arguments.get("is_causal"):
-        return refuse("mask-unknown", "is_causal is set too")
+        return refuse("mask-form", "is_causal is set too")
     return _shapes(query, key, val, result)
 
 
@@ -173,7 +173,7 @@ def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
     widths = query.shape[-1], val.shape[-1]
     if any(width not in _HEADS for width in widths):
         text = f"heads have {max(widths)} values, not a multiple of 8 from 16 to 256"
-        return refuse("mask-head", text)
+        return refuse("mask-form", text)
     return None
 
 
@@ -190,7 +190,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
         return refuse("mask-heads", "each head has its own mask")
     site = _Site(call, body, home, mask)
     if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
-        return refuse("mask-large", f"it has more than {INDICES} elements")
+        return refuse("mask-form", f"it has more than {INDICES} elements")
     return site
 
 

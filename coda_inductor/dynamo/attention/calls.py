@@ -113,9 +113,9 @@ def _verdict(
 ) -> Verdict:
     mask = arguments["attn_mask"]
     if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
-        return refuse("mask-unknown", "it is not a tensor of this graph")
+        return refuse("mask-form", "it is not a tensor of this graph")
     if arguments.get("is_causal"):
-        return refuse("mask-unknown", "is_causal is set too")
+        return refuse("mask-form", "is_causal is set too")
     query, key = (value(arguments[name]) for name in ("query", "key"))
     if widened(value(call), query, key):
         return refuse("mask-shape", "scores are broadcast to it")
@@ -154,7 +154,7 @@ def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
         return FULL
     if queries != keys:
         text = f"it is not full, and there are {queries} queries but {keys} keys"
-        return refuse("mask-lengths", text)
+        return refuse("mask-form", text)
     causal = (place := torch.arange(queries)) <= place[:, None]
     if seen.shape[-2:] == causal.shape and torch.equal(seen, causal.expand_as(seen)):
         return CAUSAL
@@ -166,10 +166,10 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        return refuse("mask-bias", f"a mask of {mask.dtype} is neither boolean nor additive")
+        return refuse("mask-form", f"a mask of {mask.dtype} is neither boolean nor additive")
     seen = mask == 0
     if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
-        return refuse("mask-bias", "it adds numbers other than 0 and -inf")
+        return refuse("mask-form", "it adds numbers other than 0 and -inf")
     return seen
 
 

@@ -58,7 +58,7 @@ class Constants:
         if node in self.changed:
             return refuse("mask-mutated", "an in-place op changes it")
         if node in self._outer and self._around is not None:
-            elsewhere = refuse("mask-unknown", "it comes from outside of the graph")
+            elsewhere = refuse("mask-form", "it comes from outside of the graph")
             return self._around._why.get(self._outer[node], elsewhere)
         known = value(node)
         sizes = known.shape if isinstance(known, torch.Tensor) else [known]
@@ -74,7 +74,7 @@ class Constants:
         if symbolic:
             return refuse("mask-size", "its size is symbolic")
         if isinstance(known, torch.Tensor) and known.numel() * known.itemsize > MAX_BYTES:
-            return refuse("mask-large", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
+            return refuse("mask-form", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
     def value(self, node: Node) -> torch.Tensor:
@@ -93,10 +93,10 @@ class Constants:
             except Refused:
                 raise
             except Exception as error:  # an op that the CPU lacks: the mask stays
-                why = refuse("mask-unknown", f"evaluating it failed: {error}")
+                why = refuse("mask-form", f"evaluating it failed: {error}")
                 raise Refused(why) from error
         if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
-            raise Refused(refuse("mask-unknown", "it cannot be evaluated on the CPU"))
+            raise Refused(refuse("mask-form", "it cannot be evaluated on the CPU"))
         return result
 
     def _run(self, node: Node) -> Any:
@@ -160,5 +160,5 @@ class _NoRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Refused(refuse("mask-random", f"{func} draws random numbers"))
+            raise Refused(refuse("mask-form", f"{func} draws random numbers"))
         return func(*args, **(kwargs or {}))

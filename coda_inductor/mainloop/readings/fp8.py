@@ -45,7 +45,7 @@ class Fp8(Plain):
                 return "fp8-layout", text
         if terms > 1:
             text = f"a sum of {terms} FP8 products, each with its own scales"
-            return "fp8-terms", text
+            return "kernel-form", text
         if arch in (10, 11) and program.a_dtype != program.b_dtype:
             mixed = f"{program.a_dtype} times {program.b_dtype}"
             return "fp8-mixed", f"{mixed} has no kernel on data center Blackwell"

@@ -50,9 +50,9 @@ class Grouped(Plain):
 
     def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         if arch != 9:
-            return "grouped-arch", "only Hopper has kernels for rows of experts"
+            return "kernel-form", "only Hopper has kernels for rows of experts"
         if majors[0] != "k":
-            return "grouped-layout", "rows of experts must be contiguous"
+            return "kernel-form", "rows of experts must be contiguous"
         return super().refuses(program, majors, terms, arch)
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:

@@ -68,7 +68,7 @@ def _slice(node: Node, slice_bytes: int) -> Refusal | None:
     size = math.prod(map(hint, logits.shape)) * logits.element_size()
     columns = logits.shape[-1]
     if size < 2 * slice_bytes:
-        return refuse("logits-small", f"its logits take only {size / 2**20:.0f} MiB")
+        return refuse("no-gain", f"its logits take only {size / 2**20:.0f} MiB")
     gradient, penalty = with_row_term(node, given["logits"])
     gradient, cap = through_soft_cap(gradient, given["logits"])
     gradient, factor = through_factor(gradient)
@@ -83,10 +83,10 @@ def _slice(node: Node, slice_bytes: int) -> Refusal | None:
         if product not in (*dgrads, *wgrads, *sums):
             return refuse("logits-read", f"{product.name} ({product.target}) reads it too")
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
-        return refuse("logits-form", "it is not the gradient of one linear layer")
+        return refuse("idiom-form", "it is not the gradient of one linear layer")
     lefts = [(fake(factors[p][0]).shape, p in dgrads) for p in (*dgrads, *wgrads)]
     if not all(same(shape[is_dgrad], columns) for shape, is_dgrad in lefts):
-        return refuse("logits-form", "its linear layer computes several rows of logits at once")
+        return refuse("idiom-form", "its linear layer computes several rows of logits at once")
     weight, x = (factors[found[0]][1] if found else None for found in (dgrads, wgrads))
     dtypes = {logits.dtype, *(fake(t).dtype for t in (weight, x) if t is not None)}
     if len(dtypes) != 1:

@@ -100,7 +100,7 @@ def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal |
     if found.backward is not None and not record.enabled(gradient):
         return refuse("disabled", f"options['disable'] names {gradient}")
     if not found.gemms:
-        return refuse("norm-no-gemm", "no GEMM reads it")
+        return refuse("no-gemm", "no GEMM reads it")
     if found.dtype == torch.float16 and not record.options.fp16_norms:
         return refuse(
             "float16-overflow",

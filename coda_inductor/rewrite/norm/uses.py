@@ -88,7 +88,7 @@ def uses(norm: Node, scope: Scope) -> Uses | Refusal:
     """The readers of a norm's node, or the reason why it cannot be deferred."""
     outputs = parts(norm)
     if 0 not in outputs:
-        return refuse("not-read", "its result is not read")
+        return refuse("no-neighbours", "its result is not read")
     found = Uses()
     statistics = [output for i, output in outputs.items() if i > 0]
     why = _readers(outputs[0], scope, found) or _gradient(norm, statistics, found)
@@ -108,7 +108,7 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
         node = todo.pop()
         for user in node.users:
             if user.target in DENSE and user.args.count(node) > 1:
-                return refuse("norm-squared", f"{user.name} reads it twice")
+                return refuse("no-gemm", f"{user.name} reads it twice")
             if user.target in DENSE and gemm_inputs(user)[0] is node and user in scope.forward:
                 found.gemms.append(user)
             elif _is_wgrad(user, node):
@@ -150,7 +150,7 @@ def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None
         return None
     (found.backward, *others) = readers
     if others or found.backward.target is not gradient_of:
-        return refuse("norm-statistics-read", "its statistics are read")
+        return refuse("no-gemm", "its statistics are read")
     gradient = arguments(found.backward)["dy"]
     found.dgrads = terms(gradient) or []
     if not found.dgrads:

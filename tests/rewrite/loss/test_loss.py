@@ -243,7 +243,7 @@ def test_what_would_be_rounded_otherwise_is_not_sliced(loss, dtype, tolerance, s
     harness = check_gradients(Head(loss, dtype), *inputs(dtype), tolerance=tolerance)
     assert raised(harness, cross_entropy) == 1
     assert harness.counts["cross_entropy_backward"] == 0
-    assert {"logits-read", "logits-form"} & codes(harness)
+    assert {"logits-read", "idiom-form"} & codes(harness)
 
 
 def not_sliced(code, *how):
@@ -254,7 +254,7 @@ def not_sliced(code, *how):
 
 
 def test_small_logits_are_not_sliced():
-    harness = not_sliced("logits-small", Head(likelihood), *inputs())
+    harness = not_sliced("no-gain", Head(likelihood), *inputs())
     assert harness.counts["cross_entropy"] == 1
 
 
@@ -269,7 +269,7 @@ def test_a_bias_added_by_hand(only, slices):
     x, w, b = (t.detach().requires_grad_(not only) for t in (x, randn(V, D), randn(V)))
     harness = check_gradients(head, x, w, b.requires_grad_(), labels)
     assert harness.counts["cross_entropy_backward"] == (not only)
-    assert ("logits-form" in codes(harness)) == only
+    assert ("idiom-form" in codes(harness)) == only
 
 
 def test_a_gradient_that_is_also_returned_is_not_sliced(slices):
@@ -299,7 +299,7 @@ def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices)
 
     x, labels = inputs()
     labels = labels.repeat_interleave(3, -1).view(*labels.shape, 3)
-    not_sliced("logits-form", function, x, randn(3 * V, D).requires_grad_(), labels)
+    not_sliced("idiom-form", function, x, randn(3 * V, D).requires_grad_(), labels)
 
 
 @pytest.mark.parametrize("frozen", ["head", "weight", "body and input"])

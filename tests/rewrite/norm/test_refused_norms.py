@@ -57,9 +57,9 @@ def both(n, a):
 
 
 REFUSALS = {
-    "statistics only": (statistics_only, "not-read"),
+    "statistics only": (statistics_only, "no-neighbours"),
     "no GEMM": (
-        lambda x, w, g, a: Late.apply(norm(x, w, g).detach(), F.linear(x, a), a), "norm-no-gemm",
+        lambda x, w, g, a: Late.apply(norm(x, w, g).detach(), F.linear(x, a), a), "no-gemm",
     ),
     "behind softmax": (
         lambda x, w, g, a: F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), g, EPS), a),
@@ -71,8 +71,8 @@ REFUSALS = {
     "rows reshaped": (
         behind(lambda n, a: n.reshape(-1, 2 * D) @ a.reshape(-1, 2 * D).t()), "norm-reshaped",
     ),
-    "statistics read": (statistics_read, "norm-statistics-read"),
-    "statistics read in inference": (statistics_read, "norm-statistics-read"),
+    "statistics read": (statistics_read, "no-gemm"),
+    "statistics read in inference": (statistics_read, "no-gemm"),
     "different dtypes": (
         lambda x, w, g, a: both(norm(x.float(), w.float(), g.float()), a), "norm-gemm-dtypes",
     ),
