@@ -89,9 +89,13 @@ def _full_rank_first(total: Node) -> None:
 def _terms(node: Node, total: Node) -> list[Node]:
     """What is summed in ``node``, from left to right."""
     found: list[Node] = []
-    for term in node.args:
-        inner = is_sum(term) and len(term.users) == 1 and _alike(term, total)
-        found += _terms(term, total) if inner else [term]
+    todo = list(reversed(node.args))
+    while todo:
+        term = todo.pop()
+        if is_sum(term) and len(term.users) == 1 and _alike(term, total):
+            todo += reversed(term.args)
+        else:
+            found.append(term)
     return found
 
 

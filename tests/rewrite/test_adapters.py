@@ -168,6 +168,16 @@ def test_terms_of_full_rank_come_first(name):
     rewritten(lambda x: (function(x),), randn(M, M), moves=moves)
 
 
+def test_a_sum_of_more_terms_than_python_recurses_into():
+    def function(x):
+        total = x @ x
+        for _ in range(1500):
+            total = total + x
+        return (total,)
+
+    run_pass(ADAPTERS, aten_graph(function, randn(M, M)))
+
+
 def test_a_part_of_another_checkpoint_stays_as_it_is():
     graph = aten_graph(SUMS["of low rank between"][0], randn(M, M))
     before = str(graph)
