@@ -187,7 +187,7 @@ def groups(kept: Kept) -> list[Group]:
         instead = _sources(kept, gone)
         levels = [Freed()]
         smaller = sum(size(fake(n)) for n in instead) < sum(size(fake(n)) for n in nodes)
-        if again and smaller and not any(heavy(_maker(n)) for n in nodes):
+        if again and smaller and not any(heavy(maker(n)) for n in nodes):
             levels.append(Freed(gone, instead))
         if all(map(repeatable, again)):
             levels.append(Freed(gone))
@@ -204,12 +204,13 @@ def _sources(kept: Kept, nodes: frozenset[Node]) -> frozenset[Node]:
 
     def light(node: Node) -> list[Node]:
         inputs = [owner(n) for n in node.all_input_nodes if n.op == "call_function"]
-        return [n for n in inputs if n not in there and not heavy(_maker(n))]
+        return [n for n in inputs if n not in there and not heavy(maker(n))]
 
     inside = closure(nodes, light)
     inputs = {owner(n) for node in inside for n in node.all_input_nodes if n.op == "call_function"}
-    return frozenset(n for n in inputs if n not in there and heavy(_maker(n)))
+    return frozenset(n for n in inputs if n not in there and heavy(maker(n)))
 
 
-def _maker(node: Node) -> Node:
+def maker(node: Node) -> Node:
+    """The node that computes ``node``, which may be one of its results."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import is_tangent
-from coda_inductor.memory.candidates import Freed, Kept, heavy, owner
+from coda_inductor.memory.candidates import Freed, Kept, heavy, maker, owner
 from coda_inductor.memory.costs import size, workspace
 
 #: A stored value, and whether it is the one of the backward pass's own computation.
@@ -92,11 +92,11 @@ class Timeline:
         todo = [node]
         while todo:
             new = [
-                _maker(source)
+                maker(source)
                 for source in self._reads(todo[-1])
                 if source in self._lazy or (source in self.kept.forward and source not in has)
             ]
-            new = [maker for maker in dict.fromkeys(new) if maker not in done]
+            new = [each for each in dict.fromkeys(new) if each not in done]
             if new:
                 todo += new
                 continue
@@ -125,7 +125,7 @@ class Timeline:
             return False
         if node not in self._stored:
             self._stored[node] = (
-                heavy(_maker(node))
+                heavy(maker(node))
                 or node in self.kept.kept
                 or node in self.results
                 or any(map(heavy, self.kept.readers(node)))
@@ -148,7 +148,3 @@ class Timeline:
                     todo += sorted(new)
             self._known[node] = tuple(found)
         return self._known[node]
-
-
-def _maker(node: Node) -> Node:
-    return node.all_input_nodes[0] if node.target is operator.getitem else node

@@ -23,7 +23,8 @@ from coda_inductor.memory.candidates import Freed, Group, Kept, groups, heavy
 from coda_inductor.memory.costs import milliseconds, size
 from coda_inductor.select.device import Gpu
 
-#: Combinations of one layer that are compared; kinds beyond them are freed last, by price.
+#: Combinations of one layer that are compared; kinds beyond them, the smallest ones, are
+#: freed last.
 _MOST = 1024
 #: So many groups of one kind are those of layers, which change one by one.
 _MANY = 4

@@ -12,7 +12,6 @@ loss        cross entropies of logits
 rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
 fp8         quantizations and scaled products; fp8_casts: the casts that they become
-fp8_linear  a linear layer in FP8
 """
 
 from coda_inductor.semantic.loss import cross_entropy
