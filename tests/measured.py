@@ -8,15 +8,16 @@ from pathlib import Path
 
 from programs import B_MAJOR, TERMS, kinds
 
+from coda_inductor.arch import Arch
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import H100, Gpu, read
 from coda_inductor.select.figures import Figures, key_of, to_row
 from coda_inductor.select.site import Site
 
 #: One that has no table, and of whose generation there is none either.
-B200 = Gpu("NVIDIA B200", (10, 0), 148, 232448, 1e6)
+B200 = Gpu("NVIDIA B200", (10, 0), 148, 1e6)
 #: A Hopper without any table at all.
-HOPPER = Gpu("NVIDIA H900", (9, 0), 132, 232448, 1e6)
+HOPPER = Gpu("NVIDIA H900", (9, 0), 132, 1e6)
 
 
 def site(kind: str = "scale", m: int = 8192, n: int = 2048, k: int = 2048, **others) -> Site:
@@ -24,7 +25,7 @@ def site(kind: str = "scale", m: int = 8192, n: int = 2048, k: int = 2048, **oth
     return Site(kinds()[kind], m, n, k, TERMS[kind], b_major=B_MAJOR[kind], name=kind, **others)
 
 
-def configs(of: Site, arch: int = 9) -> list[str]:
+def configs(of: Site, arch: Arch = HOPPER.arch) -> list[str]:
     """All legal configs of a site, in order."""
     return [str(config) for config in legal_configs(of.program, arch, of.terms)]
 
@@ -34,11 +35,17 @@ def figures(us: Mapping[str, float], unfused: float = 100.0, plain: float = 80.0
     return Figures(dict(us), unfused, plain, **others)
 
 
-def table(folder: Path, name: str = "NVIDIA H900", found: Mapping[str, Figures] | None = None):
+def table(
+    folder: Path,
+    name: str = "NVIDIA H900",
+    found: Mapping[str, Figures] | None = None,
+    capability: tuple[int, int] = (9, 0),
+) -> Gpu:
     """A table for the GPU model ``name`` with an H100's constants and the sites ``found``; the GPU
     that it is of."""
     folder.mkdir(parents=True, exist_ok=True)
     data = json.loads(H100.sites.read_text()) | {"device": name}
+    data["constants"]["capability"] = capability
     data["sites"] = [to_row(key, figures) for key, figures in (found or {}).items()]
     path = folder / f"{replace(H100, name=name).file}.json"
     path.write_text(json.dumps(data))

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import torch
 
+from coda_inductor.arch import Arch, arch_with
 from coda_inductor.compat import KERNELS
 from coda_inductor.mainloop.environment import environment, version
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.refusal import Refusal, refuse
 
 _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-#: Major compute capabilities for which QuACK has GEMMs. Its class for 8 (Ampere, Ada) is a stub
-#: that raises NotImplementedError.
-ARCHS = (9, 10, 11, 12)
 
 
 @functools.lru_cache(maxsize=1)
@@ -50,16 +48,14 @@ def kernel_stack(device: torch.device | None = None) -> Refusal | None:
             built = f"torch {torch.__version__} is built without CUDA"
             why = f"{built}, an NVIDIA GPU needs a build with it"
         return refuse("no-cuda", f"no CUDA device is available: {why}")
-    major, minor = torch.cuda.get_device_capability(device)
-    return unsupported_gpu(major, str(minor)) or library_stack()
+    arch = arch_with(torch.cuda.get_device_capability(device))
+    return unsupported_gpu(arch) or library_stack()
 
 
-def unsupported_gpu(major: int, minor: str = "x") -> Refusal | None:
-    """Why no kernel runs on GPUs of this compute capability, or None if kernels do."""
-    if major in ARCHS:
-        return None
-    text = f"compute capability {major}.{minor} is not supported: {QUACK.spec} has no GEMM for it"
-    return refuse("old-gpu", text)
+def unsupported_gpu(arch: Arch) -> Refusal | None:
+    """Why no kernel runs on GPUs of this generation, or None if kernels do."""
+    text = f"{arch.name} is not supported: {QUACK.spec} has no GEMM for it"
+    return None if arch.runs else refuse("old-gpu", text)
 
 
 def scales_vectors(device: torch.device) -> bool:
@@ -70,7 +66,8 @@ def scales_vectors(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return cuda >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+    arch = arch_with(torch.cuda.get_device_capability(device))
+    return cuda >= (12, 9) and "scales" in arch.features
 
 
 @functools.lru_cache(maxsize=1)

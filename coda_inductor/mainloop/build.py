@@ -7,6 +7,7 @@ import torch
 from quack.cute_dsl_utils import get_device_capacity
 from quack.gemm_runtime.host import GemmEpiPlan
 
+from coda_inductor.arch import arch_with
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop import store
 from coda_inductor.mainloop.mod import kernel_name, load
@@ -34,8 +35,8 @@ def build(
         Exception: whatever QuACK or CuTeDSL raises.
     """
     capability = get_device_capacity(torch.device(device))
-    arch = capability[0]
-    if arch == 9 and (why := config.unwritten) is not None:
+    arch = arch_with(capability)
+    if (why := config.unwritten(arch)) is not None:
         raise ValueError(f"{config} has no kernel: {why}")
     mod = load(program, variant)
     refused = mod.reading.refuses(program, (a_major, b_major), mod.reading.terms, arch)
@@ -62,7 +63,7 @@ def build(
             cluster_M=config.cluster_m,
             cluster_N=config.cluster_n,
             pingpong=config.pingpong,
-            is_dynamic_persistent=config.dynamic or arch >= 10,
+            is_dynamic_persistent=config.dynamic or "counter" not in arch.features,
             tile_count_semaphore=counter,
             max_swizzle_size=config.swizzle,
             split_k=config.split_k,

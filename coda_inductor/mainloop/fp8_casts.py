@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coda_inductor.arch import arch_of
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.semantic.fp8_casts import TILE, amax_results, cast_results
 
@@ -247,6 +248,4 @@ def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:
 def _lacks_fp8(device: torch.device) -> bool:
     """Has the GPU no instructions for casts to FP8? The kernels rely on their saturation."""
     cuda = torch.version.cuda is not None
-    return device.type == "cuda" and not (
-        cuda and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    return device.type == "cuda" and not (cuda and "casts" in arch_of(device).features)

@@ -10,11 +10,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from coda_inductor.arch import arch_of
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.runtime.worker import KernelRequest
-from coda_inductor.select.device import arch_of
 from coda_inductor.semantic import experts, fp8_casts
 from coda_inductor.semantic.define import LIB
 from coda_inductor.semantic.experts import WGRAD
@@ -39,12 +39,16 @@ _gradient = _kernel(experts.grouped_wgrad)
 
 
 def _takes(a, rows, bs) -> bool:
-    """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper. For rows that are already sorted
+    """QuACK's GEMM takes 16 bits and rows of 16 bytes. For rows that are already sorted
     it was not measured, so torch's op runs."""
     sizes = (a.shape[1], *(b.shape[1] for b in bs))
     fits = rows is not None and a.dtype in HALF and a.is_cuda
     fits = fits and all(isinstance(size, int) and size % 8 == 0 for size in sizes)
-    return fits and availability.kernel_stack(a.device) is None and arch_of(a.device) == 9
+    return (
+        fits
+        and availability.kernel_stack(a.device) is None
+        and "experts" in arch_of(a.device).features
+    )
 
 
 def requests(a, rows, bs, turned: bool) -> list[KernelRequest]:

@@ -22,6 +22,7 @@ import math
 
 import torch
 
+from coda_inductor.arch import arch_of
 from coda_inductor.errors import KernelError
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
@@ -33,7 +34,6 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.launch import kernel
 from coda_inductor.select import legality
 from coda_inductor.select.config import Config
-from coda_inductor.select.device import arch_of
 from coda_inductor.semantic.define import LIB, opaque
 
 

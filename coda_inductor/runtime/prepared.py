@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from coda_inductor.arch import arch_of
 from coda_inductor.compat import empty_strided_cuda
 from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.tensors import UnpairableError, readable
 from coda_inductor.program import Operand, Store
 from coda_inductor.program.ir import ROUTES
-from coda_inductor.select.device import arch_of
 
 if TYPE_CHECKING:
     from coda_inductor.runtime.launch import Kernel

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from coda_inductor.arch import arch_of
 from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.refusal import refuse
 from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
-from coda_inductor.select.config import DEFAULTS, Config, legal_configs
-from coda_inductor.select.device import H100, Gpu, arch_of
+from coda_inductor.select.config import Config, configs_in, legal_configs
+from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.legality import unsupported
 from coda_inductor.select.site import Site
@@ -36,7 +37,7 @@ def select(
     store = store_of(H100) if store is None else store
     gpu = store.gpu
     choice = _selected(site, gpu, store, gated=gated, optimistic=optimistic)
-    if not (site.crowded and choice.config) or gpu.arch != 9:
+    if not (site.crowded and choice.config) or "counter" not in gpu.arch.features:
         return choice
     dynamic = Config.parse(choice.config).dynamic_twin()
     if not reading_of(site.program, len(site.ks)).suits(site.program, dynamic):
@@ -107,8 +108,8 @@ def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config
         best = near.best(map(str, legal))  # of equal ones the first
         measured.sort(key=lambda c: str(c) != best)
     wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
-    usual = gpu.arch == 9 and not reading_of(site.program).configs(site.program)
-    default = [c for c in wasted if usual and c in DEFAULTS][:1]
+    usual = reading_of(site.program).kind(site.program) == "common"
+    default = [c for c in wasted if usual and c in configs_in(gpu.arch.defaults)][:1]
     return list(dict.fromkeys((*measured, *(default or legal[:1]), *wasted)))
 
 

@@ -8,11 +8,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from coda_inductor.arch import HOPPER, Arch
 from coda_inductor.errors import KernelError
 from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
-from coda_inductor.select.device import H100
 
 _TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn)?(?::kN)?".replace("N", r"([1-9]\d*)"))
 _SWIZZLE = 8  # QuACK's
@@ -80,19 +80,14 @@ class Config:
             raise KernelError(f"{text!r} is not the form of this kernel config: write {config}")
         return config
 
-    @property
-    def unwritten(self) -> str | None:
-        """Why there is no kernel with this tile and schedule on Hopper, or None.
-
-        QuACK's cooperative kernels of 192 and 320 rows are left out. In most of them two warpgroups
-        share the columns of a tile: with an N-major B CuTeDSL ends the process, lean and paired
-        epilogues are silently wrong, and the correct kernels are not the fastest.
-        """
+    def unwritten(self, arch: Arch) -> str | None:
+        """Why there is no kernel with this tile and schedule on ``arch``, or None."""
+        if arch.widest is None:
+            return None
         m, n = self.tile_m, self.tile_n
         if self.cluster_m * self.cluster_n > 4:
             return "a cluster has at most 4 CTAs"
-        by_rows = {64: 256, 128: 208, 192: 128} if self.pingpong else {64: 256, 128: 256, 256: 208}
-        widest = by_rows.get(m, 0)
+        widest = arch.widest[not self.pingpong].get(m, 0)
         if not 0 < n <= widest or n % 16:
             return f"{m} rows need multiples of 16 up to {widest} columns"
         return None
@@ -102,86 +97,37 @@ class Config:
         by another kernel that holds some processors."""
         return replace(self, dynamic=True)
 
-    def cta_tile_m(self, arch: int) -> int:
-        """Rows of the output that one CTA owns, which are the rows of one column partial. Data
-        center Blackwell splits the tile over the two CTAs of a pair."""
-        two_ctas = arch in (10, 11) and self.cluster_m % 2 == 0 and self.tile_m in (128, 256)
-        return self.tile_m // 2 if two_ctas else self.tile_m
+    def cta_tile_m(self, arch: Arch) -> int:
+        """Rows of the output that one CTA owns, which are the rows of one column partial."""
+        halves = arch.two_ctas and self.cluster_m % 2 == 0 and self.tile_m in (128, 256)
+        return self.tile_m // 2 if halves else self.tile_m
 
 
-def _configs(*lines: str, more: str = "") -> tuple[Config, ...]:
-    return tuple(Config.parse(f"{text}{more}") for line in lines for text in line.split())
+@functools.cache
+def configs_in(text: str) -> tuple[Config, ...]:
+    """The configs that ``text`` lists."""
+    return tuple(map(Config.parse, text.split()))
 
-
-#: The candidates on Hopper (compute capability 9).
-HOPPER = _configs(
-    "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x208:2x1:pp",
-    "192x128:2x1:pp 128x192:1x2:pp 128x160:1x2:pp 128x128:1x2:pp",
-    "128x256:2x1:co 256x128:2x1:co 256x192:2x1:co 256x208:2x1:co",
-    "256x160:2x1:co 256x192:1x2:co 256x128:1x2:co 128x256:1x2:co",
-)
-#: More of them, for programs that load tiles and have only 16-bit tiles.
-HOPPER_LEAN = _configs(
-    "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x192:1x2:pp",
-    "128x128:1x2:pp 128x128:2x2:pp 128x192:2x2:pp 128x256:2x1:co",
-    "256x128:2x1:co 128x256:1x2:co 256x128:1x2:co 256x192:2x1:co",
-    more=":lean",
-)
-_USUAL = "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp"
-#: One of these runs in 16 bits on Hopper if no similar site was measured.
-DEFAULTS = frozenset(
-    _configs(_USUAL, "128x256:2x1:co") + _configs(_USUAL, "128x256:2x1:co", more=":lean")
-)
-#: More configs that are the fastest at some site by more than 1 %: other bands or shapes for many
-#: rows, small tiles for few, and dynamic twins of the main ones.
-HOPPER_MORE = (
-    *_configs("128x192:2x1:pp:sw16 128x208:2x1:pp:lean 256x160:1x2:co:lean"),
-    *_configs("128x64:2x1:pp 64x64:1x1:pp 64x128:1x1:pp 64x32:1x1:co"),
-    *_configs("64x64:1x1:co:k2 64x64:1x1:co:k4"),
-    *_configs(_USUAL, more=":dyn"),
-    *_configs(_USUAL, more=":lean:dyn"),
-    *_configs("128x256:2x1:co 256x128:2x1:co", more=":dyn"),
-)
-
-
-#: On data center Blackwell; the first one runs until a site is measured.
-BLACKWELL = _configs(
-    "256x256:2x1:co 256x224:2x1:co 256x192:2x1:co 256x160:2x1:co",
-    "256x128:2x1:co 128x256:2x1:co 128x192:2x1:co 128x128:2x1:co",
-    "256x256:2x2:co 256x128:2x2:co 128x256:1x1:co 128x192:1x1:co",
-    "128x128:1x1:co 128x64:1x1:co 128x32:1x1:co 128x128:1x1:co:k4",
-)
-#: On consumer Blackwell, which has no clusters.
-BLACKWELL_CONSUMER = _configs(
-    "128x128:1x1:pp 128x64:1x1:pp 64x128:1x1:pp 128x160:1x1:pp",
-    "128x128:1x1:co 128x192:1x1:co 64x64:1x1:pp 64x32:1x1:co",
-)
-#: By major compute capability. Others have no kernels.
-_CANDIDATES = {10: BLACKWELL, 11: BLACKWELL, 12: BLACKWELL_CONSUMER}
-#: Shared memory of a CTA, where it differs from an H100's.
-_SMEM_BYTES = {12: 99 * 1024}
 
 #: Bytes of a row or column of A and B in one step of the main loop.
 _STEP_BYTES = 128
 
 
-def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tuple[int, int]:
+def epilogue_tile(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -> tuple[int, int]:
     """(rows, columns) of the tiles that an epilogue moves through shared memory at a time."""
-    if arch in (10, 11):
-        return config.cta_tile_m(arch), math.gcd(64 if program.loads else 32, config.tile_n)
-    columns = 16 if config.lean else math.gcd(32, config.tile_n)
-    if config.pingpong or arch == 12:
-        return 64, columns  # one warpgroup's rows
-    return min(config.tile_m, 128), columns
+    wide = math.gcd(arch.columns if program.loads else 32, config.tile_n)
+    columns = 16 if config.lean else wide
+    # Ping-pong: the rows of one warpgroup.
+    return 64 if config.pingpong else min(config.cta_tile_m(arch), arch.rows), columns
 
 
-def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> int:
-    """How many K steps of A and B fit into shared memory together with the epilogue's buffers. On
-    Hopper these are four stages of each tile load, on Blackwell two; two of each tile store, four
-    if it is narrow; vectors once. Lean epilogues have two stages of everything."""
+def mainloop_stages(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -> int:
+    """How many K steps of A and B fit into shared memory together with the epilogue's buffers:
+    ``arch.stages`` of each tile load; two of each tile store, four if it is narrow; vectors once.
+    Lean epilogues have two stages of everything."""
     rows, columns = epilogue_tile(program, config, arch)
     tiles = config.cta_tile_m(arch) * config.tile_n // (rows * columns)
-    load_stages = 2 if config.lean else min(tiles, 4 if arch == 9 else 2)
+    load_stages = 2 if config.lean else min(tiles, arch.stages[0])
     store_stages = 2 if config.lean else min(tiles, 4 if columns <= 16 else 2)
     stored = sum(WIDTHS[s.dtype] for s in program.stores) / len(program.accs)
     loaded = sum(WIDTHS[o.dtype] for o in program.loads)
@@ -197,70 +143,60 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     # A pair of CTAs that multiply together has half of A and half of B each.
     pair = config.tile_m // config.cta_tile_m(arch)
     step_bytes = (config.tile_m + config.tile_n) // pair * _STEP_BYTES
-    smem_bytes = _SMEM_BYTES.get(arch, H100.smem_bytes)
-    return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
+    return int((arch.smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
 
 @functools.lru_cache(maxsize=1024)  # a model has each program many times
-def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tuple[Config, ...]:
-    """Configs that compile for ``program`` on compute capability ``arch``.x, in a fixed order; none
-    if QuACK has no kernels. On Hopper the dynamic twin of each is legal as well. ``terms``: how
+def legal_configs(
+    program: EpilogueProgram, arch: Arch = HOPPER, terms: int = 1
+) -> tuple[Config, ...]:
+    """Configs that compile for ``program`` on ``arch``, in a fixed order; none if QuACK has no
+    kernels. With a counter in memory, the dynamic twin of each is legal as well. ``terms``: how
     many products the accumulator is the sum of.
     """
     fits = [c for c in every_config(program, arch) if _suits(program, c, terms, arch)]
-    if arch != 9:
-        return tuple(_deepest(program, fits, 1, arch))
-    if _own(program):
-        # The first one runs until a site is measured, so it must have enough stages.
-        configs = _deepest(program, fits, 2)
-        if program.grouped:
-            return tuple(configs)
-        return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
-    more = [c for c in fits if c in HOPPER_MORE and mainloop_stages(program, c) >= 3]
-    configs = _deepest(program, [c for c in fits if c not in HOPPER_MORE], 2)
-    return (*configs, *more) if configs else ()  # if only tiny tiles fit
+    stages = {config: mainloop_stages(program, config, arch) for config in fits}
+    least = arch.stages[1]
+    own = _own(program, arch)
+    usual = fits if own else [c for c in fits if c not in configs_in(arch.rare)]
+    # A load takes longer than the multiplication before it.
+    deep = [c for c in usual if stages[c] > least] or [c for c in usual if stages[c] == least]
+    if program.grouped or not deep:  # if only tiny tiles fit, too
+        return tuple(deep)
+    if own:  # the first one runs until a site is measured: it needs enough stages
+        return tuple(sorted(deep, key=lambda config: stages[config] < 4))
+    return (*deep, *(c for c in fits if c not in usual and stages[c] >= 3))
 
 
-def _deepest(
-    program: EpilogueProgram, configs: list[Config], least: int, arch: int = 9
-) -> list[Config]:
-    """Those with more than ``least`` stages, because a load takes longer than the multiplication
-    before it; if there are none, those with ``least``."""
-    stages = {config: mainloop_stages(program, config, arch) for config in configs}
-    return [c for c in configs if stages[c] > least] or [c for c in configs if stages[c] == least]
-
-
-def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
+def every_config(program: EpilogueProgram, arch: Arch = HOPPER) -> tuple[Config, ...]:
     """The candidates for ``program``, whether legal for it or not. Lean ones are for programs that
     load a tile or a table, with loads and stores of at most 16 bits."""
-    if arch != 9:
-        return _CANDIDATES.get(arch, ())
     dtypes = [o.dtype for o in program.loads] + [s.dtype for s in program.stores]
     lean = bool(program.loads) and all(WIDTHS[dtype] <= 2 for dtype in dtypes)
-    candidates = _own(program) or HOPPER + HOPPER_LEAN + HOPPER_MORE
-    return tuple(c for c in candidates if lean or not c.lean)
+    common = configs_in(f"{arch.configs.get('common', '')} {arch.rare}")
+    return tuple(c for c in _own(program, arch) or common if lean or not c.lean)
 
 
 @functools.lru_cache(maxsize=1024)
-def _own(program: EpilogueProgram) -> tuple[Config, ...]:
-    """The configs that only its reading has, if any: each lean and not, then their dynamic twins.
-    The first one runs until a site is measured."""
-    text = reading_of(program).configs(program)
-    still = [config for each in text.split() for more in (":lean", "")
-             for config in _configs(each, more=more)]  # fmt: skip
+def _own(program: EpilogueProgram, arch: Arch) -> tuple[Config, ...]:
+    """The configs that only its kind has, if any: each lean and not, then their dynamic twins."""
+    kind = reading_of(program).kind(program)
+    if kind == "common" or kind not in arch.configs:
+        return ()
+    still = [each for c in configs_in(arch.configs[kind]) for each in (replace(c, lean=True), c)]
     return (*still, *(config.dynamic_twin() for config in still))
 
 
-def whole_heads(program: EpilogueProgram, config: Config, arch: int = 9) -> bool:
+def whole_heads(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -> bool:
     """Is each of ``config``'s tiles, and each tile that an epilogue moves, made of whole heads or a
     part of one head? Loading tables and summing need that."""
-    # If two warps share 64 rows of a pair, each has half of the columns: tables cannot do that.
-    halved = arch in (10, 11) and config.cta_tile_m(arch) == 64
+    # On a tile of 64 rows of two CTAs each warp has half of the columns: tables cannot do that.
+    halved = arch.two_ctas and config.cta_tile_m(arch) == 64
     columns = epilogue_tile(program, config, arch)[1]
     return config.tile_n % program.head == 0 == program.head % columns and not halved
 
 
-def _suits(program: EpilogueProgram, config: Config, terms: int, arch: int = 9) -> bool:
+def _suits(program: EpilogueProgram, config: Config, terms: int, arch: Arch) -> bool:
     """Can ``program`` run with ``config``?"""
     if program.head and not whole_heads(program, config, arch):
         return False

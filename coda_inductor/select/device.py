@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from coda_inductor.arch import Arch, arch_with
 from coda_inductor.errors import OptionError, meant
 
 _SHIPPED = Path(__file__).parent / "tables"
@@ -27,7 +28,6 @@ class Gpu:
         name: of the model, as the driver says.
         capability: its compute capability, (major, minor).
         processors: its multiprocessors.
-        smem_bytes: shared memory that one CTA may have.
         processor_flops: flops of one processor per microsecond, in cuBLAS's large 16-bit products.
         bytes_per_us: what one of Inductor's elementwise kernels reaches.
         launch_us: what launching one costs on the GPU.
@@ -42,7 +42,6 @@ class Gpu:
     name: str
     capability: tuple[int, int]
     processors: int
-    smem_bytes: int
     bytes_per_us: float
     launch_us: float = 2.0
     host_call_us: float = 55.0
@@ -54,9 +53,9 @@ class Gpu:
     sites: Path | None = None
 
     @property
-    def arch(self) -> int:
-        """The compute capability, major."""
-        return self.capability[0]
+    def arch(self) -> Arch:
+        """Its generation."""
+        return arch_with(self.capability)
 
     @property
     def flops_per_us(self) -> float:
@@ -89,6 +88,7 @@ def read(path: Path) -> Gpu:
     data = json.loads(path.read_text())
     constants: dict[str, Any] = data["constants"]
     constants["capability"] = tuple(constants["capability"])
+    constants.pop("smem_bytes", None)  # in tables of users
     return Gpu(data["device"], processors=data["processors"], rated=True, sites=path, **constants)
 
 
@@ -120,7 +120,6 @@ def _gpu(index: int, chosen: str | None) -> Gpu:
         found.name,
         (found.major, found.minor),
         found.multi_processor_count,
-        getattr(found, "shared_memory_per_block_optin", H100.smem_bytes),
         tables(chosen),
     )
 
@@ -142,7 +141,6 @@ def known(
     name: str,
     capability: tuple[int, int],
     processors: int,
-    smem_bytes: int,
     shipped: dict[str, Gpu],
 ) -> Gpu:
     """The GPU with these properties: from its table; else with its own number of processors and the
@@ -150,30 +148,12 @@ def known(
     other generations the constants are an H200's, and it is not ``rated``."""
     if name in shipped:
         return replace(shipped[name], processors=processors)
-    alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0]]
+    alike = [gpu for gpu in shipped.values() if gpu.arch == arch_with(capability)]
     lender = max(
         alike or [tables(None)["NVIDIA H200"]],
         key=lambda gpu: SequenceMatcher(None, gpu.short, name).ratio(),
     )
     return replace(
-        lender, name=name, capability=capability, processors=processors, smem_bytes=smem_bytes,
+        lender, name=name, capability=capability, processors=processors,
         sites=None, rated=bool(alike),
     )  # fmt: skip
-
-
-def arch_of(device=None) -> int:
-    """Major compute capability of a device; 9 (Hopper) without CUDA."""
-    device = torch.device("cuda") if device is None else torch.device(device)
-    if device.type != "cuda":
-        return 9
-    if device.index in _majors:  # asked at every launch: torch takes microseconds to answer
-        return _majors[device.index]
-    if not torch.cuda.is_available():
-        return 9
-    major = torch.cuda.get_device_capability(device.index)[0]
-    if device.index is not None:
-        _majors[device.index] = major
-    return major
-
-
-_majors: dict[int | None, int] = {}

@@ -46,9 +46,9 @@ def unmeasured(gpu: Gpu) -> Refusal | None:
     if gpu.rated:
         return None
     text = (
-        f"there are no measurements on {gpu.short} (compute capability {gpu.arch}.x), so no kernel "
-        "is expected to win (python -m coda_inductor tune measures, options['gate'] = 'always' "
-        "fuses anyway)"
+        f"there are no measurements on {gpu.short} (compute capability {gpu.capability[0]}.x), so "
+        "no kernel is expected to win (python -m coda_inductor tune measures, options['gate'] = "
+        "'always' fuses anyway)"
     )
     return refuse("gpu-not-measured", text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from coda_inductor.arch import Arch, arch_of
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.availability import unsupported_gpu
 from coda_inductor.mainloop.readings import reading_of
@@ -12,7 +13,6 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import every_config, legal_configs, whole_heads
-from coda_inductor.select.device import arch_of
 
 
 def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
@@ -39,24 +39,23 @@ def unsupported(
     return None if why is None else refuse(*why, failure=True)
 
 
-def _heads(program: EpilogueProgram, n: int, arch: int) -> tuple[str, str] | None:
+def _heads(program: EpilogueProgram, n: int, arch: Arch) -> tuple[str, str] | None:
     """Code and text of a reason that concerns heads, or None."""
     head = program.head
     if n % head:
         return "kernel-form", f"N={n} is not a multiple of a head's {head} columns"
     # A thread has the same columns of each period, and neighbors (``mainloop.heads``).
-    period = 32 if arch == 12 else 8
     for step in program.steps:
-        if step.op == "swap" and step.args[2] != 1 and step.args[2] % period:
+        if step.op == "swap" and step.args[2] != 1 and step.args[2] % arch.period:
             text = f"it exchanges columns at distance {step.args[2]:g}: kernels support 1 "
-            return "kernel-form", text + f"and multiples of {period}"
+            return "kernel-form", text + f"and multiples of {arch.period}"
     if not any(whole_heads(program, config, arch) for config in every_config(program, arch)):
         return "kernel-form", f"no kernel has tiles of whole heads of {head} columns"
     return None
 
 
 def _unsupported(
-    program: EpilogueProgram, n: int, k: int, majors: tuple[str, str], terms: int, arch: int
+    program: EpilogueProgram, n: int, k: int, majors: tuple[str, str], terms: int, arch: Arch
 ) -> tuple[str, str] | None:
     """A reason's code and text."""
     if program.a_dtype not in (*HALF_NAMES, *FP8):

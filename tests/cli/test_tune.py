@@ -76,7 +76,7 @@ def gpu(cache, monkeypatch):
     for module in (command, plan):
         monkeypatch.setattr(module, "store_of", lambda _: cache)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    monkeypatch.setattr("coda_inductor.select.device._majors", {0: 9})
+    monkeypatch.setattr("coda_inductor.arch._archs", {0: HOPPER.arch})
     return machine
 
 

@@ -11,14 +11,14 @@ import functools
 import pytest
 import torch
 
+from coda_inductor.arch import HOPPER, arch_of
 from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.program import Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import arch_of
 
 #: Hopper's where there is no GPU, so that its tests are collected everywhere.
-ARCH = 9 if kernel_stack() else arch_of()
+ARCH = HOPPER if kernel_stack() else arch_of()
 #: The op, without a fallback: a kernel that does not run must fail the test.
 launched = functools.partial(gemm_epilogue, strict=True)
 

@@ -37,13 +37,14 @@ gc.disable()  # a tenth of the time
 import torch._inductor.compile_fx  # as QuACK does, whatever the architecture
 from apart import apart
 from programs import fp8, grouped, heads, programs
+from coda_inductor.arch import arch_with
 from coda_inductor.select.config import Config, legal_configs
 
 def process(names, environment, answer):
     os.dup2(2, 1)
     os.environ.update(environment)
     try:
-        found = compiled(int(environment["QUACK_ARCH"]) // 10, names)
+        found = compiled(arch_with(divmod(int(environment["QUACK_ARCH"]), 10)), names)
     except BaseException:
         found = {"error": traceback.format_exc()}
     with open(answer, "w") as file:
@@ -171,7 +172,7 @@ def test_what_a_launch_decides(hopper):
 
 
 def test_ampere_and_ada_have_no_gemm(tmp_path, compile_in_process):
-    """If this fails, QuACK has one: give it configs, and ``availability.ARCHS`` an 8."""
+    """If this fails, QuACK has one: give it a record in ``arch.ARCHS``."""
     with pytest.raises(AssertionError, match="NotImplementedError: Gemm Sm80 is not implemented"):
         compile_in_process("89", "scale//128x128:1x1:co", tmp_path)
 

@@ -8,6 +8,7 @@ from harness import Harness
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo.experts import Block, given, two_weights
 
+from coda_inductor.arch import BLACKWELL
 from coda_inductor.fusing import lower
 from coda_inductor.mainloop import availability
 from coda_inductor.runtime import on_cuda, pool
@@ -69,7 +70,10 @@ def test_what_has_a_kernel(monkeypatch):
     assert not on_cuda.requests(a, None, bs, turned=True)
     for other in ({"k": 60}, {"n": (64, 60)}, {"dtype": torch.float32}, {"device": "cpu"}):
         assert not on_cuda.requests(*tensors(**other), turned=True)
-    for where, name, other in ((on_cuda, "arch_of", 10), (availability, "kernel_stack", "no GPU")):
+    for where, name, other in (
+        (on_cuda, "arch_of", BLACKWELL),
+        (availability, "kernel_stack", "no GPU"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, lambda _, other=other: other)
             assert not on_cuda.requests(a, rows, bs, turned=True)

@@ -79,7 +79,7 @@ def test_a_gpu_without_measurements_is_named(monkeypatch):
     """Blackwell: kernels could run, and the default gate has none."""
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
-    unknown = known("NVIDIA B200", (10, 0), 148, 232448, tables(None))
+    unknown = known("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
     on_gpu = [torch.nn.Parameter(torch.ones(1))]
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))

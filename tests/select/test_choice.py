@@ -10,10 +10,12 @@ import torch
 from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, table
 from programs import kinds
 
+from coda_inductor import arch
+from coda_inductor.arch import BLACKWELL
 from coda_inductor.plan import Tuning
-from coda_inductor.select import device, roofline
+from coda_inductor.select import roofline
 from coda_inductor.select.choice import MANY, candidates, select
-from coda_inductor.select.config import DEFAULTS, Config
+from coda_inductor.select.config import Config, configs_in
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import signature
 from coda_inductor.select.roofline import MARGIN, around_us, fused_us, products_us
@@ -123,8 +125,8 @@ def test_beside_collectives_tiles_come_from_a_counter(tmp_path, monkeypatch):
         assert beside == replace(alone, config=twin)
     store.add(keyed(ONE, figures({alone.config: 50.0}, failed={twin: "wrong"})))
     assert select(replace(ONE, crowded=True), gated=True, store=store).config == alone.config
-    monkeypatch.setattr(device, "_majors", {0: 10})
-    store, order = Store(B200, tmp_path), configs(ONE, 10)
+    monkeypatch.setattr(arch, "_archs", {0: BLACKWELL})
+    store, order = Store(B200, tmp_path), configs(ONE, BLACKWELL)
     mine = replace(ONE, device=torch.device("cuda", 0), crowded=True)
     assert select(mine, gated=False, store=store).config == order[0]
     store.add(keyed(ONE, figures({order[1]: 50.0})))
@@ -148,7 +150,7 @@ def test_every_legal_config_is_a_candidate_once_the_nearest_fastest_first():
 def test_by_default_one_of_few_runs_that_fills_the_gpu():
     for m in (64, 8192):
         for kind in ("scale", "swiglu", "norm_bwd_joined", "logsumexp"):
-            assert candidates(site(kind, m=m, n=8192), H100)[0] in DEFAULTS
+            assert candidates(site(kind, m=m, n=8192), H100)[0] in configs_in(H100.arch.defaults)
     large, few = (candidates(replace(ONE, m=m), H100)[0] for m in (8192, 1024))
     assert few.tile_m * few.tile_n < large.tile_m * large.tile_n
     assert any(config.dynamic for config in candidates(ONE, H100)[:MANY])

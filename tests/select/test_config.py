@@ -9,14 +9,13 @@ import pytest
 import torch
 from programs import fp8, heads, kinds, parsed, rotary
 
+from coda_inductor.arch import ARCHS, BLACKWELL, CONSUMER_BLACKWELL, HOPPER
 from coda_inductor.errors import KernelError
 from coda_inductor.select import choice
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import (
-    HOPPER,
-    HOPPER_LEAN,
-    HOPPER_MORE,
     Config,
+    configs_in,
     epilogue_tile,
     legal_configs,
     mainloop_stages,
@@ -24,6 +23,7 @@ from coda_inductor.select.config import (
 from coda_inductor.select.site import Site
 
 KINDS, FP8 = kinds(), fp8()
+COMMON, RARE = configs_in(HOPPER.configs["common"]), configs_in(HOPPER.rare)
 
 
 def sum_of_tiles(count: int, dtype: str = "float32"):
@@ -44,7 +44,7 @@ MODES = {
 
 
 def test_each_config_has_one_text():
-    every = HOPPER + HOPPER_LEAN + HOPPER_MORE
+    every = COMMON + RARE
     assert len({str(config) for config in every}) == len(every)
     for config in (*every, *MODES.values()):
         assert Config.parse(str(config)) == config
@@ -72,7 +72,7 @@ def test_each_config_has_one_text():
     ],
 )
 def test_what_hopper_has_no_kernel_for(text, why):
-    found = Config.parse(text).unwritten
+    found = Config.parse(text).unwritten(HOPPER)
     assert found is None if why is None else why in found
 
 
@@ -81,18 +81,18 @@ def test_what_is_legal_is_written_and_so_is_its_twin(name):
     legal = legal_configs((KINDS | FP8)[name])
     for config in legal:
         twin = config.dynamic_twin()
-        assert config.unwritten is twin.unwritten is None
+        assert config.unwritten(HOPPER) is twin.unwritten(HOPPER) is None
         assert Config.parse(str(twin)) == twin == twin.dynamic_twin() == replace(twin, dynamic=True)
         assert mainloop_stages((KINDS | FP8)[name], config) >= 2
     assert {c for c in legal if c.dynamic} <= {c.dynamic_twin() for c in legal if not c.dynamic}
     if name in KINDS:  # ties go to the first: they must not change when candidates are added
-        order = [(*HOPPER, *HOPPER_LEAN, *HOPPER_MORE).index(config) for config in legal]
+        order = [(*COMMON, *RARE).index(config) for config in legal]
         assert order == sorted(order)
 
 
 def test_heavy_programs_have_fewer_configs_then_none():
     counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 16)]
-    assert counts[0] >= len(HOPPER)
+    assert counts[0] >= sum(not config.lean for config in COMMON)
     assert counts[0] > counts[1] > counts[2] == 0
 
 
@@ -104,7 +104,7 @@ def test_whose_k_is_split():
     assert {c.split_k for c in legal_configs(KINDS["logsumexp"])} == {1}
     one, two = (legal_configs(KINDS["norm_bwd"], terms=terms) for terms in (1, 2))
     assert two == tuple(c for c in one if c.split_k == 1) != one
-    assert {c.split_k for c in legal_configs(KINDS["norm_bwd"], 10, terms=2)} == {1}
+    assert {c.split_k for c in legal_configs(KINDS["norm_bwd"], BLACKWELL, terms=2)} == {1}
 
 
 def test_lean_epilogues_are_for_16_bit_tiles_and_leave_more_to_the_main_loop():
@@ -127,14 +127,14 @@ def test_slow_accumulation_has_no_room_for_larger_tiles():
     assert {c.dynamic_twin() for c in pair} <= {*pair}
 
 
-@pytest.mark.parametrize("arch", [9, 10, 12])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", list(heads()))
 def test_tiles_are_made_of_whole_heads(name, arch):
     program = heads()[name]
     for config in legal_configs(program, arch):
         assert config.tile_n % program.head == 0
         assert program.head % epilogue_tile(program, config, arch)[1] == 0
-        assert arch != 10 or config.cta_tile_m(arch) == 128
+        assert not arch.two_ctas or config.cta_tile_m(arch) == 128
 
 
 def test_tables_take_the_shared_memory_of_tiles():
@@ -146,10 +146,10 @@ def test_tables_take_the_shared_memory_of_tiles():
     assert stages < mainloop_stages(KINDS["scale"], config)
 
 
-@pytest.mark.parametrize("arch", [10, 12])
+@pytest.mark.parametrize("arch", [BLACKWELL, CONSUMER_BLACKWELL])
 def test_of_another_generation_the_first_runs(arch, monkeypatch):
     """Blackwell halves the tiles of two CTAs."""
-    assert Config(256, 256, 2, 1, False).cta_tile_m(arch) == (128 if arch == 10 else 256)
+    assert Config(256, 256, 2, 1, False).cta_tile_m(arch) == (128 if arch is BLACKWELL else 256)
     monkeypatch.setattr(choice, "arch_of", lambda _: arch)
     for n in (1024, 4096, 14336):
         found = select(Site(KINDS["scale"], 8192, n, 3072), gated=False)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from measured import borrowing, table
 
+from coda_inductor.arch import arch_with
 from coda_inductor.select import device
 from coda_inductor.select.device import H100, gpu_of, known, read, tables
-
-SMEM = 232448
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def machine(monkeypatch):
         tables.cache_clear()
         found = types.SimpleNamespace(
             name=name, major=capability[0], minor=capability[1],
-            multi_processor_count=processors, shared_memory_per_block_optin=SMEM,
+            multi_processor_count=processors,
         )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -58,18 +57,18 @@ def test_what_is_known_of_a_model(tmp_path):
     """One with a table has its constants, another of its generation borrows, one of another
     generation has an H200's and is not rated."""
     slower = replace(table(tmp_path, "NVIDIA H900"), bytes_per_us=1.0)
-    gpu = known("NVIDIA H900", (9, 0), 114, SMEM, {slower.name: slower})
+    gpu = known("NVIDIA H900", (9, 0), 114, {slower.name: slower})
     assert gpu == replace(slower, processors=114)
-    gpu = known("NVIDIA H900", (9, 0), 78, 1000, {H100.name: H100})
+    gpu = known("NVIDIA H900", (9, 0), 78, {H100.name: H100})
     assert (gpu.rated, gpu.sites, gpu.bytes_per_us) == (True, None, H100.bytes_per_us)
     assert gpu.flops_per_us == H100.flops_per_us * 78 / 132
-    assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA H900", 78, 1000)
+    assert (gpu.name, gpu.processors) == ("NVIDIA H900", 78)
     for capability in ((10, 0), (12, 0), (8, 0)):
-        gpu = known("NVIDIA B200", capability, 148, SMEM, {H100.name: H100})
+        gpu = known("NVIDIA B200", capability, 148, {H100.name: H100})
         assert (gpu.rated, gpu.sites) == (False, None)
         assert gpu.bytes_per_us == tables(None)["NVIDIA H200"].bytes_per_us
-        assert (gpu.capability, gpu.arch) == (capability, capability[0])
-        assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA B200", 148, SMEM)
+        assert (gpu.capability, gpu.arch) == (capability, arch_with(capability))
+        assert (gpu.name, gpu.processors) == ("NVIDIA B200", 148)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_what_is_known_of_a_model(tmp_path):
 )
 def test_the_most_alike_name_lends(name, lender):
     (of,) = (gpu for gpu in tables(None).values() if gpu.short == lender)
-    assert known(name, (9, 0), 132, SMEM, tables(None)) == borrowing(of, name)
+    assert known(name, (9, 0), 132, tables(None)) == borrowing(of, name)
 
 
 def test_names_for_people_and_files():

@@ -14,11 +14,12 @@ from programs import parsed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
+from coda_inductor import arch
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan
 from coda_inductor.program import Reduce
-from coda_inductor.select import device, gate, roofline
+from coda_inductor.select import gate, roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.device import H100, known, tables
 from coda_inductor.select.site import Site
@@ -100,7 +101,7 @@ def test_which_graphs_are_too_small():
 
 def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
-    unknown = known("NVIDIA B200", (10, 0), 148, 232448, tables(None))
+    unknown = known("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: unknown)
     graph = graph_of(llama(8192))
     auto, always = (plan(graph, gate=gate) for gate in ("auto", "always"))
@@ -121,7 +122,7 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(device, "_majors", {})
+    monkeypatch.setattr(arch, "_archs", {})
     monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: H100)
     monkeypatch.setattr(availability, "library_stack", lambda: None)
     availability.kernel_stack.cache_clear()

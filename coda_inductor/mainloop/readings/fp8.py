@@ -14,22 +14,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from coda_inductor.arch import Arch, arch_with
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import Majors, Plain, Read, Tensors, Why, b_major
 from coda_inductor.mainloop.tensors import tma_matrix
 from coda_inductor.program import EpilogueProgram, reference
 
-_HOPPER = 90
 #: The tile whose float32 sums fit, if two warpgroups share it.
 _SMALL = (128, 128)
-#: An accumulator that is added up in float32 at each step of K needs twice the registers: larger
-#: tiles spill, and take up to 18x as long (128x192 ping-pong, docs/gotchas.md).
-_EXACT = "128x128:2x1:co 128x128:1x2:co 128x128:1x1:co"
-#: With fast accumulation, larger tiles need no more registers than in 16 bits.
-_FAST = (
-    "128x128:2x1:co 128x256:2x1:co 128x128:1x2:co 128x192:2x1:pp "
-    "256x128:2x1:co 128x256:1x2:co 128x128:2x1:pp"
-)
 
 
 class Fp8(Plain):
@@ -38,7 +30,7 @@ class Fp8(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
         for name, major, other in zip(("left", "right"), majors, "MN", strict=True):
             if major != "k":
                 text = f"its {name} operand is contiguous along {other}: FP8 needs contiguous K"
@@ -46,13 +38,13 @@ class Fp8(Plain):
         if terms > 1:
             text = f"a sum of {terms} FP8 products, each with its own scales"
             return "kernel-form", text
-        if arch in (10, 11) and program.a_dtype != program.b_dtype:
+        if "mixed" not in arch.features and program.a_dtype != program.b_dtype:
             mixed = f"{program.a_dtype} times {program.b_dtype}"
-            return "fp8-mixed", f"{mixed} has no kernel on data center Blackwell"
+            return "kernel-form", f"{mixed} has no kernel on {arch.name}"
         return super().refuses(program, majors, terms, arch)
 
-    def configs(self, program: EpilogueProgram) -> str:
-        return _FAST if program.fast else _EXACT
+    def kind(self, program: EpilogueProgram) -> str:
+        return "fp8 fast" if program.fast else "fp8"
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:
         return "k", "k"  # other layouts are copied
@@ -90,13 +82,14 @@ class PairedFp8(Fp8, Pair):
 
 
 class FastAccumulation:  # a mixin for QuACK kernel classes
-    """Sums over all of K in the multiplier, if registers do not suffice for more. Only Hopper's
-    class has the choice, and an argument for it."""
+    """Sums over all of K in the multiplier, if registers do not suffice for more, where QuACK's
+    class has the choice and an argument for it."""
 
     arch: int
 
     def __init__(self, acc_dtype, a_dtype, tile, cluster, *, pingpong=False, **others):
-        slow = self.arch != _HOPPER or (tuple(tile[:2]) == _SMALL and not pingpong)
+        choice = "accumulation" in arch_with(divmod(self.arch, 10)).features
+        slow = not choice or (tuple(tile[:2]) == _SMALL and not pingpong)
         fast = {} if slow else {"fp8_fast_accum": True}
         super().__init__(  # type: ignore[call-arg]
             acc_dtype, a_dtype, tile, cluster, pingpong=pingpong, **others, **fast

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coda_inductor.arch import Arch
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import (
@@ -35,12 +36,6 @@ from coda_inductor.mainloop.tensors import ALIGN, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.grouped import grouped_product
 
-#: The first legal one runs until a site is measured: these were the fastest at most H100 sites.
-_CONFIGS = (
-    "128x256:1x2:co 128x256:2x1:co 128x192:2x1:pp 128x128:2x1:pp 256x128:1x2:co "
-    "256x192:2x1:co 128x208:2x1:pp 128x160:2x1:pp 256x128:2x1:co"
-)
-
 
 class Grouped(Plain):
     """A (M, K), or (R, K) from which rows are gathered, times B (E, K, N) of either major."""
@@ -48,9 +43,9 @@ class Grouped(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.grouped and super().takes(program, terms)
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
-        if arch != 9:
-            return "kernel-form", "only Hopper has kernels for rows of experts"
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
+        if "experts" not in arch.features:
+            return "kernel-form", f"{arch.name} has no kernels for rows of experts"
         if majors[0] != "k":
             return "kernel-form", "rows of experts must be contiguous"
         return super().refuses(program, majors, terms, arch)
@@ -60,8 +55,8 @@ class Grouped(Plain):
             return False  # the threads of one CTA gather rows, before a tile is assigned
         return config.split_k == 1 and super().suits(program, config)
 
-    def configs(self, program: EpilogueProgram) -> str:
-        return _CONFIGS
+    def kind(self, program: EpilogueProgram) -> str:
+        return "experts"
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:
         return a_major(as_[0]), "n" if bs[0].stride(2) == 1 else "k"
@@ -108,7 +103,7 @@ class GroupedAlternating(GroupedPair):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.alternating
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
         return super().refuses(program, (majors[0], "k"), terms, arch)
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:

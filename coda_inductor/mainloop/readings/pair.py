@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coda_inductor.arch import Arch
 from coda_inductor.mainloop.readings.plain import Bound, Majors, Plain, Read, Tensors, Why
 from coda_inductor.mainloop.tensors import ALIGN, UnpairableError, distance
 from coda_inductor.program import EpilogueProgram
@@ -50,7 +51,7 @@ class Pair(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.paired
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
         wide = next((s for s in program.stores if s.dtype not in HALF_NAMES), None)
         if wide is not None:
             text = f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"

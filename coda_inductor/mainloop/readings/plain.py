@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coda_inductor.arch import Arch
 from coda_inductor.mainloop.tensors import laid_out, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 
@@ -45,7 +46,7 @@ class Plain:
         """Does it read ``terms`` products of ``program``, if no earlier reading does?"""
         return True
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
         """Why there is no kernel with this reading, or None."""
         return None
 
@@ -53,9 +54,9 @@ class Plain:
         """Can a kernel with this config have this reading?"""
         return True
 
-    def configs(self, program: EpilogueProgram) -> str:
-        """Its own configs on Hopper; "" for the common ones."""
-        return ""
+    def kind(self, program: EpilogueProgram) -> str:
+        """Which configs of a generation it has (``Arch.configs``)."""
+        return "common"
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:
         """The majors of A and B as a kernel gets them; fake tensors suffice."""
