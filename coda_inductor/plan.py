@@ -9,7 +9,7 @@ device, kernel libraries), before anything is planned; and *how* does the planne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
 from coda_inductor.fuse.grow import grow
-from coda_inductor.graph.gemms import TRACED, b_major, gemm_inputs, routes_of
+from coda_inductor.graph.gemms import TRACED, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import Scope, training
 from coda_inductor.graph.sizes import hint, same
@@ -209,7 +209,7 @@ class Plan:
             return refuse("gate-never", "options['gate'] is 'never'")
         if self.unwanted is not None:
             return self.unwanted
-        if not self._kernels(x):
+        if not self._kernels(x.device):
             return None
         device = self.as_if or x.device
         if (why := availability.kernel_stack(device)) is not None:  # runtime.notice warns once
@@ -219,9 +219,9 @@ class Plan:
             return why
         operands = tuple(Operand(kind, kind, "int32") for kind in routes)
         bare = EpilogueProgram(("acc",), names[0], operands, stores=(_STORE,), b_dtype=names[1])
-        majors = "m" if same(x.stride(0), 1) else "k", b_major(w)
+        site = self.site(bare, x, w, (0, w.shape[-1], w.shape[-2]))
         return (
-            legality.unsupported(bare, w.shape[-1], w.shape[-2], majors, device=device)
+            legality.unsupported(site)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
         )
@@ -235,19 +235,21 @@ class Plan:
         """How much of the gradient of logits is in memory at a time, where it is sliced."""
         return linear_cross_entropy.SLICE_BYTES
 
-    def fits(self, site: Site, a: torch.Tensor) -> bool:
-        """Is there a kernel with enough shared memory for ``site``, whose left operand is ``a``?
-        Without kernels there is no such limit."""
-        if not (self.dry or self._kernels(a)):
-            return True
-        how = site.program, site.n, site.k, (site.a_major, site.b_major)
-        why = legality.unsupported(*how, device=self.as_if or site.device, terms=len(site.ks))
+    def site(self, program: EpilogueProgram, a: Any, b: Any, shape: tuple, **more: Any) -> Site:
+        """The site of ``program`` on the GPU that decisions are for, as :meth:`Site.of`."""
+        here = {"device": self.as_if or a.device, "arch": self.gpu.arch, "crowded": crowded()}
+        return Site.of(program, a, b, shape, **here, **more)
+
+    def fits(self, site: Site) -> bool:
+        """Is there a kernel with enough shared memory for ``site``? Without kernels there is no
+        such limit."""
+        why = legality.unsupported(site) if self.dry or self._kernels(site.device) else None
         return why is None or why.code != "shared-memory"
 
     def norm_loses(self, gemms: list[Node]) -> Refusal | None:
         """Why deferring a LayerNorm past ``gemms`` costs more than it saves, or None."""
         a, _ = gemm_inputs(gemms[0])
-        if self.options.gate != "auto" or not self._kernels(fake(a)):
+        if self.options.gate != "auto" or not self._kernels(fake(a).device):
             return None
         m, k = fake(a).shape
         n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
@@ -257,7 +259,7 @@ class Plan:
         """Why splitting a packed projection of ``a`` (M, K) into two costs more than it saves, or
         None. In training a copy then joins its weight's gradient, (2F, K); what is saved is reading
         the product (M, 2F) at least once."""
-        if self.options.gate != "auto" or not self._kernels(a) or not training:
+        if self.options.gate != "auto" or not self._kernels(a.device) or not training:
             return None
         m, k = a.shape
         if hint(m) >= 2 * k:
@@ -265,19 +267,18 @@ class Plan:
         text = f"joining its weight's gradient costs more than it saves below {2 * k} rows"
         return refuse("split-copies-gradient", text)
 
-    def judge(self, site: Site, a: torch.Tensor) -> Choice:
-        """How a planned site with the left operand ``a`` runs."""
+    def judge(self, site: Site) -> Choice:
+        """How a planned site runs."""
         if self.options.reference:
             why = refuse("reference-asked", "options['reference'] is set")
-        elif not self._kernels(a):
-            why = refuse("no-kernels-on-device", f"device {a.device.type} has no kernels")
+        elif not self._kernels(site.device):
+            why = refuse("no-kernels-on-device", f"device {site.device.type} has no kernels")
         else:
             return self._judged(site)
         return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
 
     def _judged(self, site: Site) -> Choice:
         gated, tuning = self.options.gate == "auto", self.tuning
-        site = replace(site, device=self.as_if or site.device, crowded=crowded())
         if tuning is None:
             return select(site, gated=gated, store=self.store)
         choice = select(site, gated=gated, store=self.store, optimistic=tuning.optimistic)
@@ -297,7 +298,7 @@ class Plan:
         us = product_us(m, n, k, self.gpu, fp8=bare.fp8)
         return Choice("unfused", unfused_us=us, ground=ground)
 
-    def _kernels(self, a: torch.Tensor) -> bool:
+    def _kernels(self, device: torch.device) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
-        on_gpu = self.as_if is not None or a.device.type == "cuda"
+        on_gpu = self.as_if is not None or device.type == "cuda"
         return on_gpu and not self.options.reference

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from programs import B_MAJOR, TERMS, kinds
 
-from coda_inductor.arch import Arch
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import H100, Gpu, read
 from coda_inductor.select.figures import Figures, key_of, to_row
@@ -25,9 +24,9 @@ def site(kind: str = "scale", m: int = 8192, n: int = 2048, k: int = 2048, **oth
     return Site(kinds()[kind], m, n, k, TERMS[kind], b_major=B_MAJOR[kind], name=kind, **others)
 
 
-def configs(of: Site, arch: Arch = HOPPER.arch) -> list[str]:
+def configs(of: Site) -> list[str]:
     """All legal configs of a site, in order."""
-    return [str(config) for config in legal_configs(of.program, arch, of.terms)]
+    return [str(config) for config in legal_configs(of.program, of.arch, of.terms)]
 
 
 def figures(us: Mapping[str, float], unfused: float = 100.0, plain: float = 80.0, **others):

@@ -44,7 +44,7 @@ def test_a_new_generation_is_a_record(machine, tmp_path):
     assert availability.kernel_stack(device) is None
     gpu = known("NVIDIA N1", (13, 1), 160, {H100.name: H100})
     assert (gpu.arch, gpu.rated) == (NEXT, False)
-    of = site("scale", device=device)
+    of = site("scale", arch=NEXT)
     for program in (*kinds().values(), of.program):
         legal = legal_configs(program, NEXT)
         assert {str(config) for config in legal} <= {LARGE, SMALL}
@@ -59,7 +59,7 @@ def test_a_new_generation_is_a_record(machine, tmp_path):
 
 
 def test_and_a_table(machine, tmp_path):
-    of = site("scale", device=torch.device("cuda", 0))
+    of = site("scale", arch=NEXT)
     gpu = table(tmp_path, "NVIDIA N1", keyed(of, figures({SMALL: 50.0})), capability=(13, 1))
     assert (gpu.arch, gpu.rated) == (NEXT, True)
     found = select(of, gated=True, store=Store(gpu, tmp_path))

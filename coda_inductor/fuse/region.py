@@ -16,8 +16,10 @@ from torch.fx import Node
 
 from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import fake, renames, renames_or_casts
+from coda_inductor.graph.sizes import same
 from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.mainloop.readings.join import joinable
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,
@@ -73,6 +75,11 @@ class Region:
         k = sum(fake(gemm_inputs(term)[0]).shape[1] for term in terms)
         m, n = fake(self.anchors[0]).shape
         return m, n // 2 if self.lanes else n, k
+
+    @property
+    def in_place(self) -> bool:
+        """Are the anchors terms of a sum that one kernel reads in place?"""
+        return self.total is not None and in_place(self.anchors)
 
     @property
     def grouped(self) -> bool:
@@ -172,6 +179,15 @@ class Region:
         """Sums over M that are never combined with a tile: the gradients of biases and gammas."""
         columns = {r.name for r in self.reduces.values() if r.axis == "col"}
         return columns - {r.name for n, r in self.reduces.items() if not _ends_alone(n)}
+
+
+def in_place(terms: tuple[Node, ...]) -> bool:
+    """Can one kernel read the ``terms`` of a sum in place? On a CPU: are there two of one K?"""
+    pairs = [gemm_inputs(t) for t in terms]
+    left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
+    if left[0].is_cuda:
+        return joinable(left, right)
+    return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])
 
 
 def _ends_alone(node: Node) -> bool:

@@ -20,11 +20,10 @@ from __future__ import annotations
 from torch.fx import Node
 
 from coda_inductor.fuse import columns
-from coda_inductor.fuse.region import Region
+from coda_inductor.fuse.region import Region, in_place
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import (
     Legal,
-    b_major,
     gemm_inputs,
     is_sum,
     producer,
@@ -33,11 +32,8 @@ from coda_inductor.graph.gemms import (
 )
 from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
-from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import back_to, base, readers
-from coda_inductor.mainloop.readings.join import joinable
-from coda_inductor.program.ir import EpilogueProgram
-from coda_inductor.select.site import Site
 
 
 def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
@@ -73,15 +69,6 @@ def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
     return in_place(found) or all(_passes_by(t, scope) for t in found)
 
 
-def in_place(found: tuple[Node, ...]) -> bool:
-    """Can one kernel read the terms in place? On a CPU: are there two of one K?"""
-    pairs = [gemm_inputs(t) for t in found]
-    left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
-    if left[0].is_cuda:
-        return joinable(left, right)
-    return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])
-
-
 def _passes_by(term: Node, scope: Scope) -> bool:
     """Does one of Inductor's kernels in the same pass write or read the left operand of ``term``,
     so that it can also write a copy?"""
@@ -108,7 +95,7 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:
         return left[:1], right
-    if in_place(region.anchors):
+    if region.in_place:
         return left, right
     put = Put(region.anchors[-1], before)
     columns.install()
@@ -132,20 +119,3 @@ def _is_shown(node: Node) -> bool:
     """Is ``node``, or a view of it, a graph output?"""
     shown = [node, *readers(node)[1]] if renames(node) else [node]
     return any(each.op == "output" for each in shown)
-
-
-def site_of(region: Region, program: EpilogueProgram, after: frozenset[str]) -> Site:
-    """``region`` as a :class:`Site`, to be decided about; ``after`` as there. One kernel reads the
-    terms of a sum in place, or their weights are concatenated."""
-    m, n, k = region.shape
-    a, b = (fake(x) for x in gemm_inputs(region.anchors[0]))
-    terms, copied = 1, ()
-    if region.total is not None and in_place(region.anchors):
-        terms = len(region.anchors)
-    elif region.total is not None:
-        copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
-    a_major = "m" if same(a.stride(0), 1) else "k"
-    groups = b.shape[0] if program.grouped else 0
-    rows = hint(a.shape[0]) if program.routes[1] is not None else 0
-    how = {"a_major": a_major, "b_major": b_major(b), "device": a.device}
-    return Site(program, hint(m), n, k, terms, copied, after, **how, groups=groups, rows=rows)

@@ -17,7 +17,6 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.fuse.region import Region
-from coda_inductor.fuse.sums import in_place
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint
@@ -42,7 +41,7 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
     before = left + right + 2 * products + operands + stores - kept + reduced
     shared = size(pairs[0][0]) if region.total is None else left
     after = shared + right + operands + stores + _partials(region, config)
-    if region.total is not None and not in_place(region.anchors):
+    if region.total is not None and not region.in_place:
         after += 2 * right  # the weights are read and written once more
     return before, after
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
@@ -23,7 +23,7 @@ from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.pair import alternating, pair_with
 from coda_inductor.fuse.region import Region
-from coda_inductor.fuse.sums import site_of, sum_with
+from coda_inductor.fuse.sums import sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.fusing.lower import SITE, lower
 from coda_inductor.graph.collectives import ahead, overlapped
@@ -44,7 +44,7 @@ from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, failed, refuse
-from coda_inductor.report import Choice, SiteReport
+from coda_inductor.report import SiteReport
 from coda_inductor.select.site import Site
 from coda_inductor.semantic.rotary import rotate_heads
 
@@ -118,19 +118,29 @@ def _fused(graph: Graph, record: Record) -> _Fused:
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
         if anchor in done:
             continue
-        region, site, choice = planner.plan(anchor)
-        call = anchor
-        if choice is not None:
-            assert site.program is not None, "a fused site has a program"
+        planned = planner.plan(anchor)
+        region, report, call = planned.region, planned.report, anchor
+        if region is not None:
+            assert report.program is not None, "a fused site has a program"
             done |= set(region.anchors)
-            fired |= _patterns(region, planner.scope)
+            fired |= planned.patterns
             strict = record.options.strict
-            call = emit(region, site.program, choice.config, site=site.site, strict=strict)
+            call = emit(region, report.program, report.config, site=report.site, strict=strict)
             calls[call] = first + len(sites)
             planner.scope.refresh()
         call.meta[SITE] = first + len(sites)
-        sites.append(site)
+        sites.append(report)
     return calls, fired, sites
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The report of a GEMM and, if it is fused, its region and (pattern, occurrence) of everything
+    that this absorbed."""
+
+    report: SiteReport
+    region: Region | None = None
+    patterns: frozenset[tuple[str, str]] = frozenset()
 
 
 class _Planner:
@@ -144,47 +154,55 @@ class _Planner:
             if not record.enabled(node.meta.get("coda_pattern", ("",))[0])
         }
 
-    def plan(self, anchor: Node) -> tuple[Region, SiteReport, Choice | None]:
-        """The best region of ``anchor``, its report, and how it runs (None: not fused)."""
+    def plan(self, anchor: Node) -> _Planned:
+        """What becomes of ``anchor``."""
         try:
             return self._plan(anchor)
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
             why = failed(error).at("gemm", module_path(anchor) or anchor.name)
-            return Region((anchor,)), replace(self._unplanned(anchor), refusal=why), None
+            return _Planned(replace(self._unplanned(anchor), refusal=why))
 
-    def _plan(self, anchor: Node) -> tuple[Region, SiteReport, Choice | None]:
-        site = self._unplanned(anchor)
+    def _plan(self, anchor: Node) -> _Planned:
+        report = self._unplanned(anchor)
         if self.record.plan.dry:
-            site = replace(site, estimate=self.record.plan.estimate_plain(anchor))
-        alone = Region((anchor,))
+            report = replace(report, estimate=self.record.plan.estimate_plain(anchor))
         if (why := overlapped(anchor) or self.record.plan.legal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
-            return alone, replace(site, refusal=_excused(anchor, why)), None
+            return _Planned(replace(report, refusal=_excused(anchor, why)))
         first: Refusal | None = None
         for make in self._candidates(anchor):
             try:
-                region = self._grown(make)
-                if region is None:
+                grown = self._grown(make)
+                if grown is None:
                     continue
+                region, site = grown
                 if region.idle and not region.program.grouped:
-                    return region, replace(site, refusal=_nothing_absorbed(region)), None
+                    return _Planned(replace(report, refusal=_nothing_absorbed(region)))
                 check_views(region)
             except Refused as error:
                 first = first or error.refusal
                 continue
-            found, choice = self._judged(region, site)
-            if choice.how == "unfused":
-                first = first or choice.refusal
-                continue
-            return region, found, choice
-        return alone, replace(site, refusal=_excused(anchor, first)), None
+            planned = self._judged(region, site, report)
+            if isinstance(planned, _Planned):
+                return planned
+            first = first or planned
+        return _Planned(replace(report, refusal=_excused(anchor, first)))
 
     def _site(self, region: Region) -> Site:
-        planned = site_of(region, region.program, self._read_after(region))
-        return replace(planned, name=_name(region.anchors))
+        """``region`` as a site. One kernel reads the terms of a sum in place, or their weights are
+        concatenated."""
+        pairs = [tuple(map(fake, gemm_inputs(anchor))) for anchor in region.anchors]
+        terms, copied = len(pairs) if region.in_place else 1, ()
+        if region.total is not None and not region.in_place:
+            copied = tuple(a.shape[1] for a, _ in pairs)
+        a, b = pairs[0]
+        return self.record.plan.site(
+            region.program, a, b, region.shape, terms=terms, copied=copied,
+            after=self._read_after(region), name=_name(region.anchors),
+        )  # fmt: skip
 
     def _unplanned(self, anchor: Node) -> SiteReport:
         a, _ = gemm_inputs(anchor)
@@ -217,41 +235,40 @@ class _Planner:
         region = grow((anchor,), self.scope, {**apart, **banned})
         return region if region.work else None
 
-    def _grown(self, make: Make) -> Region | None:
-        """A region without anything that the user has disabled."""
+    def _grown(self, make: Make) -> tuple[Region, Site] | None:
+        """A region without anything that the user has disabled, or that leaves it no kernel."""
         banned = dict(self.banned)
         while (region := make(banned)) is not None and not self.record.enabled("residual"):
             adds = [node for node in _residual_adds(region) if node not in banned]
             if not adds:
                 break
             banned |= dict.fromkeys(adds, _disabled("residual"))
-        while region is not None and (heavy := self._too_heavy(region)):
+        while region is not None:
+            site = self._site(region)
+            fits = not region.work or self.record.plan.fits(site)
+            heavy = [] if fits else heaviest(region)
+            if not heavy:
+                return region, site
             banned |= dict.fromkeys(heavy, TOO_HEAVY)
             region = make(banned)
-        return region
+        return None
 
-    def _too_heavy(self, region: Region) -> list[Node]:
-        """What must stay outside so that ``region`` has a kernel; empty if it has one."""
-        if not region.work:
-            return []
-        fits = self.record.plan.fits(self._site(region), fake(gemm_inputs(region.anchors[0])[0]))
-        return [] if fits else heaviest(region)
-
-    def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
-        planned = self._site(region)
-        patterns = sorted({name for name, _ in _patterns(region, self.scope)})
+    def _judged(self, region: Region, site: Site, report: SiteReport) -> _Planned | Refusal | None:
+        """``region`` as it runs, or why it is not fused."""
+        absorbed = frozenset(_patterns(region, self.scope))
+        patterns = sorted({name for name, _ in absorbed})
         own = patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns)
         if off := [name for name in own if not self.record.enabled(name)]:
-            return site, Choice(refusal=_disabled(off[0]), how="unfused")
-        choice = self.record.plan.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
+            return _disabled(off[0])
+        choice = self.record.plan.judge(site)
         if choice.how == "unfused":
-            return site, choice
+            return choice.refusal
         if region.program.grouped and not _OF_SITE.intersection(patterns):
             patterns = ["experts", *(name for name in patterns if name != "epilogue")]
         before, after = bytes_moved(region, choice.config)
-        site = replace(
-            site,
-            site=_name(region.anchors),
+        report = replace(
+            report,
+            site=site.name,
             shape=region.shape,
             patterns=tuple(patterns),
             absorbed=_absorbed(region),
@@ -261,10 +278,10 @@ class _Planner:
             estimate=choice if choice.how == "kernel" else None,
             how=choice.how,
             refusal=choice.refusal,
-            program=planned.program,
+            program=site.program,
             config=choice.config,
         )
-        return site, choice
+        return _Planned(report, region, absorbed)
 
     def _read_after(self, region: Region) -> frozenset[str]:
         """The stores of the region that an elementwise kernel of the same pass reads and no other

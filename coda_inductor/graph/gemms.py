@@ -121,8 +121,3 @@ def terms(node: Node) -> list[Node] | None:
 def producer(x: Node) -> Node | None:
     """The last GEMM whose tile ``x`` is computed from, element by element."""
     return next((node for node in sources(x) if node.target in GEMMS), None)
-
-
-def b_major(b: torch.Tensor) -> str:
-    """Which dimension of B (K, N) or (E, K, N) is contiguous: "n", or "k" for a layer's weight."""
-    return "n" if b.stride(-1) == 1 and b.stride(-2) != 1 else "k"

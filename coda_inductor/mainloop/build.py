@@ -39,9 +39,8 @@ def build(
     if (why := config.unwritten(arch)) is not None:
         raise ValueError(f"{config} has no kernel: {why}")
     mod = load(program, variant)
-    refused = mod.reading.refuses(program, (a_major, b_major), mod.reading.terms, arch)
-    if refused is not None or not mod.reading.suits(program, config):
-        raise ValueError(f"{config} cannot read A and B so: {refused}")
+    if not mod.reading.suits(program, config):
+        raise ValueError(f"{config} cannot read A and B so")
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b = mod.reading.dummies(program, m, n, k, (a_major, b_major), device)
     d, c, values = dummy_arguments(program, config.cta_tile_m(arch), config.tile_n, m, n, device)

@@ -8,10 +8,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from coda_inductor.graph.sizes import same
+
 ALIGN = 16  # bytes, for pointers and strides
 _MAX_STRIDE = 2**40  # bytes
 #: Every distance must be a multiple of this many elements: 16 bytes of a 16-bit type, for TMA.
 DELTA_DIVISOR = 8
+
+
+def a_major(a: Tensor) -> str:
+    """The dimension of A (M, K) with stride 1: "m", or "k" also where both may have it."""
+    return "m" if same(a.stride(0), 1) and not same(a.stride(1), 1) else "k"
+
+
+def b_major(b: Tensor) -> str:
+    """The dimension of B (K, N) or (E, K, N) with stride 1: "n", or "k" as in a layer's weight."""
+    return "n" if same(b.stride(-1), 1) and not same(b.stride(-2), 1) else "k"
 
 
 class UnpairableError(ValueError):

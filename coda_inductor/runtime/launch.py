@@ -38,6 +38,7 @@ class Kernel:
         self.program = program
         self.config = config
         self.mapping = ports(program)
+        self.reading = functools.cache(functools.partial(reading_of, program))
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
         self.plans: dict[tuple, object] = {}
@@ -81,7 +82,7 @@ class Kernel:
             Exception: whatever the launch raises.
         """
         values: dict[str, object] = {}
-        reading = reading_of(self.program, len(as_))
+        reading = self.reading(len(as_))
         a, b, variant, distances = reading.bind(as_, bs)
         values.update(zip(reading.distances, distances, strict=False))  # copied terms have none
         c = self._bind_operands(operands, a.device, values)

@@ -26,7 +26,6 @@ from coda_inductor.arch import arch_of
 from coda_inductor.errors import KernelError
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
-from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.tensors import UnpairableError
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.program.dtypes import dtype_name
@@ -34,6 +33,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.launch import kernel
 from coda_inductor.select import legality
 from coda_inductor.select.config import Config
+from coda_inductor.select.site import Site
 from coda_inductor.semantic.define import LIB, opaque
 
 
@@ -96,7 +96,7 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     a = as_[0]
     k = sum(x.shape[1] for x in as_)
     b, terms, n = bs[0], len(as_), entry.program.columns(bs)
-    majors = reading_of(entry.program, terms).kernels(as_, bs)[0][:2]
+    majors = entry.reading(terms).kernels(as_, bs)[0][:2]
     why = _unsupported(program, n, k, (a.dtype, b.dtype), majors, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
@@ -121,7 +121,7 @@ def _unsupported(
     dtypes: tuple[torch.dtype, torch.dtype],
     majors: tuple[str, str],
     terms: int,
-    device: torch.device | None,
+    device: torch.device,
 ) -> Refusal | None:
     parsed = EpilogueProgram.from_json(program)
     wanted = parsed.a_dtype, parsed.b_dtype
@@ -129,9 +129,9 @@ def _unsupported(
         these, those = (" and ".join(dict.fromkeys(map(str, pair))) for pair in (wanted, dtypes))
         text = f"the program is for {these} inputs, but they are {those}"
         return refuse("kernel-dtype", text, failure=True)
-    return availability.kernel_stack(device) or legality.unsupported(
-        parsed, n, k, majors, device=device, terms=terms
-    )
+    left, right = majors
+    site = Site(parsed, 0, n, k, terms, a_major=left, b_major=right, arch=arch_of(device))
+    return availability.kernel_stack(device) or legality.unsupported(site)
 
 
 def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=None):

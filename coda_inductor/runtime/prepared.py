@@ -20,7 +20,6 @@ from torch import Tensor
 
 from coda_inductor.arch import arch_of
 from coda_inductor.compat import empty_strided_cuda
-from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.tensors import UnpairableError, readable
 from coda_inductor.program import Operand, Store
 from coda_inductor.program.ir import ROUTES
@@ -60,7 +59,7 @@ def prepare(
     shapes = _outputs(program, kernel.config, a, program.columns(bs))
     if shapes is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
         return None
-    reading = reading_of(program, len(as_))
+    reading = kernel.reading(len(as_))
     read = reading.in_place(as_, bs)
     if read is None:
         return None

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from coda_inductor.arch import arch_of
-from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.refusal import refuse
 from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
@@ -35,12 +33,11 @@ def select(
     (None: those on an H100). ``optimistic``: on a GPU without any data, kernels win until they are
     measured."""
     store = store_of(H100) if store is None else store
-    gpu = store.gpu
-    choice = _selected(site, gpu, store, gated=gated, optimistic=optimistic)
-    if not (site.crowded and choice.config) or "counter" not in gpu.arch.features:
+    choice = _selected(site, store, gated=gated, optimistic=optimistic)
+    if not (site.crowded and choice.config) or "counter" not in site.arch.features:
         return choice
     dynamic = Config.parse(choice.config).dynamic_twin()
-    if not reading_of(site.program, len(site.ks)).suits(site.program, dynamic):
+    if not site.reading.suits(site.program, dynamic):
         return choice
     twin = str(dynamic)
     found = store.find(site)
@@ -48,17 +45,16 @@ def select(
     return choice if wrong else replace(choice, config=twin)
 
 
-def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bool) -> Choice:
-    program, ground = site.program, "roofline" if gpu.rated else "unknown"
-    majors = site.a_major, site.b_major
-    why = unsupported(program, site.n, site.k, majors, device=site.device, terms=len(site.ks))
-    if why is not None:
+def _selected(site: Site, store: Store, *, gated: bool, optimistic: bool) -> Choice:
+    gpu = store.gpu
+    ground = "roofline" if gpu.rated else "unknown"
+    if (why := unsupported(site)) is not None:
         plain = roofline.products_us(site, gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
     found = store.find(site)
     if found is not None:
         return _measured(site, *found, gpu, gated=gated)
-    config = str(_config(site, gpu, store))
+    config = str(candidates(site, gpu, store.nearest(site))[0])
     plain = roofline.products_us(site, gpu)
     unfused = plain + roofline.around_us(site, gpu)
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
@@ -73,16 +69,9 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
     return Choice("kernel", config, None, fused, unfused, ground, added)
 
 
-def _config(site: Site, gpu: Gpu, store: Store) -> Config:
-    arch = arch_of(site.device)
-    if arch != gpu.arch:
-        return legal_configs(site.program, arch, site.terms)[0]
-    return candidates(site, gpu, store.nearest(site))[0]
-
-
 def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) -> Choice:
     """The choice that follows from measurements."""
-    order = [str(config) for config in legal_configs(site.program, gpu.arch, site.terms)]
+    order = [str(config) for config in legal_configs(site.program, site.arch, site.terms)]
     unfused = found.plain + roofline.around_us(site, gpu) if site.after else found.unfused
     config = found.best(order)
     if config is None:
@@ -101,15 +90,15 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
 def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config]:
     """All legal configs of ``site``: first those measured at the nearest site, the fastest first;
     then a default; then those that leave the fewest processors idle."""
-    legal = legal_configs(site.program, gpu.arch, site.terms)
+    legal = legal_configs(site.program, site.arch, site.terms)
     measured: list[Config] = []
     if near is not None:
         measured = sorted((c for c in legal if str(c) in near.us), key=lambda c: near.us[str(c)])
         best = near.best(map(str, legal))  # of equal ones the first
         measured.sort(key=lambda c: str(c) != best)
     wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
-    usual = reading_of(site.program).kind(site.program) == "common"
-    default = [c for c in wasted if usual and c in configs_in(gpu.arch.defaults)][:1]
+    usual = site.reading.kind(site.program) == "common"
+    default = [c for c in wasted if usual and c in configs_in(site.arch.defaults)][:1]
     return list(dict.fromkeys((*measured, *(default or legal[:1]), *wasted)))
 
 

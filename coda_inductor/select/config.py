@@ -154,7 +154,9 @@ def legal_configs(
     kernels. With a counter in memory, the dynamic twin of each is legal as well. ``terms``: how
     many products the accumulator is the sum of.
     """
-    fits = [c for c in every_config(program, arch) if _suits(program, c, terms, arch)]
+    reading = reading_of(program, terms)
+    fits = [c for c in every_config(program, arch)
+            if _suits(program, c, arch) and reading.suits(program, c)]  # fmt: skip
     stages = {config: mainloop_stages(program, config, arch) for config in fits}
     least = arch.stages[1]
     own = _own(program, arch)
@@ -196,11 +198,9 @@ def whole_heads(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -
     return config.tile_n % program.head == 0 == program.head % columns and not halved
 
 
-def _suits(program: EpilogueProgram, config: Config, terms: int, arch: Arch) -> bool:
-    """Can ``program`` run with ``config``?"""
+def _suits(program: EpilogueProgram, config: Config, arch: Arch) -> bool:
+    """Can ``program`` run with ``config``, however it reads A and B?"""
     if program.head and not whole_heads(program, config, arch):
         return False
     # Measured: the error of a log-sum-exp is too large.
-    if config.split_k > 1 and any(reduce.combine == "logsumexp" for reduce in program.reduces):
-        return False
-    return reading_of(program, terms).suits(program, config)
+    return config.split_k == 1 or all(r.combine != "logsumexp" for r in program.reduces)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import torch
 
-from coda_inductor.arch import Arch, arch_of
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.availability import unsupported_gpu
-from coda_inductor.mainloop.readings import reading_of
-from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import every_config, legal_configs, whole_heads
+from coda_inductor.select.site import Site
 
 
 def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
@@ -27,23 +25,17 @@ def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
     return None
 
 
-def unsupported(
-    program: EpilogueProgram, n: int, k: int, majors=("k", "k"), *, device=None, terms: int = 1
-) -> Refusal | None:
-    """Why ``program`` on (M, ``k``) x (``k``, ``n``) cannot be a kernel, or None.
-
-    ``majors``: the dimensions of A and B with stride 1: "k" or "m", "k" (a linear layer's weight)
-    or "n". ``terms``: how many products the accumulator is the sum of.
-    """
-    why = _unsupported(program, n, k, majors, terms, arch_of(device))
+def unsupported(site: Site) -> Refusal | None:
+    """Why ``site`` cannot be a kernel, or None."""
+    why = _unsupported(site)
     return None if why is None else refuse(*why, failure=True)
 
 
-def _heads(program: EpilogueProgram, n: int, arch: Arch) -> tuple[str, str] | None:
+def _heads(site: Site) -> tuple[str, str] | None:
     """Code and text of a reason that concerns heads, or None."""
-    head = program.head
-    if n % head:
-        return "kernel-form", f"N={n} is not a multiple of a head's {head} columns"
+    program, arch, head = site.program, site.arch, site.program.head
+    if site.n % head:
+        return "kernel-form", f"N={site.n} is not a multiple of a head's {head} columns"
     # A thread has the same columns of each period, and neighbors (``mainloop.heads``).
     for step in program.steps:
         if step.op == "swap" and step.args[2] != 1 and step.args[2] % arch.period:
@@ -54,15 +46,14 @@ def _heads(program: EpilogueProgram, n: int, arch: Arch) -> tuple[str, str] | No
     return None
 
 
-def _unsupported(
-    program: EpilogueProgram, n: int, k: int, majors: tuple[str, str], terms: int, arch: Arch
-) -> tuple[str, str] | None:
+def _unsupported(site: Site) -> tuple[str, str] | None:
     """A reason's code and text."""
+    program, n, k = site.program, site.n, site.k
     if program.a_dtype not in (*HALF_NAMES, *FP8):
         dtype = program.a_dtype
         text = f"there is no kernel for a {dtype} GEMM, only for bfloat16, float16 and scaled FP8"
         return "kernel-dtype", text
-    if (why := reading_of(program, terms).refuses(program, majors, terms, arch)) is not None:
+    if (why := site.reading.refuses(site)) is not None:
         return why
     step = 16 if program.fp8 else 8
     if n % step or k % step or not k or not n:
@@ -77,11 +68,11 @@ def _unsupported(
     same = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
     if same is not None:
         return "kernel-form", f"{same!r} is one value for the whole tile: nothing to fuse"
-    if (old := unsupported_gpu(arch)) is not None:
+    if (old := unsupported_gpu(site.arch)) is not None:
         return old.code, old.text
-    if program.head and (why := _heads(program, n, arch)) is not None:
+    if program.head and (why := _heads(site)) is not None:
         return why
-    if not legal_configs(program, arch):
+    if not legal_configs(program, site.arch):
         text = "its tile loads and stores need more shared memory than a kernel has"
         return "shared-memory", text
     return None

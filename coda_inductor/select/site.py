@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decision is about: a program, its sizes and its surroundings."""
+"""What a decision is about: a program, its sizes and its surroundings; and the decision."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from coda_inductor.arch import HOPPER, Arch
+from coda_inductor.graph.sizes import hint
+from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.mainloop.readings.plain import Majors, Plain
+from coda_inductor.mainloop.tensors import a_major, b_major
 from coda_inductor.program import EpilogueProgram
+
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Site:
     """``program`` on (m, k) x (k, n); N is one weight's for pairs.
+
+    It is made when a GEMM is first looked at, with a program that only stores its product, and
+    refined by ``dataclasses.replace``.
 
     Attributes:
         terms: how many products one kernel reads in place; ``k`` is the sum of all their K's.
@@ -23,7 +35,8 @@ class Site:
             example a norm that no GEMM reads). Unfused, it reads the products, writes the others.
         a_major: the dimension of A with stride 1, "k" or "m".
         b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
-        device: where it runs; None for an H100.
+        device: where it runs; "meta" is a GPU that is not here.
+        arch: the generation of the GPU that decisions are for.
         name: of its GEMMs' modules, for readers.
         groups: experts of a grouped program, each with its own weights.
         rows: of the matrix from which a program gathers its rows; 0 if it does not.
@@ -41,21 +54,46 @@ class Site:
     after: frozenset[str] = frozenset()
     a_major: str = "k"
     b_major: str = "k"
-    device: torch.device | None = None
+    device: torch.device = _META
     name: str = ""
     crowded: bool = False
     groups: int = 0
     rows: int = 0
+    arch: Arch = HOPPER
+
+    @staticmethod
+    def of(program: EpilogueProgram, a: Tensor, b: Tensor, shape: tuple, **more: Any) -> Site:
+        """The site of ``program``, of ``shape`` (M, N, K), whose first operands are ``a`` and
+        ``b``. They may be fake, and M symbolic."""
+        m, n, k = shape
+        majors: Any = {"a_major": a_major(a), "b_major": b_major(b)}
+        groups = b.shape[0] if program.grouped else 0
+        rows = hint(a.shape[0]) if program.routes[1] is not None else 0
+        return Site(program, hint(m), n, k, **majors, groups=groups, rows=rows, **more)
 
     @property
     def ks(self) -> tuple[int, ...]:
         """K of each product that the accumulator is the sum of."""
         return self.copied or (self.k // self.terms,) * self.terms
 
+    @property
+    def majors(self) -> Majors:
+        """The dimensions of A and B with stride 1."""
+        return self.a_major, self.b_major
+
+    @functools.cached_property
+    def reading(self) -> Plain:
+        """How its kernel reads A and B."""
+        return reading_of(self.program, self.terms)
+
+
+#: What of a site is about one compilation.
+_HERE = frozenset({"after", "device", "crowded", "arch"})
+
 
 def site_text(site: Site) -> dict[str, Any]:
     """``site`` as data for messages and files. Inverse: :func:`site_from`."""
-    kept = {name: x for name, x in vars(site).items() if name not in ("after", "device", "crowded")}
+    kept = {f.name: getattr(site, f.name) for f in fields(site) if f.name not in _HERE}
     return kept | {"program": site.program.to_json()}
 
 

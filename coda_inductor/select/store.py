@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ class Store:
         """The sites of :meth:`leave` without a measurement since; empty if unreadable."""
         with contextlib.suppress(Exception):  # any error: the sites will be noted again
             texts = json.loads(self.path.with_suffix(".left").read_text())
-            return [site for site in map(site_from, texts) if self.find(site) is None]
+            sites = [replace(site_from(text), arch=self.gpu.arch) for text in texts]
+            return [site for site in sites if self.find(site) is None]
         return []
 
     def _refresh(self) -> None:

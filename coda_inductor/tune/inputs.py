@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
@@ -27,7 +26,7 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
     def made(dtype: str, scale: float) -> Callable[..., Tensor]:
         return lambda *shape: (normal(shape, device=device) * scale).to(getattr(torch, dtype))
 
-    as_, bs = reading_of(program, len(site.ks)).inputs(site, made)
+    as_, bs = site.reading.inputs(site, made)
     routes = _routes(site, device)
     small = {next(iter(found.names), None) for found in scaled(program).values()}
     operands = []
@@ -55,7 +54,7 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
 
 def unfused(site: Site, given: Given) -> Given:
     """The same as in an unfused graph."""
-    as_, bs = reading_of(site.program, len(site.ks)).unfused(site.program, *given[:2])
+    as_, bs = site.reading.unfused(site.program, *given[:2])
     return list(as_), list(bs), given[2]
 
 

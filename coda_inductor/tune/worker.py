@@ -20,7 +20,6 @@ from torch import Tensor
 from coda_inductor import locks
 from coda_inductor.cache_dir import private_dir
 from coda_inductor.errors import KernelError
-from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.processes.start import Messages
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
@@ -114,7 +113,7 @@ def _call(
 ) -> Callable[[], list[Tensor]]:
     """A call of only the product ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
-        return reading_of(site.program, len(site.ks)).plain(site.program, *given)
+        return site.reading.plain(site.program, *given)
     if name == "unfused":
         stock = inputs.unfused(site, given)
         return lambda: unfused(*stock)

@@ -16,7 +16,6 @@ from zoo.layers import Attention, Gated, Spelled
 from coda_inductor import explain
 from coda_inductor.fusing.driver import _Planner
 from coda_inductor.refusal import refuse
-from coda_inductor.report import Choice
 
 ROWS, WIDTH, INNER, HEAD, RANK = 8192, 2048, 8192, 128, 16
 #: Milliseconds by which the forecast may err about one site: a launch.
@@ -100,11 +99,9 @@ def test_each_site_beside_an_unknown_norm_pays(norm, rank, training, off, foreca
     judged = _Planner._judged
     for name in fused:
 
-        def without(planner, region, site, name=name):
-            judgment, choice = judged(planner, region, site)
-            if judgment.site == name:
-                choice = Choice(refusal=refuse("disabled", "it is left out"), how="unfused")
-            return (site if judgment.site == name else judgment), choice
+        def without(planner, region, site, report, name=name):
+            left_out = refuse("disabled", "it is left out")
+            return left_out if site.name == name else judged(planner, region, site, report)
 
         monkeypatch.setattr(_Planner, "_judged", without)
         left = forecast(norm, rank, training, off)

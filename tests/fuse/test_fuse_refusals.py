@@ -301,7 +301,7 @@ def room(monkeypatch):
     """Let kernels have so many bytes of tiles an element, on any device."""
 
     def limit(bytes_):
-        def fits(_self, site, _a):
+        def fits(_self, site):
             program = site.program
             return sum(WIDTHS[t.dtype] for t in (*program.loads, *program.stores)) <= bytes_
 
@@ -353,4 +353,4 @@ def test_only_kernels_have_a_limit(how, fast, fits):
         (Store("out0", "v2", "float32"), Store("out1", "v1", "bfloat16")), fast=fast,
     )  # fmt: skip
     site = Site(program, 4096, 4096, 4096)
-    assert Plan(parse(None, {}), **how).fits(site, torch.empty(0)) == fits
+    assert Plan(parse(None, {}), **how).fits(site) == fits

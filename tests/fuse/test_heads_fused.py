@@ -119,10 +119,10 @@ def losing(what):
     """A policy that refuses programs as ``what`` says, and takes all others."""
     plain = Plan.judge
 
-    def judge(self, site, a):
+    def judge(self, site):
         if what(site.program):
             return Choice(refusal=refuse("gate-never", "it loses"), how="unfused")
-        return plain(self, site, a)
+        return plain(self, site)
 
     return judge
 

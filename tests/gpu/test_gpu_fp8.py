@@ -19,7 +19,7 @@ from coda_inductor.tune.inputs import tensors
 pytestmark = NEEDS_KERNELS
 
 N, K = 272, 208  # ragged for every tile: multiples of 16
-NAMES = [name for name, program in fp8().items() if unsupported(program, N, K) is None]
+NAMES = [name for name, program in fp8().items() if unsupported(Site(program, N, N, K)) is None]
 
 
 def others(name: str) -> list[Config]:

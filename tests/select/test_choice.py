@@ -6,11 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, table
 from programs import kinds
 
-from coda_inductor import arch
 from coda_inductor.arch import BLACKWELL
 from coda_inductor.plan import Tuning
 from coda_inductor.select import roofline
@@ -112,7 +110,7 @@ def test_where_nothing_is_known_nothing_is_fused_but_on_demand(here):
         assert select(ONE, store=here, **asked).how == "kernel"
 
 
-def test_beside_collectives_tiles_come_from_a_counter(tmp_path, monkeypatch):
+def test_beside_collectives_tiles_come_from_a_counter(tmp_path):
     """Blackwell's always do."""
     store = Store(table(tmp_path / "tables"), tmp_path)
     for known in (False, True):
@@ -125,9 +123,8 @@ def test_beside_collectives_tiles_come_from_a_counter(tmp_path, monkeypatch):
         assert beside == replace(alone, config=twin)
     store.add(keyed(ONE, figures({alone.config: 50.0}, failed={twin: "wrong"})))
     assert select(replace(ONE, crowded=True), gated=True, store=store).config == alone.config
-    monkeypatch.setattr(arch, "_archs", {0: BLACKWELL})
-    store, order = Store(B200, tmp_path), configs(ONE, BLACKWELL)
-    mine = replace(ONE, device=torch.device("cuda", 0), crowded=True)
+    store, order = Store(B200, tmp_path), configs(replace(ONE, arch=BLACKWELL))
+    mine = replace(ONE, arch=BLACKWELL, crowded=True)
     assert select(mine, gated=False, store=store).config == order[0]
     store.add(keyed(ONE, figures({order[1]: 50.0})))
     assert select(mine, gated=True, store=store).config == order[1]
@@ -137,8 +134,8 @@ def test_every_legal_config_is_a_candidate_once_the_nearest_fastest_first():
     """Of equals the first in order, as where it was measured."""
     for gpu in (HOPPER, B200):
         for kind in kinds():
-            found = candidates(site(kind, n=8192), gpu)
-            assert sorted(map(str, found)) == sorted(configs(site(kind, n=8192), gpu.arch))
+            of = site(kind, n=8192, arch=gpu.arch)
+            assert sorted(map(str, candidates(of, gpu))) == sorted(configs(of))
     order = configs(ONE)
     us = {order[7]: 12.0, order[3]: 10.0, "64x16:1x1:co": 1.0, order[5]: 11.0}
     found = list(map(str, candidates(ONE, H100, figures(us))))

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from measured import B200
 from programs import fp8, heads, kinds, parsed, rotary
 
 from coda_inductor.arch import ARCHS, BLACKWELL, CONSUMER_BLACKWELL, HOPPER
 from coda_inductor.errors import KernelError
-from coda_inductor.select import choice
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import (
     Config,
@@ -21,6 +21,7 @@ from coda_inductor.select.config import (
     mainloop_stages,
 )
 from coda_inductor.select.site import Site
+from coda_inductor.select.store import Store
 
 KINDS, FP8 = kinds(), fp8()
 COMMON, RARE = configs_in(HOPPER.configs["common"]), configs_in(HOPPER.rare)
@@ -147,12 +148,12 @@ def test_tables_take_the_shared_memory_of_tiles():
 
 
 @pytest.mark.parametrize("arch", [BLACKWELL, CONSUMER_BLACKWELL])
-def test_of_another_generation_the_first_runs(arch, monkeypatch):
+def test_of_another_generation_the_first_runs(arch, tmp_path):
     """Blackwell halves the tiles of two CTAs."""
     assert Config(256, 256, 2, 1, False).cta_tile_m(arch) == (128 if arch is BLACKWELL else 256)
-    monkeypatch.setattr(choice, "arch_of", lambda _: arch)
     for n in (1024, 4096, 14336):
-        found = select(Site(KINDS["scale"], 8192, n, 3072), gated=False)
+        site = Site(KINDS["scale"], 8192, n, 3072, arch=arch)
+        found = select(site, gated=False, store=Store(B200, tmp_path))
         assert found.config == str(legal_configs(KINDS["scale"], arch)[0])
 
 

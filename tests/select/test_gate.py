@@ -223,9 +223,9 @@ def judged(monkeypatch):
     seen = []
     judge = Plan.judge
 
-    def spy(self, site, a):
+    def spy(self, site):
         seen.append(((site.n, site.k), bool(site.after)))
-        return judge(self, site, a)
+        return judge(self, site)
 
     monkeypatch.setattr(Plan, "judge", spy)
 

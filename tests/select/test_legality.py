@@ -17,22 +17,21 @@ from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.program import Store
 from coda_inductor.select import legality
 from coda_inductor.select.config import legal_configs
-from coda_inductor.select.legality import unsupported
+from coda_inductor.select.site import Site
 
 SCALE, PAIR, ROTARY = (kinds()[name] for name in ("scale", "swiglu", "rotary"))
 EXPERTS = grouped()["experts_down"]
 FP8 = activated()
 
 
-@pytest.fixture
-def generation(monkeypatch):
-    """Let GPUs be of one."""
-    return lambda major: monkeypatch.setattr(legality, "arch_of", lambda _: arch_with((major, 0)))
+def unsupported(program, n=4096, k=4096, major=9, **how):
+    """Why there is no kernel on a generation."""
+    return legality.unsupported(Site(program, 4096, n, k, arch=arch_with((major, 0)), **how))
 
 
 @pytest.mark.parametrize("program", [*programs().values(), *fp8().values(), one_op("tanh")])
 def test_every_representative_program_is_supported(program):
-    assert unsupported(program, 4096, 4096) is None
+    assert unsupported(program) is None
 
 
 @pytest.mark.parametrize(
@@ -47,15 +46,15 @@ def test_every_representative_program_is_supported(program):
          "float64"),
         (replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, {}, "paired-store-wide",
          "16-bit"),
-        (PAIR, 64, 64, {"majors": ("k", "n")}, "paired-weight-layout", "K-major"),
+        (PAIR, 64, 64, {"b_major": "n"}, "paired-weight-layout", "K-major"),
         (parsed("bfloat16", "s:scalar:float32", "x neg s", "x"), 64, 64, {}, "kernel-form",
          "one value"),
         (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
         (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
         (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
-        (FP8, 64, 64, {"majors": ("m", "k")}, "fp8-layout", "left operand is contiguous along M"),
-        (FP8, 64, 64, {"majors": ("k", "n")}, "fp8-layout", "right operand is contiguous along N"),
-        (EXPERTS, 64, 64, {"majors": ("m", "k")}, "kernel-form", "contiguous"),
+        (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
+        (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
+        (EXPERTS, 64, 64, {"a_major": "m"}, "kernel-form", "contiguous"),
         (FP8, 64, 64, {"terms": 2}, "kernel-form", "a sum of 2 FP8 products"),
         (ROTARY, 1096, 1024, {}, "kernel-form", "N=1096 is not a multiple of a head's 128"),
         (rotary(112), 1120, 1024, {}, "kernel-form", "no kernel has tiles of whole heads of 112"),
@@ -72,10 +71,9 @@ def test_reasons(program, n, k, how, code, text):
 
 
 @pytest.mark.parametrize("major", [7, 8, 13])
-def test_architectures_without_kernels(major, generation):
+def test_architectures_without_kernels(major):
     assert legal_configs(SCALE, arch_with((major, 0))) == ()
-    generation(major)
-    why = unsupported(SCALE, 4096, 4096)
+    why = unsupported(SCALE, major=major)
     assert (why.code, f"{major}.0" in why.text, "quack" in why.text) == ("old-gpu", True, True)
 
 
@@ -87,9 +85,8 @@ MIXED = replace(FP8, a_dtype=E5M2)
     [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 11, "fp8-mixed"), (MIXED, 12, None),
      (EXPERTS, 9, None), (EXPERTS, 10, "kernel-form"), (EXPERTS, 12, "kernel-form")],
 )  # fmt: skip
-def test_what_has_no_kernel_on_a_generation(program, arch, code, generation):
-    generation(arch)
-    why = unsupported(program, 64, 64)
+def test_what_has_no_kernel_on_a_generation(program, arch, code):
+    why = unsupported(program, 64, 64, arch)
     assert (why and why.code) == code
 
 
@@ -105,10 +102,9 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("arch", WITHOUT)
-def test_which_heads_have_kernels(arch, generation):
-    generation(arch)
+def test_which_heads_have_kernels(arch):
     for name, program in heads().items():
-        why = unsupported(program, 10 * program.head, 1024)
+        why = unsupported(program, 10 * program.head, 1024, arch)
         wanted = WITHOUT[arch].get(name)
         assert (why is None) == (wanted is None), name
         assert why is None or wanted in why.text

@@ -12,12 +12,14 @@ which none of its functions passes.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from coda_inductor.arch import Arch, arch_with
+from coda_inductor.arch import arch_with
 from coda_inductor.mainloop.readings.pair import Pair
-from coda_inductor.mainloop.readings.plain import Majors, Plain, Read, Tensors, Why, b_major
-from coda_inductor.mainloop.tensors import tma_matrix
+from coda_inductor.mainloop.readings.plain import Majors, Plain, Read, Tensors, Why
+from coda_inductor.mainloop.tensors import b_major, tma_matrix
 from coda_inductor.program import EpilogueProgram, reference
 
 #: The tile whose float32 sums fit, if two warpgroups share it.
@@ -30,18 +32,19 @@ class Fp8(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
-        for name, major, other in zip(("left", "right"), majors, "MN", strict=True):
+    def refuses(self, site: Any) -> Why:
+        program, terms = site.program, len(site.ks)
+        for name, major, other in zip(("left", "right"), site.majors, "MN", strict=True):
             if major != "k":
                 text = f"its {name} operand is contiguous along {other}: FP8 needs contiguous K"
                 return "fp8-layout", text
         if terms > 1:
             text = f"a sum of {terms} FP8 products, each with its own scales"
             return "kernel-form", text
-        if "mixed" not in arch.features and program.a_dtype != program.b_dtype:
+        if "mixed" not in site.arch.features and program.a_dtype != program.b_dtype:
             mixed = f"{program.a_dtype} times {program.b_dtype}"
-            return "kernel-form", f"{mixed} has no kernel on {arch.name}"
-        return super().refuses(program, majors, terms, arch)
+            return "fp8-mixed", f"{mixed} has no kernel on {site.arch.name}"
+        return super().refuses(site)
 
     def kind(self, program: EpilogueProgram) -> str:
         return "fp8 fast" if program.fast else "fp8"

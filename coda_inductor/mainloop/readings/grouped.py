@@ -13,24 +13,22 @@ loaded with rows of the next group: those are not stored.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coda_inductor.arch import Arch
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import (
     Factors,
-    Majors,
     Makes,
     Plain,
     Read,
     Tensors,
     Why,
-    a_major,
 )
 from coda_inductor.mainloop.tensors import ALIGN, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
@@ -43,12 +41,12 @@ class Grouped(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.grouped and super().takes(program, terms)
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
-        if "experts" not in arch.features:
-            return "kernel-form", f"{arch.name} has no kernels for rows of experts"
-        if majors[0] != "k":
+    def refuses(self, site: Any) -> Why:
+        if "experts" not in site.arch.features:
+            return "kernel-form", f"{site.arch.name} has no kernels for rows of experts"
+        if site.a_major != "k":
             return "kernel-form", "rows of experts must be contiguous"
-        return super().refuses(program, majors, terms, arch)
+        return super().refuses(site)
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
         if program.routes[1] is not None and (config.cluster_n > 1 or config.dynamic):
@@ -57,9 +55,6 @@ class Grouped(Plain):
 
     def kind(self, program: EpilogueProgram) -> str:
         return "experts"
-
-    def majors(self, as_: Tensors, bs: Tensors) -> Majors:
-        return a_major(as_[0]), "n" if bs[0].stride(2) == 1 else "k"
 
     def left(self, a: Tensor) -> Tensor:
         return tma_matrix(a)
@@ -103,8 +98,8 @@ class GroupedAlternating(GroupedPair):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.alternating
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
-        return super().refuses(program, (majors[0], "k"), terms, arch)
+    def refuses(self, site: Any) -> Why:
+        return super().refuses(dataclasses.replace(site, b_major="k"))
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
         return ()

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.arch import Arch
-from coda_inductor.mainloop.readings.plain import Bound, Majors, Plain, Read, Tensors, Why
+from coda_inductor.mainloop.readings.plain import Bound, Plain, Read, Tensors, Why
 from coda_inductor.mainloop.tensors import ALIGN, UnpairableError, distance
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF_NAMES
@@ -51,15 +50,15 @@ class Pair(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.paired
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
-        wide = next((s for s in program.stores if s.dtype not in HALF_NAMES), None)
+    def refuses(self, site: Any) -> Why:
+        wide = next((s for s in site.program.stores if s.dtype not in HALF_NAMES), None)
         if wide is not None:
             text = f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"
             return "paired-store-wide", text
-        if majors[1] != "k":
+        if site.b_major != "k":
             text = "paired weights must be K-major (out_features x in_features)"
             return "paired-weight-layout", text
-        return super().refuses(program, majors, terms, arch)
+        return super().refuses(site)
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
         # A split K keeps unfinished sums in D, but a pair has none: its stores are half as wide.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.arch import Arch
-from coda_inductor.mainloop.tensors import laid_out, readable, tma_matrix
+from coda_inductor.mainloop.tensors import a_major, b_major, laid_out, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 
 Tensors = Sequence[Tensor]
@@ -46,8 +45,8 @@ class Plain:
         """Does it read ``terms`` products of ``program``, if no earlier reading does?"""
         return True
 
-    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: Arch) -> Why:
-        """Why there is no kernel with this reading, or None."""
+    def refuses(self, site: Any) -> Why:
+        """Why there is no kernel with this reading for ``site`` (``select.site``), or None."""
         return None
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
@@ -113,7 +112,7 @@ class Plain:
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
     def inputs(self, site: Any, made: Makes) -> Factors:
-        """as_ and bs of a call of ``site`` (``select.site``)."""
+        """as_ and bs of a call of ``site``."""
         program, a = site.program, made(site.program.a_dtype, 1.0)
         as_ = [laid_out(a, site.rows or site.m, k, site.a_major == "k") for k in site.ks]
         bs, groups = [], [site.groups] * program.grouped
@@ -144,13 +143,3 @@ class Plain:
     def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
         """The product as cuBLAS computes it."""
         return torch.mm(a, b)
-
-
-def a_major(a: Tensor) -> str:
-    """The dimension of ``a`` (M, K) with stride 1, "m" or "k"."""
-    return "m" if a.stride(0) == 1 and a.stride(1) != 1 else "k"
-
-
-def b_major(b: Tensor) -> str:
-    """The dimension of ``b`` (K, N) with stride 1, "n" or "k"."""
-    return "n" if b.stride(1) == 1 else "k"
