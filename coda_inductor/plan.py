@@ -28,7 +28,7 @@ from coda_inductor.program import Store as TileStore
 from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import Choice
+from coda_inductor.report import UNFUSED, Choice
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import select
@@ -286,13 +286,13 @@ class Plan:
             tuning.asked.append(site)
         return choice
 
-    def estimate_plain(self, gemm: Node) -> Choice | None:
-        """Expected time of a GEMM alone, in cuBLAS; None where no kernel could run."""
+    def estimate_plain(self, gemm: Node) -> Choice:
+        """A GEMM alone, in cuBLAS, with its expected time where a kernel could run."""
         a, b = (fake(x) for x in gemm_inputs(gemm))
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
         bare = EpilogueProgram(("acc",), dtype_name(a.dtype))
         if symbolic or not (a.dtype in HALF or bare.fp8):
-            return None
+            return UNFUSED
         (m, n), k = fake(gemm).shape, a.shape[1]
         ground = "roofline" if self.gpu.rated else "unknown"
         us = product_us(m, n, k, self.gpu, fp8=bare.fp8)

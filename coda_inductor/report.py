@@ -28,14 +28,14 @@ GROUNDS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """How a site runs.
+    """How a site runs, or may run.
 
     Attributes:
         how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
         config: of the kernel, e.g. ``128x192:2x1:pp``; also where a kernel is possible but slower.
         refusal: why it does not run as a kernel.
         fused_us: expected microseconds of the kernel; None without an estimate.
-        unfused_us: the same for cuBLAS and Inductor's elementwise kernels.
+        unfused_us: the same for cuBLAS and Inductor's elementwise kernels; 0 without an estimate.
         ground: what these times are based on: "here" (measured by this user), "shipped" (measured),
             "roofline", or "unknown" (a GPU of a generation without constants).
         added_us: how much longer the kernel takes than its products alone in cuBLAS: as measured,
@@ -52,8 +52,12 @@ class Choice:
 
     @property
     def measured(self) -> bool:
-        """Was it?"""
+        """Were these times measured?"""
         return self.ground in ("here", "shipped")
+
+
+#: Nothing is known of it.
+UNFUSED = Choice("unfused")
 
 
 @dataclass(frozen=True)
@@ -73,26 +77,41 @@ class SiteReport:
             (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         stops: where the epilogue ended and why; ``what`` is the op. Fused sites only.
-        estimate: expected times of its kernel; ``coda_inductor.explain`` sets it for any GEMM.
-        how: ``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``.
-        refusal: why it is not fused, or why not as a kernel; None otherwise.
+        choice: how it runs, and why not as a kernel.
         program: the epilogue program; None when not fused.
-        config: tile and cluster shape of the kernel, e.g. ``128x192:2x1:pp``.
     """
 
     site: str
     shape: tuple[object, int, int]
     patterns: tuple[str, ...] = ()
     absorbed: tuple[str, ...] = ()
-    how: str = "unfused"
-    refusal: Refusal | None = None
+    choice: Choice = UNFUSED
     program: EpilogueProgram | None = None
-    config: str = ""
     bytes_before: int = 0
     bytes_after: int = 0
     role: str = "forward"
     stops: tuple[Refusal, ...] = ()
-    estimate: Choice | None = None
+
+    @property
+    def how(self) -> str:
+        """``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``."""
+        return self.choice.how
+
+    @property
+    def config(self) -> str:
+        """Tile and cluster shape of the kernel, e.g. ``128x192:2x1:pp``."""
+        return self.choice.config
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why it is not fused, or why not as a kernel; None otherwise."""
+        return self.choice.refusal
+
+    @property
+    def estimate(self) -> Choice | None:
+        """The choice, if it has expected times: that of a kernel and, in ``coda_inductor.explain``,
+        that of any GEMM."""
+        return self.choice if self.choice.unfused_us else None
 
     @property
     def fused(self) -> bool:

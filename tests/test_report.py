@@ -21,13 +21,16 @@ from coda_inductor.report import (
 )
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
-KERNEL = SiteReport("a", (8, 8, 8), how="kernel", bytes_before=3_000_000, bytes_after=1_000_000)
-LEGAL = SiteReport("b", (8, 8, 8), how="reference", refusal=NO_KERNELS)
+KERNEL = SiteReport(
+    "a", (8, 8, 8), choice=Choice("kernel"), bytes_before=3_000_000, bytes_after=1_000_000
+)
+LEGAL = SiteReport("b", (8, 8, 8), choice=Choice("reference", refusal=NO_KERNELS))
 PLAIN = SiteReport("c", (8, 8, 8))
 
 
 def gradient(code):
-    return SiteReport("d", (8, 8, 8), role="weight gradient", refusal=refuse(code, "this or that"))
+    choice = Choice("unfused", refusal=refuse(code, "this or that"))
+    return SiteReport("d", (8, 8, 8), role="weight gradient", choice=choice)
 
 
 def test_the_line_says_what_runs():
@@ -57,8 +60,9 @@ def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
 
 def test_a_table_fits_100_columns():
     wide = dataclasses.replace(LEGAL, site="model.language_model.layers.11.feed_forward.experts.up")
-    estimate = Choice("kernel", "", None, 12345.6, 23456.7, ground="roofline")
-    sites = [dataclasses.replace(site, estimate=estimate) for site in (KERNEL, PLAIN, wide)]
+    times = {"fused_us": 12345.6, "unfused_us": 23456.7}
+    sites = [dataclasses.replace(site, choice=dataclasses.replace(site.choice, **times))
+             for site in (KERNEL, PLAIN, wide)]  # fmt: skip
     assert max(map(len, sites_table(sites, "NVIDIA H200").splitlines())) <= 100
 
 

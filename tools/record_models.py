@@ -115,7 +115,7 @@ def _explained(found: Any) -> dict[str, Any]:
 
 
 def _site(site: Any) -> dict[str, Any]:
-    estimate = site.estimate
+    estimate, why = site.estimate, site.reason if site.fused else ""
     return {
         "site": site.site,
         "shape": [str(size) for size in site.shape],
@@ -130,7 +130,7 @@ def _site(site: Any) -> dict[str, Any]:
         "program": None if site.program is None else site.program.key,
         "estimate": None
         if estimate is None
-        else [estimate.unfused_us, estimate.fused_us, estimate.config, str(estimate.refusal or "")],
+        else [estimate.unfused_us, estimate.fused_us, estimate.config, why],
     }
 
 

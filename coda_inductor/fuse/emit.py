@@ -32,19 +32,13 @@ from coda_inductor.program.heads import swap
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refused, refuse
 from coda_inductor.runtime import direct, op
+from coda_inductor.select.site import Site
 from coda_inductor.semantic.loss import row_logsumexp
 
 
-def emit(
-    region: Region,
-    program: EpilogueProgram,
-    config: str,
-    *,
-    site: str = "",
-    strict: bool = False,
-) -> Node:
-    """Replace ``region`` by a call of ``coda_inductor::gemm_epilogue``; returns the call.
-    ``config``, ``site`` and ``strict`` as that op takes them.
+def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
+    """Replace ``region``, planned as ``site``, by a call of ``coda_inductor::gemm_epilogue``;
+    returns the call. ``strict`` as that op takes it.
 
     The graph is in order afterwards and the region's nodes are gone.
     """
@@ -56,7 +50,8 @@ def emit(
     put = Put(region.anchors[-1], end)
     as_, bs = factors(region, end)
     operands = [_operand(put, node, kind, region) for node, kind in region.operands]
-    call = put(op.OP, as_, bs, operands, program.to_json(), config, site, strict)
+    program, config = site.program, site.choice.config
+    call = put(op.OP, as_, bs, operands, program.to_json(), config, site.name, strict)
     outputs = [put(operator.getitem, call, i) for i in range(len(program.outputs))]
     for output, nodes in zip(outputs, region.stored().values(), strict=False):
         _rewire_store(end, region, output, nodes)

@@ -119,27 +119,26 @@ def _fused(graph: Graph, record: Record) -> _Fused:
         if anchor in done:
             continue
         planned = planner.plan(anchor)
-        region, report, call = planned.region, planned.report, anchor
-        if region is not None:
-            assert report.program is not None, "a fused site has a program"
+        call = anchor
+        if planned.fused is not None:
+            region, site = planned.fused
             done |= set(region.anchors)
             fired |= planned.patterns
-            strict = record.options.strict
-            call = emit(region, report.program, report.config, site=report.site, strict=strict)
+            call = emit(region, site, strict=record.options.strict)
             calls[call] = first + len(sites)
             planner.scope.refresh()
         call.meta[SITE] = first + len(sites)
-        sites.append(report)
+        sites.append(planned.report)
     return calls, fired, sites
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """The report of a GEMM and, if it is fused, its region and (pattern, occurrence) of everything
-    that this absorbed."""
+    """The report of a GEMM and, if it is fused, its region, its site, and (pattern, occurrence) of
+    everything that was absorbed."""
 
     report: SiteReport
-    region: Region | None = None
+    fused: tuple[Region, Site] | None = None
     patterns: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -161,17 +160,17 @@ class _Planner:
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
             why = failed(error).at("gemm", module_path(anchor) or anchor.name)
-            return _Planned(replace(self._unplanned(anchor), refusal=why))
+            return _refused(self._unplanned(anchor), why)
 
     def _plan(self, anchor: Node) -> _Planned:
         report = self._unplanned(anchor)
         if self.record.plan.dry:
-            report = replace(report, estimate=self.record.plan.estimate_plain(anchor))
+            report = replace(report, choice=self.record.plan.estimate_plain(anchor))
         if (why := overlapped(anchor) or self.record.plan.legal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
-            return _Planned(replace(report, refusal=_excused(anchor, why)))
+            return _refused(report, _excused(anchor, why))
         first: Refusal | None = None
         for make in self._candidates(anchor):
             try:
@@ -180,7 +179,7 @@ class _Planner:
                     continue
                 region, site = grown
                 if region.idle and not region.program.grouped:
-                    return _Planned(replace(report, refusal=_nothing_absorbed(region)))
+                    return _refused(report, _nothing_absorbed(region))
                 check_views(region)
             except Refused as error:
                 first = first or error.refusal
@@ -189,7 +188,7 @@ class _Planner:
             if isinstance(planned, _Planned):
                 return planned
             first = first or planned
-        return _Planned(replace(report, refusal=_excused(anchor, first)))
+        return _refused(report, _excused(anchor, first))
 
     def _site(self, region: Region) -> Site:
         """``region`` as a site. One kernel reads the terms of a sum in place, or their weights are
@@ -260,12 +259,12 @@ class _Planner:
         own = patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns)
         if off := [name for name in own if not self.record.enabled(name)]:
             return _disabled(off[0])
-        choice = self.record.plan.judge(site)
-        if choice.how == "unfused":
-            return choice.refusal
+        site = replace(site, choice=self.record.plan.judge(site))
+        if site.choice.how == "unfused":
+            return site.choice.refusal
         if region.program.grouped and not _OF_SITE.intersection(patterns):
             patterns = ["experts", *(name for name in patterns if name != "epilogue")]
-        before, after = bytes_moved(region, choice.config)
+        before, after = bytes_moved(region, site.choice.config)
         report = replace(
             report,
             site=site.name,
@@ -275,13 +274,10 @@ class _Planner:
             bytes_before=before,
             bytes_after=after,
             stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
-            estimate=choice if choice.how == "kernel" else None,
-            how=choice.how,
-            refusal=choice.refusal,
+            choice=site.choice,
             program=site.program,
-            config=choice.config,
         )
-        return _Planned(report, region, absorbed)
+        return _Planned(report, (region, site), absorbed)
 
     def _read_after(self, region: Region) -> frozenset[str]:
         """The stores of the region that an elementwise kernel of the same pass reads and no other
@@ -301,6 +297,10 @@ class _Planner:
                 if user not in inside
             )
         )
+
+
+def _refused(report: SiteReport, why: Refusal | None) -> _Planned:
+    return _Planned(replace(report, choice=replace(report.choice, refusal=why)))
 
 
 def _disabled(name: str) -> Refusal:

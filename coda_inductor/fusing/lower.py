@@ -75,7 +75,8 @@ def _settle(calls: list[Node], record: Record) -> bool:
             continue
         warn_once(name, why.text)
         if i is not None:
-            sites[i] = replace(sites[i], how="reference", refusal=why)
+            choice = replace(sites[i].choice, how="reference", refusal=why)
+            sites[i] = replace(sites[i], choice=choice)
         record.failed = changed = True
         expand(call, exact=not record.plan.rounds(_left(call)))
     return changed

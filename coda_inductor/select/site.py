@@ -16,6 +16,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.readings.plain import Majors, Plain
 from coda_inductor.mainloop.tensors import a_major, b_major
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.report import UNFUSED, Choice
 
 _META = torch.device("meta")
 
@@ -43,6 +44,7 @@ class Site:
         crowded: collectives may hold some processors while a kernel runs. A kernel that assigns its
             tiles in advance waits for them: with 16 of an H200's 132 processors held, a GEMM of 356
             us took 608, and 416 with tiles from a counter (cuBLAS: 445).
+        choice: how it runs, once that is decided.
     """
 
     program: EpilogueProgram
@@ -60,6 +62,7 @@ class Site:
     groups: int = 0
     rows: int = 0
     arch: Arch = HOPPER
+    choice: Choice = UNFUSED
 
     @staticmethod
     def of(program: EpilogueProgram, a: Tensor, b: Tensor, shape: tuple, **more: Any) -> Site:
@@ -88,7 +91,7 @@ class Site:
 
 
 #: What of a site is about one compilation.
-_HERE = frozenset({"after", "device", "crowded", "arch"})
+_HERE = frozenset({"after", "device", "crowded", "arch", "choice"})
 
 
 def site_text(site: Site) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from zoo.layers import Gated, Mlp
 from coda_inductor import OptionError, explain
 from coda_inductor.explanation.result import Explanation
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import SiteReport, fold
+from coda_inductor.report import Choice, SiteReport, fold
 
 X = torch.ones(32, 64, dtype=torch.bfloat16)
 SMALL = {
@@ -160,7 +160,7 @@ def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
 
 
 def test_a_step_has_one_total():
-    found = Explanation("m", "cpu", training=True, sites=[site(how="kernel", refusal=None)])
+    found = Explanation("m", "cpu", training=True, sites=[site(choice=Choice("kernel"))])
     assert "ms" not in found.summary
     found.ms = (143.4, 36.04)
     said = "143 -> 36 ms (within 16 %, as measured on an H200)"
@@ -191,8 +191,9 @@ def words(page):
 
 
 def site(**fields):
-    base = {"how": "reference", "absorbed": ("relu",), "patterns": ("epilogue",),
-            "refusal": refuse("no-kernels-on-device", "device cpu has no kernels"),
+    why = refuse("no-kernels-on-device", "device cpu has no kernels")
+    base = {"choice": Choice("reference", refusal=why),
+            "absorbed": ("relu",), "patterns": ("epilogue",),
             "program": explained("llama")[0].fused[0].program,
             "bytes_before": 3_000_000, "bytes_after": 2_000_000}  # fmt: skip
     return SiteReport("model.fc", (512, 512, 2048), **{**base, **fields})
