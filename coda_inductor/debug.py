@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
-from coda_inductor.codegen.render import render
 from coda_inductor.errors import OptionError
 from coda_inductor.log import logger
+from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GraphReport
 
 _numbers = itertools.count()
@@ -59,8 +60,8 @@ class DebugFolder:
         except Exception as error:
             logger.warning("coda_inductor cannot write %s: %s", path, error)
 
-    def finish(self, report: GraphReport) -> None:
-        """Write the table of GEMMs, and each program with its kernel source."""
+    def finish(self, report: GraphReport, render: Callable[[EpilogueProgram], str]) -> None:
+        """Write the table of GEMMs, and each program with the source that ``render`` makes."""
         self.write("gemms.txt", lambda: report.table() + "\n")
         programs = {s.program.key: s.program for s in report.sites if s.program is not None}
         for key, program in programs.items():

@@ -13,14 +13,16 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
+import coda_inductor.runtime.linear_cross_entropy  # noqa: F401 (registers its op)
 from coda_inductor import patterns
+from coda_inductor.codegen.render import render
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.experts import raise_experts
@@ -76,6 +78,10 @@ def _recomputes(graph: Graph, record: Record) -> bool:
     return _fuses_gradients(graph, record) and record.plan.no_kernels is None
 
 
+def _undecided(record: Record) -> Plan:
+    return Plan(record.options, record.dry, record.as_if, record.gpu)
+
+
 def _decide(graph: Graph, record: Record) -> None:
     """Decide what may be fused in this graph; start the compile workers, which takes a while."""
     options = record.options
@@ -89,10 +95,9 @@ def _decide(graph: Graph, record: Record) -> None:
         text = "AOTInductor's programs run without Python, and our kernels are launched by Python"
         why = refuse("aot-inductor", text)
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
-        record.plan = Plan(options, unwanted=why)
+        record.plan = replace(record.plan, unwanted=why)
         return
-    how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if, "gpu": record.gpu}
-    record.plan = Plan.of(options, graph, tuner=tuner, **how)
+    record.plan = record.plan.of_graph(graph, tuner)
     if record.plan.compiles and not record.dry:
         pool.warm_up()
 
@@ -189,6 +194,7 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
     check_names(record)
+    record.plan = _undecided(record)
     _run(ON_DYNAMO, gm.graph, record)
     for body in bodies(gm.graph):
         body.module.recompile()
@@ -211,9 +217,10 @@ def on_aten(graph: Graph, record: Record) -> None:
         FallbackError: with ``strict``, when a pass fails or a site falls back because of a failure.
     """
     before = len(record.report.sites)
+    record.plan = _undecided(record)
     _run(ON_ATEN, graph, record)
     record.folder.graph("4_fused", _owner(graph))
-    record.folder.finish(record.report)
+    record.folder.finish(record.report, render)
     _count(record)
     if record.dry:
         return

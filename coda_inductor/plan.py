@@ -9,8 +9,8 @@ device, kernel libraries), before anything is planned; and *how* does the planne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -29,7 +29,6 @@ from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import UNFUSED, Choice
-from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
@@ -37,7 +36,6 @@ from coda_inductor.select.device import H100, Gpu, gpu_of
 from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
-from coda_inductor.tune.tuner import Tuner
 
 _STORE = TileStore("out0", "acc", "bfloat16")
 #: A kernel is not measured if it is expected to take this many times the unfused time.
@@ -58,6 +56,23 @@ def crowded() -> bool:
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
+class Measurer(Protocol):
+    """What measures sites; ``tune`` has one."""
+
+    #: Sites for which there was no time.
+    left: dict[str, Site]
+
+    def measure(self, sites: Sequence[Site]) -> bool:
+        """Measure those of ``sites`` without a measurement; True if any has one now."""
+
+    def close(self) -> None:
+        """Nothing more will be measured."""
+
+
+#: Creates what measures for a store, on a device.
+MakeMeasurer = Callable[[Store, torch.device], Measurer]
+
+
 @dataclass
 class Tuning:
     """What should be measured for one graph.
@@ -69,7 +84,7 @@ class Tuning:
         optimistic: a site without an expected time counts as a win until it is measured.
     """
 
-    measurer: Tuner
+    measurer: Measurer
     every: bool
     asked: list[Site] = field(default_factory=list)
     optimistic: bool = False
@@ -97,55 +112,52 @@ class Plan:
 
     Attributes:
         options: the user's.
+        dry: only say what would happen, with expected times and the kernels' numerics.
+        as_if: decide as if everything were on this CUDA device; "meta" is one that is not here.
+        as_gpu: decide for this GPU model; None for that of ``as_if`` or of the tensors.
+        unwanted: why the graph must stay as it is, on any device.
         too_small: why the graph's GEMMs are too small to fuse.
         no_kernels: why no GEMM of any size becomes a kernel on this GPU.
-        unwanted: why the graph must stay as it is, on any device.
         on_gpu: are there GEMMs on a GPU?
-        dry: only say what would happen, with expected times and the kernels' numerics.
         store: what was measured on the graph's GPU model; None without a GPU.
         tuning: what should be measured; None where nothing may be.
-        as_if: decide as if everything were on this CUDA device; "meta" is one that is not here.
     """
 
     options: Options
+    dry: bool = False
+    as_if: torch.device | None = None
+    as_gpu: Gpu | None = None
+    unwanted: Refusal | None = None
     too_small: Refusal | None = None
     no_kernels: Refusal | None = None
     on_gpu: bool = False
-    dry: bool = False
     store: Store | None = None
     tuning: Tuning | None = None
-    as_if: torch.device | None = None
-    unwanted: Refusal | None = None
 
-    @staticmethod
-    def of(options: Options, graph: Graph, **how: Any) -> Plan:
-        """The plan for ``graph``; ``how`` as :meth:`of_products` takes it."""
+    def of_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
+        """This plan, decided for ``graph``; ``measurer`` as :meth:`of_products` takes it."""
         gemms = [node for node in graph.nodes if node.target in TRACED]
         pairs = [(fake(node), fake(gemm_inputs(node)[1])) for node in gemms]
-        return Plan.of_products(options, pairs, training=training(graph), **how)
+        return self.of_products(pairs, training=training(graph), measurer=measurer)
 
-    @staticmethod
     def of_products(
-        options: Options,
+        self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
         training: bool,
-        dry: bool = False,
-        as_if: torch.device | None = None,
-        gpu: Gpu | None = None,
-        tuner: Callable[[Store, torch.device], Tuner] | None = None,
+        measurer: MakeMeasurer | None = None,
     ) -> Plan:
-        """The plan for a graph of products, each a pair of a tensor of M rows and B (..., K, N):
-        together they decide whether the host is the limit. ``gpu`` as in ``Record``. ``tuner``
-        creates the tuner, if anything may be measured; a dry run measures only with ``as_if``."""
-        config = inductor_config.triton
-        cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
+        """This plan, decided for a graph of products, each a pair of a tensor of M rows and B
+        (..., K, N): together they decide whether the host is the limit. ``measurer`` creates what
+        measures, if anything may be measured; a dry run measures only with ``as_if``."""
+        options, as_if, triton = self.options, self.as_if, inductor_config.triton
+        cuda_graphs = options.inductor.get("triton.cudagraphs", triton.cudagraphs)
         pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
         if not pairs:
-            return Plan(options, dry=dry)
+            return self
         shapes = [(hint(a.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for a, b in pairs]
         device = as_if or pairs[0][0].device
-        gpu = gpu or gpu_of(device)
+        gpu = self.as_gpu or gpu_of(device)
         store = store_of(gpu)
         too_small = no_kernels = tuning = None
         if not options.reference:
@@ -153,13 +165,14 @@ class Plan:
         if options.gate == "auto":
             too_small = None if cuda_graphs else gate.host_bound(shapes, gpu, training=training)
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
-        wanted = tunes and not options.reference and (as_if is not None or not dry)
-        if tuner is not None and wanted and (no_kernels or too_small) is None:
-            every, measurer = options.tune == "always", tuner(store, device)
-            tuning = Tuning(measurer, every, optimistic=not gpu.rated)
+        wanted = tunes and not options.reference and (as_if is not None or not self.dry)
+        if measurer is not None and wanted and (no_kernels or too_small) is None:
+            every = options.tune == "always"
+            tuning = Tuning(measurer(store, device), every, optimistic=not gpu.rated)
         if options.gate == "auto" and tuning is None:
             no_kernels = no_kernels or gate.unmeasured(gpu)
-        return Plan(options, too_small, no_kernels, True, dry, store, tuning, as_if)
+        return replace(self, too_small=too_small, no_kernels=no_kernels, on_gpu=True,
+                       store=store, tuning=tuning)  # fmt: skip
 
     @property
     def gpu(self) -> Gpu:
@@ -229,11 +242,6 @@ class Plan:
     def scales_vectors(self, device: torch.device) -> bool:
         """Do kernels run, and does cuBLAS multiply rows and columns of FP8 with scales?"""
         return self.compiles and availability.scales_vectors(self.as_if or device)
-
-    @property
-    def slice_bytes(self) -> int:
-        """How much of the gradient of logits is in memory at a time, where it is sliced."""
-        return linear_cross_entropy.SLICE_BYTES
 
     def site(self, program: EpilogueProgram, a: Any, b: Any, shape: tuple, **more: Any) -> Site:
         """The site of ``program`` on the GPU that decisions are for, as :meth:`Site.of`."""

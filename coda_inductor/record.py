@@ -12,17 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coda_inductor.debug import DebugFolder
 from coda_inductor.log import logger
 from coda_inductor.options import Options
-from coda_inductor.plan import Plan
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import GraphReport
-from coda_inductor.select.device import Gpu
+
+if TYPE_CHECKING:
+    from coda_inductor.plan import Plan
+    from coda_inductor.select.device import Gpu
 
 #: Maps a compiled function to the one that is called instead.
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -41,7 +43,8 @@ class Record:
         as_if: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
         gpu: decide for this GPU model; None for that of ``as_if`` or of the tensors.
         report: what people read later: GEMMs and refusals.
-        plan: what may and should be fused; the first pass on an aten graph sets it.
+        plan: what may and should be fused; the pipeline sets it, and its first pass on an aten
+            graph decides it.
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name of its counter.
         changed: passes that changed the graph, in order, without those that are needed.
@@ -73,7 +76,6 @@ class Record:
         debug = self.options.debug and not self.dry
         self.folder = DebugFolder(self.name, self.options.debug_dir if debug else None)
         self.report.folder = self.folder.path
-        self.plan = Plan(self.options, dry=self.dry)
 
     def enabled(self, name: str) -> bool:
         """Is ``name``, a pass, a pattern or a counter, not disabled?"""

@@ -16,7 +16,6 @@ from coda_inductor.dynamo.attention import calls
 from coda_inductor.fusing import lower
 from coda_inductor.plan import Plan
 from coda_inductor.rewrite import embedding, tables
-from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.select.choice import Choice
 
 #: The op of the built-in pattern.
@@ -152,7 +151,7 @@ def replace_pass(monkeypatch: Any, name: str, run: Any) -> Any:
 
 def count_as_large(monkeypatch: Any) -> None:
     """Let small tensors count as large, and a CPU for a GPU, in passes that ask."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**8)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
     monkeypatch.setattr(embedding, "LEAST_ROWS", 1)
     monkeypatch.setattr(tables, "LEAST_READS", 1)

@@ -28,7 +28,6 @@ import coda_inductor
 from coda_inductor import OptionError, pass_mode, report
 from coda_inductor.backend import coda
 from coda_inductor.dynamo import late_gradients
-from coda_inductor.runtime import linear_cross_entropy
 
 #: backend="inductor" without code generation.
 inductor = functools.partial(compile_fx, inner_compile=as_it_is)
@@ -256,7 +255,7 @@ def test_the_backend_is_not_disturbed():
 def test_returned_logits_keep_their_gradient(monkeypatch):
     """There is nothing around the compiled graph that could add it later."""
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**8)
     head, x = nn.Linear(D, 64).double(), torch.randn(6, D).double()
 
     def function(x, y):

@@ -28,7 +28,7 @@ parts; halves that no elementwise op combines; weights that are not K-major, or 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,11 @@ from coda_inductor.graph.nodes import arguments, place
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
 from coda_inductor.matching import Hazards, bodies, normalize, plain, target_name, value
-from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
+
+if TYPE_CHECKING:
+    from coda_inductor.plan import Plan
 
 #: Products that may be split: linear layers, and those of experts (``experts``).
 _PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
@@ -69,8 +71,7 @@ def _plan(graph: Graph, record: Record) -> Plan:
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(value(node).requires_grad for node in linears)
     times = 3 if training else 1  # two more products for the gradients of a layer's factors
-    how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if, "gpu": record.gpu}
-    return Plan.of_products(record.options, pairs * times, training=training, **how)
+    return record.plan.of_products(pairs * times, training=training)
 
 
 def _product(node: Node) -> bool:

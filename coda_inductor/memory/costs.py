@@ -20,23 +20,23 @@ from coda_inductor.compat import tree_map
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import hint
-from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
+from coda_inductor.runtime.linear_cross_entropy import BACKWARD
 from coda_inductor.runtime.op import OP
 from coda_inductor.select.device import Gpu
 from coda_inductor.semantic.experts import WGRAD
+from coda_inductor.semantic.loss import SLICE_BYTES
 
 #: What a training step sustains at the power limit, of what a product alone reaches (H200, Llama of
 #: 8B widths: recomputing 9.6 ms by the rate of single products took 10.6, 19.5 took 23.6).
 _SUSTAINED = 0.85
 #: Attention reaches this share of what large products reach (FlashAttention 2 on an H100).
 _ATTENTION = 0.55
-_HEAD = torch.ops.coda_inductor.linear_cross_entropy_backward.default
 
 
 @functools.cache
 def install() -> None:
     """Register FLOP formulas of our ops with torch, once for this process."""
-    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (_HEAD, _head_gradients)
+    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (BACKWARD, _head_gradients)
     for op, formula in formulas:
         packet = op.overloadpacket
         if packet not in flop_registry:
@@ -68,7 +68,9 @@ def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
 
 def workspace(node: Node) -> int:
     """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
-    if node.target is _HEAD:  # a slice, and the sum of dx over slices in float32, before dx itself
+    if (
+        node.target is BACKWARD
+    ):  # a slice, and the sum of dx over slices in float32, before dx itself
         return min(SLICE_BYTES, size(fake(node.all_input_nodes[1]))) + size(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
         return 2 * size(fake(node.all_input_nodes[1]))

@@ -12,11 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coda_inductor.semantic import loss
 from coda_inductor.semantic.define import opaque
 from coda_inductor.semantic.loss import row_weights
 
-#: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits.
-SLICE_BYTES = 2**28
 #: Slices start at multiples of this, so that rows of dW are aligned and tensor cores are full.
 _ALIGN = 128
 
@@ -51,7 +50,7 @@ def linear_cross_entropy_backward(
     dw = rows.new_empty((v, x.shape[1]) if x is not None else 0)
     db = lse.new_empty(v if bias else 0)
     total: Tensor | None = None
-    width = max(_ALIGN, SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
+    width = max(_ALIGN, loss.SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
     for first in range(0, v, width):
         last = min(v, first + width)
         piece = dlogits(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
@@ -111,7 +110,8 @@ def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 
     return dx, dw, lse.new_empty(v if how[-1] else 0)
 
 
-opaque(
+#: The op, as it is in graphs.
+BACKWARD = opaque(
     "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
     "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
     "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",

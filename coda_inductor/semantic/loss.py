@@ -16,6 +16,10 @@ from torch import Tensor
 from coda_inductor.program.reference import logsumexp
 from coda_inductor.semantic.define import define, statistics_dtype
 
+#: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits. As many
+#: are in memory at a time where it is sliced (``runtime.linear_cross_entropy``).
+SLICE_BYTES = 2**28
+
 
 def row_logsumexp_definition(x: Tensor) -> Tensor:
     """``log(sum(exp(x), -1))`` in float32 (float64 for float64): x (..., V) -> (...)."""

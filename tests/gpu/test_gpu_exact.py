@@ -24,7 +24,6 @@ from zoo.layers import Layer
 
 from coda_inductor import reports
 from coda_inductor.dynamo import late_gradients
-from coda_inductor.runtime import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("fresh")]
 DEVICE, KERNELS = "cuda", {"kernel"}
@@ -180,7 +179,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_no_worse_than_torch_compile_and_eager(name, monkeypatch):
     """Logits count as large, and are cut in slices of 512 columns."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**14)
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**14)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     row = TABLE[name]
     torch.manual_seed(0)

@@ -14,7 +14,6 @@ from zoo.families import FAMILIES
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import calls
 from coda_inductor.graph.nodes import ALIASES, aten
-from coda_inductor.runtime import linear_cross_entropy
 
 T, D, HEADS, KV, HIDDEN, V = 128, 64, 4, 1, 256, 1024
 
@@ -39,7 +38,7 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
     values; gate and up. Not saved: anything normalized, queries and keys before their rotation, the
     operand of their projections, the activation in front of down."""
     leave_custom_ops(monkeypatch)
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**12)
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**12)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
     (two, _), (three, harness) = (saved(layers) for layers in (2, 3))

@@ -19,6 +19,7 @@ from rationals import after, joint, results
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.options import parse
+from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.semantic import layer_norm, rms_norm
@@ -82,7 +83,13 @@ def everywhere(graph):
 
 def by(function):
     """A pass as one of a graph alone: everything legal is done."""
-    return lambda graph: function(graph, Record(parse(None, {"strict": True}), dry=True))
+
+    def run(graph):
+        record = Record(parse(None, {"strict": True}), dry=True)
+        record.plan = Plan(record.options, dry=True)
+        function(graph, record)
+
+    return run
 
 
 defer = by(defer_norms)

@@ -56,7 +56,7 @@ def graph_of(gemms, dtypes=(BF16, BF16), b_stride=None, on="cuda", op=aten.mm.de
 
 
 def plan(graph: Graph, **options) -> Plan:
-    return Plan.of(parse(None, options), graph)
+    return Plan(parse(None, options)).of_graph(graph)
 
 
 def gemm_of(graph: Graph) -> Node:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, Node
 
@@ -36,7 +36,6 @@ from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import arguments, aten, is_transpose
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.walk import parts
-from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.norms import make_again, wait
@@ -44,6 +43,9 @@ from coda_inductor.rewrite.fp8.raising import origin
 from coda_inductor.rewrite.fp8.scales import ROW, Source, scales
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_casts import CAST
+
+if TYPE_CHECKING:
+    from coda_inductor.plan import Plan
 
 
 def expand_quantizations(graph: Graph, record: Record) -> None:

@@ -46,6 +46,7 @@ from coda_inductor.rewrite.loss.logit_gradients import (
     through_soft_cap,
     with_row_term,
 )
+from coda_inductor.semantic import loss
 from coda_inductor.semantic.loss import cross_entropy_backward
 
 
@@ -55,19 +56,19 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
         if not record.enabled(name):
             record.refuse(name, node.name, refuse("disabled", f"options['disable'] names {name}"))
-        elif (why := _slice(node, record.plan.slice_bytes)) is not None:
+        elif (why := _slice(node)) is not None:
             record.refuse(name, node.name, why)
         else:
             record.fire(name)
 
 
-def _slice(node: Node, slice_bytes: int) -> Refusal | None:
+def _slice(node: Node) -> Refusal | None:
     given = arguments(node)
     logits = fake(given["logits"])
     # Each size has its own hint: with rows that a mask selects, their product would have none.
     size = math.prod(map(hint, logits.shape)) * logits.element_size()
     columns = logits.shape[-1]
-    if size < 2 * slice_bytes:
+    if size < 2 * loss.SLICE_BYTES:
         return refuse("no-gain", f"its logits take only {size / 2**20:.0f} MiB")
     gradient, penalty = with_row_term(node, given["logits"])
     gradient, cap = through_soft_cap(gradient, given["logits"])

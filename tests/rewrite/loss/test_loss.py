@@ -14,7 +14,6 @@ from passes import codes
 from zoo import edges
 from zoo.heads import B, D, Head, Several, T, V, inputs
 
-from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
 
 ROWS = B * T
@@ -23,7 +22,7 @@ ROWS = B * T
 @pytest.fixture
 def slices(monkeypatch):
     """Let logits count as large, 16 bits too: three slices of the vocabulary, one ragged."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", ROWS * 2 * 128)
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", ROWS * 2 * 128)
 
 
 def wide(logits):
@@ -319,7 +318,7 @@ def test_only_wanted_gradients(frozen, slices):
 def test_rows_that_a_mask_picks(monkeypatch):
     """The head reads the picked rows; where nothing fuses, the op is taken apart. Their number,
     which nothing tells, is taken for 8192: a slice is a tenth of such logits."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 8192 * V * 8 // 10)
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 8192 * V * 8 // 10)
 
     class Masked(Head):
         def forward(self, x, labels):
@@ -406,7 +405,7 @@ def losses(reduction, smoothing):
 def test_every_row_and_its_gradient(smoothing, sliced, monkeypatch):
     edges, targets = edge_rows()
     if sliced:
-        monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", len(targets) * 8 * 128)
+        monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", len(targets) * 8 * 128)
     x, w = randn(len(targets), D).requires_grad_(), randn(V, D)
     edges.requires_grad_(not sliced)
     harness = check_gradients(losses("none", smoothing), x, w, edges, targets)
