@@ -42,13 +42,11 @@ def _takes(a, rows, bs) -> bool:
     """QuACK's GEMM takes 16 bits and rows of 16 bytes. For rows that are already sorted
     it was not measured, so torch's op runs."""
     sizes = (a.shape[1], *(b.shape[1] for b in bs))
-    fits = rows is not None and a.dtype in HALF and a.is_cuda
-    fits = fits and all(isinstance(size, int) and size % 8 == 0 for size in sizes)
-    return (
-        fits
-        and availability.kernel_stack(a.device) is None
-        and "experts" in arch_of(a.device).features
-    )
+    if rows is None or a.dtype not in HALF or not a.is_cuda:
+        return False
+    fits = all(isinstance(size, int) and size % 8 == 0 for size in sizes)
+    fits = fits and "experts" in arch_of(a.device).features
+    return fits and availability.kernel_stack(a.device) is None
 
 
 def requests(a, rows, bs, turned: bool) -> list[KernelRequest]:

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measured import B200
 from programs import fp8, heads, kinds, parsed, rotary
 
-from coda_inductor.arch import ARCHS, BLACKWELL, CONSUMER_BLACKWELL, HOPPER
+from coda_inductor.arch import ARCHS, BLACKWELL, HOPPER
 from coda_inductor.errors import KernelError
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import (
@@ -21,7 +20,6 @@ from coda_inductor.select.config import (
     mainloop_stages,
 )
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Store
 
 KINDS, FP8 = kinds(), fp8()
 COMMON, RARE = configs_in(HOPPER.configs["common"]), configs_in(HOPPER.rare)
@@ -145,16 +143,6 @@ def test_tables_take_the_shared_memory_of_tiles():
     stages = mainloop_stages(program, config)
     assert stages == mainloop_stages(replace(program, operands=tiles, head=0), config)
     assert stages < mainloop_stages(KINDS["scale"], config)
-
-
-@pytest.mark.parametrize("arch", [BLACKWELL, CONSUMER_BLACKWELL])
-def test_of_another_generation_the_first_runs(arch, tmp_path):
-    """Blackwell halves the tiles of two CTAs."""
-    assert Config(256, 256, 2, 1, False).cta_tile_m(arch) == (128 if arch is BLACKWELL else 256)
-    for n in (1024, 4096, 14336):
-        site = Site(KINDS["scale"], 8192, n, 3072, arch=arch)
-        found = select(site, gated=False, store=Store(B200, tmp_path))
-        assert found.config == str(legal_configs(KINDS["scale"], arch)[0])
 
 
 def test_symbolic_rows_are_chosen_by_their_hint():
