@@ -282,17 +282,13 @@ class Plan:
         elif not self._kernels(site.device):
             why = refuse("no-kernels-on-device", f"device {site.device.type} has no kernels")
         else:
-            return self._judged(site)
+            gated, tuning = self.options.gate == "auto", self.tuning
+            optimistic = tuning is not None and tuning.optimistic
+            choice = select(site, gated=gated, store=self.store, optimistic=optimistic)
+            if tuning is not None and tuning.wants(choice):
+                tuning.asked.append(site)
+            return choice
         return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
-
-    def _judged(self, site: Site) -> Choice:
-        gated, tuning = self.options.gate == "auto", self.tuning
-        if tuning is None:
-            return select(site, gated=gated, store=self.store)
-        choice = select(site, gated=gated, store=self.store, optimistic=tuning.optimistic)
-        if tuning.wants(choice):
-            tuning.asked.append(site)
-        return choice
 
     def estimate_plain(self, gemm: Node) -> Choice:
         """A GEMM alone, in cuBLAS, with its expected time where a kernel could run."""
