@@ -23,6 +23,7 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
 from coda_inductor.runtime.op import OP
 from coda_inductor.select.device import Gpu
+from coda_inductor.semantic import dropout
 from coda_inductor.semantic.experts import WGRAD
 
 #: What a training step sustains at the power limit, of what a product alone reaches (H200, Llama of
@@ -36,7 +37,8 @@ _HEAD = torch.ops.coda_inductor.linear_cross_entropy_backward.default
 @functools.cache
 def install() -> None:
     """Register FLOP formulas of our ops with torch, once for this process."""
-    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (_HEAD, _head_gradients)
+    adapters = (dropout.FORWARD, _dropout_linear), (dropout.BACKWARD, _dropout_linear_backward)
+    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (_HEAD, _head_gradients), *adapters
     for op, formula in formulas:
         packet = op.overloadpacket
         if packet not in flop_registry:
@@ -64,6 +66,16 @@ def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
     if its gradient is not wanted."""
     matrices = [shape for shape in others[3:5] if shape is not None]
     return sum(2 * math.prod(logits) * shape[1] for shape in matrices)
+
+
+def _dropout_linear(x, weight, *_: Any, **__: Any) -> int:
+    """FLOP of the products of one x (..., K) with all weights (N, K)."""
+    return 2 * math.prod(x) * weight[0]
+
+
+def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
+    """FLOP of the gradients of x and of the weights, as far as they are needed."""
+    return sum(others[4]) * _dropout_linear(x, weight)
 
 
 def workspace(node: Node) -> int:
