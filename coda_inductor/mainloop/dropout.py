@@ -22,25 +22,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coda_inductor.semantic.dropout import dropped, gradients, scale
+from coda_inductor.semantic.dropout import ROUNDS, dropped, gradients, scale
 
-#: Rows and columns of a tile, of at most so many columns of results for four warps.
-_TILE, _NARROW = 64, 64
 #: Programs for each multiprocessor, and elements of a program that sums parts.
 _FILL, _SUMMED = 4, 1024
-_MOST = 4
+#: The most columns of products that four warps hold.
+_NARROW = 64
+_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
-def _keep(seed, rows, at, number, DROPPED: tl.constexpr, TILE: tl.constexpr):
+def _keep(seed, rows, at, number, DROPPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The part of a mask in ``rows`` and the columns from ``at`` on."""
-    row = rows[:, None] + tl.zeros((1, TILE // 8), tl.int32)
-    eight = at // 8 + tl.arange(0, TILE // 8)[None, :] + tl.zeros((TILE, 1), tl.int32)
-    zeros = tl.zeros((TILE, TILE // 8), tl.int32)
-    a, b, c, d = tl.philox(seed, eight, row, zeros + number, zeros)
-    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE, TILE // 2))
+    zeros = tl.zeros((ROWS, COLUMNS // 8), tl.int32)
+    eights = zeros + at // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+    a, b, c, d = tl.philox(seed, eights, zeros + rows[:, None], zeros + number, zeros, _ROUNDS)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS // 2))
     # The lower half of each word comes first; the lower half of a number does not change the order.
-    halves = tl.reshape(tl.join(words << 16, words), (TILE, TILE))
+    halves = tl.reshape(tl.join(words << 16, words), (ROWS, COLUMNS))
     return halves >= DROPPED * 65536
 
 
@@ -48,20 +47,20 @@ def _keep(seed, rows, at, number, DROPPED: tl.constexpr, TILE: tl.constexpr):
 def _forward(
     x, weight, seed, out, m, k, stride, first, rank, span,
     DROPPED: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     mine = tl.program_id(0) % COUNT
-    rows = tl.program_id(0) // COUNT * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(0) // COUNT * ROWS + tl.arange(0, ROWS)
     start, key, ranks = tl.program_id(1) * span, tl.load(seed), tl.arange(0, RANK)
     wide = rows.to(tl.int64)
-    total = tl.zeros((TILE, RANK), tl.float32)
-    for at in range(start, tl.minimum(start + span, k), TILE):
-        columns = at + tl.arange(0, TILE)
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for at in range(start, tl.minimum(start + span, k), COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < m) & (columns[None, :] < k)
         own = tl.load(x + wide[:, None] * stride + columns[None, :], inside, 0.0)
         inside = (columns[:, None] < k) & (ranks[None, :] < rank)
         by = tl.load(weight + (mine * rank + ranks)[None, :] * k + columns[:, None], inside, 0.0)
-        keep = _keep(key, rows, at, first + mine, DROPPED, TILE)
+        keep = _keep(key, rows, at, first + mine, DROPPED, ROWS, COLUMNS)
         kept = tl.where(keep, own, 0.0).to(by.dtype)
         total = tl.dot(kept, by, total, input_precision=PRECISION)
     place = (tl.program_id(1).to(tl.int64) * m + wide)[:, None] * (COUNT * rank) + mine * rank
@@ -70,84 +69,43 @@ def _forward(
 
 
 @triton.jit
-def _of_one(
-    mine, total, gradient, own, dt, weight, key, rows, at, m, k, first, rank,
-    DROPPED: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
-    DX: tl.constexpr, DW: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what one mask adds to the gradients of x and of its weight."""
-    columns, ranks = at + tl.arange(0, TILE), tl.arange(0, RANK)
-    inside = (rows[:, None] < m) & (ranks[None, :] < rank)
-    place = rows.to(tl.int64)[:, None] * (COUNT * rank) + mine * rank + ranks[None, :]
-    d = tl.load(dt + place, inside, 0.0)
-    keep = _keep(key, rows, at, first + mine, DROPPED, TILE)
-    if DX:
-        inside = (ranks[:, None] < rank) & (columns[None, :] < k)
-        by = tl.load(weight + (mine * rank + ranks)[:, None] * k + columns[None, :], inside, 0.0)
-        total += tl.where(keep, tl.dot(d, by, input_precision=PRECISION), 0.0)
-    if DW:
-        kept = tl.where(keep, own, 0.0).to(d.dtype)
-        gradient = tl.dot(tl.trans(d), kept, gradient, input_precision=PRECISION)
-    return total, gradient
-
-
-@triton.jit
-def _store_one(
-    mine, gradient, dweight, at, k, rank, SCALE: tl.constexpr, COUNT: tl.constexpr,
-    RANK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    columns, ranks = at + tl.arange(0, TILE), tl.arange(0, RANK)
-    inside = (ranks[:, None] < rank) & (columns[None, :] < k)
-    row = (tl.program_id(1) * COUNT + mine) * rank + ranks
-    place = row.to(tl.int64)[:, None] * k + columns[None, :]
-    tl.store(dweight + place, (gradient * SCALE).to(dweight.dtype.element_ty), inside)
-
-
-@triton.jit
 def _backward(
     x, weight, seed, dt, dx, dweight, m, k, stride, first, rank, span,
     DROPPED: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DX: tl.constexpr,
+    DW: tl.constexpr,
 ):  # fmt: skip
-    at, start, key = tl.program_id(0) * TILE, tl.program_id(1) * span, tl.load(seed)
-    columns = at + tl.arange(0, TILE)
-    g0 = tl.zeros((RANK, TILE), tl.float32)
-    g1, g2, g3 = g0, g0, g0
-    for row in range(start, tl.minimum(start + span, m), TILE):
-        rows = row + tl.arange(0, TILE)
-        inside = (rows[:, None] < m) & (columns[None, :] < k)
-        wide = rows.to(tl.int64)[:, None]
+    at, start, key = tl.program_id(0) * COLUMNS, tl.program_id(1) * span, tl.load(seed)
+    columns, ranks = at + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    of_weight = (ranks[:, None] < rank) & (columns[None, :] < k)
+    sums = ()  # type: tuple[Any, ...]
+    for _ in tl.static_range(COUNT):
+        sums += (tl.zeros((RANK, COLUMNS), tl.float32),)
+    for row in range(start, tl.minimum(start + span, m), ROWS):
+        rows = row + tl.arange(0, ROWS)
+        inside, wide = (rows[:, None] < m) & (columns[None, :] < k), rows.to(tl.int64)[:, None]
         own = tl.load(x + wide * stride + columns[None, :], inside, 0.0)
-        total = tl.zeros((TILE, TILE), tl.float32)
-        total, g0 = _of_one(
-            0, total, g0, own, dt, weight, key, rows, at, m, k, first, rank,
-            DROPPED, COUNT, RANK, TILE, DX, DW, PRECISION,
-        )  # fmt: skip
-        if COUNT > 1:
-            total, g1 = _of_one(
-                1, total, g1, own, dt, weight, key, rows, at, m, k, first, rank,
-                DROPPED, COUNT, RANK, TILE, DX, DW, PRECISION,
-            )  # fmt: skip
-        if COUNT > 2:
-            total, g2 = _of_one(
-                2, total, g2, own, dt, weight, key, rows, at, m, k, first, rank,
-                DROPPED, COUNT, RANK, TILE, DX, DW, PRECISION,
-            )  # fmt: skip
-        if COUNT > 3:
-            total, g3 = _of_one(
-                3, total, g3, own, dt, weight, key, rows, at, m, k, first, rank,
-                DROPPED, COUNT, RANK, TILE, DX, DW, PRECISION,
-            )  # fmt: skip
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        news = ()  # type: tuple[Any, ...]
+        for i in tl.static_range(COUNT):
+            place = wide * (COUNT * rank) + i * rank + ranks[None, :]
+            d = tl.load(dt + place, (rows[:, None] < m) & (ranks[None, :] < rank), 0.0)
+            keep = _keep(key, rows, at, first + i, DROPPED, ROWS, COLUMNS)
+            if DX:
+                by = tl.load(weight + (i * rank + ranks)[:, None] * k + columns, of_weight, 0.0)
+                total += tl.where(keep, tl.dot(d, by, input_precision=PRECISION), 0.0)
+            if DW:
+                kept = tl.where(keep, own, 0.0).to(d.dtype)
+                news += (tl.dot(tl.trans(d), kept, sums[i], input_precision=PRECISION),)
         if DX:
             tl.store(dx + wide * k + columns, (total * SCALE).to(dx.dtype.element_ty), inside)
+        if DW:
+            sums = news
     if DW:
-        _store_one(0, g0, dweight, at, k, rank, SCALE, COUNT, RANK, TILE)
-        if COUNT > 1:
-            _store_one(1, g1, dweight, at, k, rank, SCALE, COUNT, RANK, TILE)
-        if COUNT > 2:
-            _store_one(2, g2, dweight, at, k, rank, SCALE, COUNT, RANK, TILE)
-        if COUNT > 3:
-            _store_one(3, g3, dweight, at, k, rank, SCALE, COUNT, RANK, TILE)
+        for i in tl.static_range(COUNT):
+            place = ((tl.program_id(1) * COUNT + i) * rank + ranks).to(tl.int64)[:, None] * k
+            found = (sums[i] * SCALE).to(dweight.dtype.element_ty)
+            tl.store(dweight + place + columns, found, of_weight)
 
 
 @triton.jit
@@ -165,17 +123,16 @@ def dropout_linear(
 ) -> Tensor:
     """As ``semantic.dropout.dropout_linear``, not in float64."""
     out = weight.new_empty(*x.shape[:-1], weight.shape[0])
-    rows, sizes, how = _launch(x, weight, count, p)
-    (m, k), blocks = rows.shape, triton.cdiv(rows.shape[0], _TILE) * count
-    span, parts = _parts(k, blocks, x.device)
-    partial = out if parts == 1 else out.new_empty(parts, out.numel(), dtype=torch.float32)
     if out.numel():
+        x, how = _launch(x, weight, count, p, *tiles(count, weight.shape[0] // count)[0])
+        blocks = triton.cdiv(x.shape[0], how["ROWS"]) * count
+        span, parts = _parts(x.shape[1], how["COLUMNS"], blocks, out)
         with _on(x):
-            _forward[(blocks, parts)](
-                rows, weight.contiguous(), seed, partial, m, k, rows.stride(0), first,
-                weight.shape[0] // count, span, **sizes, **how,
+            _forward[(blocks, parts.shape[0])](
+                x, weight.contiguous(), seed, parts, *x.shape, x.stride(0), first,
+                weight.shape[0] // count, span, **how,
             )  # fmt: skip
-            _sum_parts(partial, out)
+            _sum_parts(parts, out)
     return out
 
 
@@ -183,56 +140,58 @@ def dropout_linear_backward(
     dt: Tensor, x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``semantic.dropout.dropout_linear_backward``, not in float64; ``count`` is at most 4."""
-    if count > _MOST:
-        raise ValueError(f"{count} masks are more than {_MOST}")
+    """As ``semantic.dropout.dropout_linear_backward``, not in float64."""
     dx, dweight = gradients(dt, x, weight, seed, first, count, p, needs)
-    dx = dx.contiguous()
     if not dt.numel():
         return dx.zero_(), dweight.zero_()
-    rows, sizes, how = _launch(x, weight, count, p)
-    (m, k), blocks = rows.shape, triton.cdiv(rows.shape[1], _TILE)
-    span, parts = _parts(m, blocks, x.device)
-    partial = dweight
-    if parts > 1 and needs[1]:
-        partial = dweight.new_empty(parts, dweight.numel(), dtype=torch.float32)
+    x, how = _launch(x, weight, count, p, *tiles(count, weight.shape[0] // count)[1])
+    blocks = triton.cdiv(x.shape[1], how["COLUMNS"])
+    span, parts = _parts(x.shape[0], how["ROWS"], blocks, dweight)
     with _on(x):
-        _backward[(blocks, parts)](
-            rows, weight.contiguous(), seed, dt.contiguous(), dx, partial, m, k, rows.stride(0),
-            first, weight.shape[0] // count, span, **sizes, DX=needs[0], DW=needs[1], **how,
+        _backward[(blocks, parts.shape[0])](
+            x, weight.contiguous(), seed, dt.contiguous(), dx, parts, *x.shape, x.stride(0), first,
+            weight.shape[0] // count, span, DX=needs[0], DW=needs[1], **how,
         )  # fmt: skip
-        _sum_parts(partial, dweight)
+        if needs[1]:
+            _sum_parts(parts, dweight)
     return dx, dweight
 
 
+def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """Rows, columns and warps of a tile forward, and backward: as many as fit into registers."""
+    narrow = count * max(16, rank) <= _NARROW
+    return (64, 64, 8 if rank > 128 else 4), (32, 64, 4) if narrow else (64, 32, 8)
+
+
 def _launch(
-    x: Tensor, weight: Tensor, count: int, p: float
-) -> tuple[Tensor, dict[str, Any], dict[str, int]]:
-    """``x`` (M, K) with contiguous rows, and constants and options of a kernel."""
-    rows = x.reshape(-1, x.shape[-1])
-    rank = max(16, triton.next_power_of_2(weight.shape[0] // count))
+    x: Tensor, weight: Tensor, count: int, p: float, rows: int, columns: int, warps: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """``x`` (M, K) with contiguous rows, and the constants of a kernel."""
+    x = x.reshape(-1, x.shape[-1])
     exact = torch.get_float32_matmul_precision() == "highest"
-    constants = {
-        "DROPPED": dropped(p), "SCALE": scale(p), "COUNT": count, "RANK": rank, "TILE": _TILE,
-        "PRECISION": "ieee" if exact else "tf32",
+    return x if x.stride(1) == 1 else x.contiguous(), {
+        "DROPPED": dropped(p), "SCALE": scale(p), "COUNT": count,
+        "RANK": max(16, triton.next_power_of_2(weight.shape[0] // count)),
+        "ROWS": rows, "COLUMNS": columns, "PRECISION": "ieee" if exact else "tf32",
+        "num_warps": warps,
     }  # fmt: skip
-    how = {"num_warps": 4 if count * rank <= _NARROW else 8}
-    return rows if rows.stride(1) == 1 else rows.contiguous(), constants, how
 
 
-def _parts(size: int, blocks: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts a sum over ``size`` is cut, so that all multiprocessors work, and how
-    long each is."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-    parts = max(1, min(triton.cdiv(_FILL * processors, max(1, blocks)), size // (4 * _TILE)))
-    span = triton.cdiv(triton.cdiv(size, parts), _TILE) * _TILE
-    return span, triton.cdiv(size, span)
+def _parts(size: int, tile: int, blocks: int, out: Tensor) -> tuple[int, Tensor]:
+    """For a sum over ``size`` that is cut so that all multiprocessors work: how long a part is, and
+    the sums of the parts; ``out`` itself if there is one."""
+    processors = 1
+    if out.is_cuda:
+        processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    parts = max(1, min(triton.cdiv(_FILL * processors, blocks), size // (4 * tile)))
+    span = triton.cdiv(triton.cdiv(size, parts), tile) * tile
+    parts = triton.cdiv(size, span)
+    return span, out[None] if parts == 1 else out.new_empty(parts, *out.shape, dtype=torch.float32)
 
 
 def _sum_parts(parts: Tensor, out: Tensor) -> None:
-    if parts is not out:
-        n = out.numel()
+    n = out.numel()
+    if parts.shape[0] > 1:
         _sum[(triton.cdiv(n, _SUMMED),)](parts, out, n, parts.shape[0], BLOCK=_SUMMED)
 
 

@@ -18,8 +18,8 @@ M, K, SIGMAS = 512, 768, 5
 
 
 def test_draws_are_philox():
-    """The first answer of Random123's own test: a counter and a key of zeros."""
-    words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    """The first answer for 7 rounds of Random123's own test: a counter and a key of zeros."""
+    words = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
     halves = [half for word in words for half in (word % DRAWS, word // DRAWS)]
     for i, draw in enumerate(halves):
         one, next_one = (keep_mask(torch.zeros(1, dtype=torch.int64), 0, 1, 8, p / DRAWS)
