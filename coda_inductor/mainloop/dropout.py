@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``semantic.dropout`` in Triton: each direction reads x and draws its masks once.
 
-Drawing takes longer than reading: ten rounds of Philox are some 60 instructions for eight elements
-of one mask. So one call of it serves eight elements, and the gradients of x and of the weights
-share a kernel.
+Drawing takes longer than reading: Philox is some 40 instructions for eight elements of one mask. So
+the gradients of x and of the weights share a kernel.
 
 Forward, a program has one mask: rows of x times one A, over a part of K. Programs of the same rows
 follow each other, so that only the first one reads x from memory. Backward, a program has a block
 of columns and a part of the rows. It sums the gradient of x over all masks, and holds one gradient
-of A each, which is why there are at most four. Sums over parts are made in order by another kernel,
+of A for each. Sums over parts are made in order by another kernel,
 so that results repeat bit by bit.
 """
 
@@ -43,14 +42,14 @@ def _keep(seed, rows, at, number, DROPPED: tl.constexpr, ROWS: tl.constexpr, COL
     return halves >= DROPPED * 65536
 
 
-@triton.jit
-def _forward(
-    x, weight, seed, out, m, k, stride, first, rank, span,
-    DROPPED: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "count"])
+def _dropout_forward(
+    x, weight, seed, out, m, k, stride, first, count, rank, span,
+    DROPPED: tl.constexpr, SCALE: tl.constexpr, RANK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    mine = tl.program_id(0) % COUNT
-    rows = tl.program_id(0) // COUNT * ROWS + tl.arange(0, ROWS)
+    mine = tl.program_id(0) % count
+    rows = tl.program_id(0) // count * ROWS + tl.arange(0, ROWS)
     start, key, ranks = tl.program_id(1) * span, tl.load(seed), tl.arange(0, RANK)
     wide = rows.to(tl.int64)
     total = tl.zeros((ROWS, RANK), tl.float32)
@@ -63,17 +62,17 @@ def _forward(
         keep = _keep(key, rows, at, first + mine, DROPPED, ROWS, COLUMNS)
         kept = tl.where(keep, own, 0.0).to(by.dtype)
         total = tl.dot(kept, by, total, input_precision=PRECISION)
-    place = (tl.program_id(1).to(tl.int64) * m + wide)[:, None] * (COUNT * rank) + mine * rank
+    place = (tl.program_id(1).to(tl.int64) * m + wide)[:, None] * (count * rank) + mine * rank
     inside = (rows[:, None] < m) & (ranks[None, :] < rank)
     tl.store(out + place + ranks[None, :], (total * SCALE).to(out.dtype.element_ty), inside)
 
 
-@triton.jit
-def _backward(
-    x, weight, seed, dt, dx, dweight, m, k, stride, first, rank, span,
-    DROPPED: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DX: tl.constexpr,
-    DW: tl.constexpr,
+@triton.jit(do_not_specialize=["first"])
+def _dropout_backward(
+    x, weight, seed, dt, dx, dweight, m, k, stride, first, COUNT: tl.constexpr, rank, span,
+    DROPPED: tl.constexpr, SCALE: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    DX: tl.constexpr, DW: tl.constexpr,
 ):  # fmt: skip
     at, start, key = tl.program_id(0) * COLUMNS, tl.program_id(1) * span, tl.load(seed)
     columns, ranks = at + tl.arange(0, COLUMNS), tl.arange(0, RANK)
@@ -109,7 +108,7 @@ def _backward(
 
 
 @triton.jit
-def _sum(parts, out, n, count, BLOCK: tl.constexpr):
+def _dropout_sum(parts, out, n, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for _ in range(count):
@@ -128,8 +127,8 @@ def dropout_linear(
         blocks = triton.cdiv(x.shape[0], how["ROWS"]) * count
         span, parts = _parts(x.shape[1], how["COLUMNS"], blocks, out)
         with _on(x):
-            _forward[(blocks, parts.shape[0])](
-                x, weight.contiguous(), seed, parts, *x.shape, x.stride(0), first,
+            _dropout_forward[(blocks, parts.shape[0])](
+                x, weight.contiguous(), seed, parts, *x.shape, x.stride(0), first, count,
                 weight.shape[0] // count, span, **how,
             )  # fmt: skip
             _sum_parts(parts, out)
@@ -148,9 +147,9 @@ def dropout_linear_backward(
     blocks = triton.cdiv(x.shape[1], how["COLUMNS"])
     span, parts = _parts(x.shape[0], how["ROWS"], blocks, dweight)
     with _on(x):
-        _backward[(blocks, parts.shape[0])](
+        _dropout_backward[(blocks, parts.shape[0])](
             x, weight.contiguous(), seed, dt.contiguous(), dx, parts, *x.shape, x.stride(0), first,
-            weight.shape[0] // count, span, DX=needs[0], DW=needs[1], **how,
+            count, weight.shape[0] // count, span, DX=needs[0], DW=needs[1], **how,
         )  # fmt: skip
         if needs[1]:
             _sum_parts(parts, dweight)
@@ -168,12 +167,11 @@ def _launch(
 ) -> tuple[Tensor, dict[str, Any]]:
     """``x`` (M, K) with contiguous rows, and the constants of a kernel."""
     x = x.reshape(-1, x.shape[-1])
-    exact = torch.get_float32_matmul_precision() == "highest"
+    rank = max(16, triton.next_power_of_2(weight.shape[0] // count))
+    fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return x if x.stride(1) == 1 else x.contiguous(), {
-        "DROPPED": dropped(p), "SCALE": scale(p), "COUNT": count,
-        "RANK": max(16, triton.next_power_of_2(weight.shape[0] // count)),
-        "ROWS": rows, "COLUMNS": columns, "PRECISION": "ieee" if exact else "tf32",
-        "num_warps": warps,
+        "DROPPED": dropped(p), "SCALE": scale(p), "RANK": rank, "ROWS": rows, "COLUMNS": columns,
+        "PRECISION": "tf32" if fast else "ieee", "num_warps": warps,
     }  # fmt: skip
 
 
@@ -192,7 +190,7 @@ def _parts(size: int, tile: int, blocks: int, out: Tensor) -> tuple[int, Tensor]
 def _sum_parts(parts: Tensor, out: Tensor) -> None:
     n = out.numel()
     if parts.shape[0] > 1:
-        _sum[(triton.cdiv(n, _SUMMED),)](parts, out, n, parts.shape[0], BLOCK=_SUMMED)
+        _dropout_sum[(triton.cdiv(n, _SUMMED),)](parts, out, n, parts.shape[0], BLOCK=_SUMMED)
 
 
 def _on(x: Tensor) -> Any:

@@ -25,12 +25,12 @@ def test_kernels_compile(count, rank, dtype):
 
     types = dict.fromkeys(("x", "weight", "dt", "dx"), f"*{dtype}")
     types |= {"seed": "*i64", "out": "*fp32", "dweight": "*fp32"}
-    types |= dict.fromkeys(("m", "k", "stride", "first", "rank", "span"), "i32")
-    constants = {"DROPPED": 6554, "SCALE": 1.1, "COUNT": count, "RANK": rank, "PRECISION": "tf32"}
-    more = {"DX": True, "DW": True}
+    types |= dict.fromkeys(("m", "k", "stride", "first", "count", "rank", "span"), "i32")
+    constants = {"DROPPED": 6554, "SCALE": 1.1, "RANK": rank, "PRECISION": "tf32"}
+    more = {"COUNT": count, "DX": True, "DW": True}
     forward, backward = dropout.tiles(count, rank)
     for kernel, (rows, columns, warps), flags in (
-        (dropout._forward, forward, {}), (dropout._backward, backward, more),
+        (dropout._dropout_forward, forward, {}), (dropout._dropout_backward, backward, more),
     ):  # fmt: skip
         own = {name: types[name] for name in kernel.arg_names if name in types}
         sizes = {"ROWS": rows, "COLUMNS": columns, **flags}
