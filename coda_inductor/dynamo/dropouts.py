@@ -73,7 +73,8 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
                 record.refuse("adapter_dropout", place(layers[0]), why)
                 continue
             weight = value(arguments(layers[0])["weight"])
-            groups[_source(call, layers[0]), call["p"], weight.shape[0], weight.dtype].append(node)
+            x = _source(call["input"], layers[0], hazards)
+            groups[x, call["p"], weight.shape[0], weight.dtype].append(node)
         seeds: dict[torch.device, Node] = {}
         number = 0  # of masks
         for (x, p, rank, _), dropouts in groups.items():
@@ -130,14 +131,13 @@ def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -
     return None
 
 
-def _source(call: Call, layer: Node) -> Node:
-    """The tensor that the op reads for ``layer``: casts are left out if the op rounds to the same
-    numbers."""
-    x = call["input"]
+def _source(x: Node, layer: Node, hazards: Hazards) -> Node:
+    """The tensor that the op reads for ``layer``, whose input is ``x`` under a mask: casts are left
+    out if the op rounds to the same numbers."""
     while is_cast(x):
         before, dtype = x.all_input_nodes[0], value(x).dtype
         exact = torch.promote_types(value(before).dtype, dtype) == dtype
-        if not exact and dtype != value(layer).dtype:
+        if not (exact or dtype == value(layer).dtype) or hazards.between([x, layer]):
             break
         x = before
     return x

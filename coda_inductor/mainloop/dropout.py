@@ -13,7 +13,6 @@ so that results repeat bit by bit.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -123,15 +122,7 @@ def dropout_linear(
     """As ``semantic.dropout.dropout_linear``, not in float64."""
     out = weight.new_empty(*x.shape[:-1], weight.shape[0])
     if out.numel():
-        x, how = _launch(x, weight, count, p, *tiles(count, weight.shape[0] // count)[0])
-        blocks = triton.cdiv(x.shape[0], how["ROWS"]) * count
-        span, parts = _parts(x.shape[1], how["COLUMNS"], blocks, out)
-        with _on(x):
-            _dropout_forward[(blocks, parts.shape[0])](
-                x, weight.contiguous(), seed, parts, *x.shape, x.stride(0), first, count,
-                weight.shape[0] // count, span, **how,
-            )  # fmt: skip
-            _sum_parts(parts, out)
+        _launch(_dropout_forward, x, weight, seed, first, count, p, (), out)
     return out
 
 
@@ -143,16 +134,8 @@ def dropout_linear_backward(
     dx, dweight = gradients(dt, x, weight, seed, first, count, p, needs)
     if not dt.numel():
         return dx.zero_(), dweight.zero_()
-    x, how = _launch(x, weight, count, p, *tiles(count, weight.shape[0] // count)[1])
-    blocks = triton.cdiv(x.shape[1], how["COLUMNS"])
-    span, parts = _parts(x.shape[0], how["ROWS"], blocks, dweight)
-    with _on(x):
-        _dropout_backward[(blocks, parts.shape[0])](
-            x, weight.contiguous(), seed, dt.contiguous(), dx, parts, *x.shape, x.stride(0), first,
-            count, weight.shape[0] // count, span, DX=needs[0], DW=needs[1], **how,
-        )  # fmt: skip
-        if needs[1]:
-            _sum_parts(parts, dweight)
+    flags, more = {"DX": needs[0], "DW": needs[1]}, (dt.contiguous(), dx)
+    _launch(_dropout_backward, x, weight, seed, first, count, p, more, dweight, **flags)
     return dx, dweight
 
 
@@ -163,35 +146,29 @@ def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, count: int, p: float, rows: int, columns: int, warps: int
-) -> tuple[Tensor, dict[str, Any]]:
-    """``x`` (M, K) with contiguous rows, and the constants of a kernel."""
-    x = x.reshape(-1, x.shape[-1])
-    rank = max(16, triton.next_power_of_2(weight.shape[0] // count))
-    fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return x if x.stride(1) == 1 else x.contiguous(), {
-        "DROPPED": dropped(p), "SCALE": scale(p), "RANK": rank, "ROWS": rows, "COLUMNS": columns,
-        "PRECISION": "tf32" if fast else "ieee", "num_warps": warps,
-    }  # fmt: skip
-
-
-def _parts(size: int, tile: int, blocks: int, out: Tensor) -> tuple[int, Tensor]:
-    """For a sum over ``size`` that is cut so that all multiprocessors work: how long a part is, and
-    the sums of the parts; ``out`` itself if there is one."""
-    processors = 1
-    if out.is_cuda:
-        processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    kernel: Any, x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float,
+    more: tuple[Tensor, ...], out: Tensor, **flags: bool,
+) -> None:  # fmt: skip
+    """Launch ``kernel``, which writes ``out``; its sum is cut so that all multiprocessors work."""
+    x, rank = x.reshape(-1, x.shape[-1]), weight.shape[0] // count
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (m, k), forward, processors = x.shape, kernel is _dropout_forward, 1
+    rows, columns, warps = tiles(count, rank)[not forward]
+    blocks = triton.cdiv(m, rows) * count if forward else triton.cdiv(k, columns)
+    size, tile = (k, columns) if forward else (m, rows)
+    if x.is_cuda:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     parts = max(1, min(triton.cdiv(_FILL * processors, blocks), size // (4 * tile)))
     span = triton.cdiv(triton.cdiv(size, parts), tile) * tile
-    parts = triton.cdiv(size, span)
-    return span, out[None] if parts == 1 else out.new_empty(parts, *out.shape, dtype=torch.float32)
-
-
-def _sum_parts(parts: Tensor, out: Tensor) -> None:
-    n = out.numel()
-    if parts.shape[0] > 1:
-        _dropout_sum[(triton.cdiv(n, _SUMMED),)](parts, out, n, parts.shape[0], BLOCK=_SUMMED)
-
-
-def _on(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    parts, n = triton.cdiv(size, span), out.numel()
+    sums = out if parts == 1 else out.new_empty(parts, n, dtype=torch.float32)
+    fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    with torch.cuda.device(x.get_device()):
+        kernel[(blocks, parts)](
+            x, weight.contiguous(), seed, *more, sums, m, k, x.stride(0), first, count, rank, span,
+            DROPPED=dropped(p), SCALE=scale(p), RANK=max(16, triton.next_power_of_2(rank)),
+            ROWS=rows, COLUMNS=columns, PRECISION="tf32" if fast else "ieee", **flags,
+            num_warps=warps,
+        )  # fmt: skip
+        if parts > 1 and n:
+            _dropout_sum[(triton.cdiv(n, _SUMMED),)](sums, out, n, parts, BLOCK=_SUMMED)
