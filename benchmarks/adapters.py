@@ -6,7 +6,8 @@ which compile side by side and then take turns: milliseconds sustained, A B B A,
 milliseconds by kind. A kernel is of rank r if a matrix of its launch has r rows or columns, or two
 or three times as many. Rank 0 is the frozen model without adapters: what a step would take if they
 were free, but for the first layer's gradients of q, k and v, which LoRA does not need. Adapters are
-in bf16; in "8B 16 float32" as peft makes them, in "8B 16 nf4" on weights of 4 bits.
+in bf16; in "8B 16 float32" as peft makes them, in "8B 16 nf4" on weights of 4 bits. With dropout in
+front of them (``--dropout 0.1``) a case is called "8B 16 p0.1".
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ TURNS, LISTED = 4, 24
 
 def main(arguments: list[str]) -> None:
     """Measure and print; or, as one of the processes, be measured."""
-    options = headline.parser_of("adapters", __doc__, "case").parse_args(arguments)
+    parser = headline.parser_of("adapters", __doc__, "case")
+    parser.add_argument("--dropout", type=float, help="in front of each adapter")
+    options = parser.parse_args(arguments)
     if options.part:
         answer(options.part, options.file.with_suffix(".lock"))
         return
-    names = [f"{case} {b}" for case in options.names or CASES for b in ("compile", "coda")]
+    masked = f" p{options.dropout}" if options.dropout else ""
+    cases = [f"{case}{masked}" for case in options.names or CASES]
+    names = [f"{case} {b}" for case in cases for b in ("compile", "coda")]
     found = headline.measured("adapters", names, options, TURNS)["results"]
     rows = []
     for name, result in found.items():
@@ -57,7 +62,8 @@ def answer(name: str, lock: Path) -> None:
     sys.stdout = sys.stderr  # answers alone go to the other one
     os.environ.setdefault("CODA_TUNE", "never")
     size, rank, *own, backend = name.split()
-    workload = worth_models.lora(size, int(rank), *own)
+    dropout = float(own.pop()[1:]) if own and own[-1][:1] == "p" else 0.0
+    workload = worth_models.lora(size, int(rank), *own, dropout=dropout)
     families.make_causal(workload.model)
     step = workload.step((), {"compile": "inductor"}.get(backend, backend))
     with worth.compiled(step, lambda: worth.turn(lock)):

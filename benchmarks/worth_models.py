@@ -100,7 +100,9 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
     return workload
 
 
-def lora(name: str = "1B", rank: int = 16, weights: str = "", layers: int = 4) -> Workload:
+def lora(
+    name: str = "1B", rank: int = 16, weights: str = "", layers: int = 4, dropout: float = 0.0
+) -> Workload:
     """LoRA by peft on all linears, in bf16, with adapters as peft makes them ("float32") or on 4
     bits ("nf4"); rank 0: none, and only the first norm is trained, for gradients of inputs."""
     assert weights in ("", "float32", "nf4"), f"{weights!r} is no kind of weights"
@@ -113,9 +115,12 @@ def lora(name: str = "1B", rank: int = 16, weights: str = "", layers: int = 4) -
 
     if weights == "nf4":
         in_four_bits(workload.model)
-    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
+    )
     model = get_peft_model(workload.model, config)
     workload.model = model if weights == "float32" else model.bfloat16()
+    workload.model.train(dropout > 0)
     return workload
 
 

@@ -25,6 +25,7 @@ from coda_inductor import patterns
 from coda_inductor.codegen.render import render
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.dropouts import multiply_dropped
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
@@ -130,6 +131,7 @@ ON_DYNAMO = (
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
     Pass("shared_inputs", share_inputs),
+    Pass("dropouts", multiply_dropped, counts=("adapter_dropout",)),
     Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),

@@ -123,6 +123,13 @@ _DO = {
     "distributed-tensor": "For a gate, leave use_local_output=True (torch's default) in the styles "
     "of its projections. A norm of a sharded sequence (SequenceParallel) lies between "
     "collectives, where nothing could be fused with it: nothing to do.",
+    # adapters
+    "dropout-shared": "Use LoRA without DoRA (use_dora=False), or without dropout: DoRA multiplies "
+    "the masked input by the base weight too.",
+    "dropout-form": "Give the adapter's dropout a plain number between 0 and 1 and inplace=False, "
+    "and its A no bias, as peft does.",
+    "dropout-eager": "Leave torch._inductor.config.fallback_random at False: it asks for the masks "
+    "that eager draws.",
     # experts
     "experts-sum": "Sum the rows of a token with a view and sum(1), index_add, scatter_add or bmm, "
     "and weight them after the last product.",

@@ -23,6 +23,7 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.runtime.linear_cross_entropy import BACKWARD
 from coda_inductor.runtime.op import OP
 from coda_inductor.select.device import Gpu
+from coda_inductor.semantic import dropout
 from coda_inductor.semantic.experts import WGRAD
 from coda_inductor.semantic.loss import SLICE_BYTES
 
@@ -36,7 +37,8 @@ _ATTENTION = 0.55
 @functools.cache
 def install() -> None:
     """Register FLOP formulas of our ops with torch, once for this process."""
-    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (BACKWARD, _head_gradients)
+    adapters = (dropout.FORWARD, _dropout_linear), (dropout.BACKWARD, _dropout_linear_backward)
+    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (BACKWARD, _head_gradients), *adapters
     for op, formula in formulas:
         packet = op.overloadpacket
         if packet not in flop_registry:
@@ -66,11 +68,19 @@ def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
     return sum(2 * math.prod(logits) * shape[1] for shape in matrices)
 
 
+def _dropout_linear(x, weight, *_: Any, **__: Any) -> int:
+    """FLOP of the products of one x (..., K) with all weights (N, K)."""
+    return 2 * math.prod(x) * weight[0]
+
+
+def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
+    """FLOP of the gradients of x and of the weights, as far as they are needed."""
+    return sum(others[4]) * _dropout_linear(x, weight)
+
+
 def workspace(node: Node) -> int:
     """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
-    if (
-        node.target is BACKWARD
-    ):  # a slice, and the sum of dx over slices in float32, before dx itself
+    if node.target is BACKWARD:  # a slice, and the sum of dx over slices in float32, before dx itself
         return min(SLICE_BYTES, size(fake(node.all_input_nodes[1]))) + size(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
         return 2 * size(fake(node.all_input_nodes[1]))

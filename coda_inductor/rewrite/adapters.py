@@ -16,7 +16,7 @@ rounded as often as before, at other steps.
 
 Why it pays: t is neither written nor read. Two terms of full rank are one GEMM (``fuse.sums``),
 whose epilogue adds the others; before, a term between them that no kernel reads with them prevented
-that.
+that. The gradient of layers behind dropout (``semantic.dropout``) is such a term too.
 
 Leaves alone: a number times what anything but a small product reads; float16, in which a product
 that is scaled late may overflow; sums whose terms of full rank stand first already, or lie on two
@@ -35,6 +35,7 @@ from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, only_reader, readers
 from coda_inductor.record import Record
+from coda_inductor.semantic.dropout import BACKWARD
 
 #: The tensor that is no longer scaled must be at least this many times as large as a product.
 _SMALLER = 8
@@ -77,13 +78,19 @@ def _full_rank_first(total: Node) -> None:
     terms = _terms(total, total)
     products = [t for t in terms if base(t).target is aten.mm.default]
     full = [t for t in products if not low_rank(base(t))]  # a term may occur several times
-    if len({*full}) < 2 or len(full) == len(products) or terms[: len(full)] == full:
+    late = len(full) < len(products) or any(map(_dropped, terms))
+    if len({*full}) < 2 or not late or terms[: len(full)] == full:
         return
     first, *rest = full + [t for t in terms if t not in full]
     for term in rest:
         first = Put(total).add(first, term)
     total.replace_all_uses_with(first)
     prune([total])
+
+
+def _dropped(term: Node) -> bool:
+    """Is ``term`` the gradient of layers of low rank behind dropout?"""
+    return any(n.target is BACKWARD for n in base(term).all_input_nodes)
 
 
 def _terms(node: Node, total: Node) -> list[Node]:

@@ -3,7 +3,7 @@
 
 op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
-on_cuda               kernels of ops around experts, and of casts to FP8
+on_cuda               kernels of ops around experts, of casts to FP8, of adapters behind dropout
 launch                tensors -> a launched kernel
 prepared              calls that differ from the first in M and addresses only
 direct                compiled graphs call the implementations, not the dispatcher

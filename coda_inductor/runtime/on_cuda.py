@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On CUDA, the ops around products run kernels of their own: those of a mixture's experts
-(``mainloop.experts``), and casts to FP8 (``mainloop.fp8_casts``). If a kernel does not support a
-call, or fails, torch's ops run, after one warning."""
+(``mainloop.experts``), casts to FP8 (``mainloop.fp8_casts``) and adapters behind dropout
+(``mainloop.dropout``). If a kernel does not support a call, or fails, torch's ops run, after one
+warning."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.runtime.worker import KernelRequest
-from coda_inductor.semantic import experts, fp8_casts
+from coda_inductor.semantic import dropout, experts, fp8_casts
 from coda_inductor.semantic.define import LIB
 from coda_inductor.semantic.experts import WGRAD
 
@@ -77,6 +78,8 @@ OPS = {
     WGRAD: _wgrad,
     fp8_casts.CAST: _kernel(fp8_casts.fp8_cast),
     fp8_casts.AMAX: _kernel(fp8_casts.fp8_amax),
+    dropout.FORWARD: _kernel(dropout.dropout_linear),
+    dropout.BACKWARD: _kernel(dropout.dropout_linear_backward),
 }
 for _op, _own in OPS.items():
     LIB.impl(_op.name().partition("::")[2], _own, "CUDA")

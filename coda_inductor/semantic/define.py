@@ -76,23 +76,31 @@ def define(
         pointwise: whether each element of the results depends only on those at the same index.
         counted_by_rewrite: see :class:`Definition`.
     """
-    op = opaque(schema, _fresh(function), fake or function, *[torch.Tag.pointwise] * pointwise)
+    tags = [torch.Tag.pointwise] * pointwise
+    op = opaque(schema, _fresh(function), fake or function, *tags, gradient=gradient, of=of)
     name = name or schema.split("(", maxsplit=1)[0]
     DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
-    if gradient is not None:
-        _differentiable(op, gradient, tuple(of))
     return op
 
 
 def opaque(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *tags: torch.Tag,
+    gradient: Callable[..., Any] | None = None,
+    of: Sequence[str] = (),
 ) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>``, which no graph decomposes; returns it."""
+    """Register the op ``coda_inductor::<schema>``, which no graph decomposes; returns it.
+    ``gradient`` and ``of`` as for :func:`define`."""
     own = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIB.impl(own, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"coda_inductor::{own}", fake, lib=LIB)
-    return getattr(torch.ops.coda_inductor, own).default
+    op = getattr(torch.ops.coda_inductor, own).default
+    if gradient is not None:
+        _differentiable(op, gradient, tuple(of))
+    return op
 
 
 def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor import pipeline
 from coda_inductor.graph.gemms import GEMMS, low_rank
+from coda_inductor.semantic.dropout import BACKWARD
 
 (ADAPTERS,) = (each.run for each in pipeline.ON_ATEN if each.name == "adapters")
 aten = torch.ops.aten
@@ -145,6 +146,12 @@ def mm(x, n):
     return x[:, :n] @ x[:n]
 
 
+def dropped(x):
+    """The gradient of a layer of rank RANK behind dropout, (M, M)."""
+    seed = x.new_zeros(1, dtype=torch.int64)
+    return BACKWARD(x[:, :RANK], x, x[:RANK], seed, 0, 1, 0.5, [True, False])[0]
+
+
 SUMS = {
     "of low rank between": (lambda x: mm(x, 2) + mm(x, 12) + mm(x, 1) + mm(x, 13), True),
     "nested": (lambda x: (mm(x, 2) + mm(x, 12)) + (x + mm(x, 13)), True),
@@ -153,6 +160,9 @@ SUMS = {
     "only one, twice": (lambda x: ((y := mm(x, 12)) + mm(x, 2)) + y, False),
     "through views": (lambda x: (mm(x, 2).view(8, 4, -1) + mm(x, 12).view(8, 4, -1))
                       + mm(x, 13).view(8, 4, -1), True),
+    "behind dropout": (lambda x: mm(x, 12) + dropped(x) + mm(x, 13), True),
+    "in order, behind dropout": (lambda x: mm(x, 12) + mm(x, 13) + dropped(x), False),
+    "one, behind dropout": (lambda x: dropped(x) + mm(x, 12) + x, False),
     "in order": (lambda x: mm(x, 12) + mm(x, 13) + mm(x, 2), False),
     "none of low rank": (lambda x: x + mm(x, 12) + mm(x, 13), False),
     "one of full rank": (lambda x: x + mm(x, 2) + mm(x, 12), False),

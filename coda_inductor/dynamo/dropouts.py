@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank linear layers behind dropouts of one input (LoRA's ``A``, as peft and torchtune write
+them) become one op that draws the masks while it reads the input.
+
+Before (A_i (r, K); each dropout has a mask of its own)::
+
+    h = linear(dropout(x, p), A_0);  g = linear(dropout(x, p), A_1)
+
+After::
+
+    seed = randint(0, 2**63 - 1, (1,))                                    one a graph or region
+    h, g = dropout_linear(x, cat([A_0, A_1]), seed, 0, 2, p).split(r, -1)
+
+Why it is valid: the masks are as independent and as probable as before (``semantic.dropout``).
+torch's own generator draws the seed, so that ``manual_seed`` repeats a run and each step has masks
+of its own. Which masks a seed stands for differs, as it does between eager and torch.compile.
+
+Why it pays: a dropout writes a masked x, which is kept for the backward pass: seven a layer. Here x
+is read once for all layers that share it, and the backward pass draws the masks again.
+
+Layers of one x, p, rank and dtype share an op, at most ``MOST`` and ``LOW_RANK`` columns. A cast of
+x in between (peft's, to float32) becomes the op's own. Leaves alone: dropout without a mask (p = 0,
+evaluation); wide layers.
+
+Refuses: a masked x that is read elsewhere too (DoRA); a bias; p of 1 or that is not a number; few
+rows; in-place or mode changes between a dropout and its layer; float64 on a GPU; devices without
+kernels, unless ``options["reference"]`` is set; ``torch._inductor.config.fallback_random``, which
+asks for eager's masks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import getitem
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.compat import inductor_config
+from coda_inductor.dynamo.nodes import Put, erase
+from coda_inductor.dynamo.shared_inputs import LEAST
+from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
+from coda_inductor.graph.nodes import arguments, place
+from coda_inductor.graph.read import Call, read, target_name
+from coda_inductor.graph.sizes import hint
+from coda_inductor.matching import Hazards, bodies, forward_mode, is_cast, plain, value
+from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.dropout import DRAWS, FORWARD, dropped
+
+#: The most layers of one op: its kernel holds a gradient of each.
+MOST = 4
+
+
+def multiply_dropped(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to ``graph`` and its regions, in place. Each layer counts, or has a
+    reason."""
+    dual = forward_mode(graph)
+    for body in bodies(graph):
+        groups: dict[tuple[Node, float, int, torch.dtype], list[Node]] = defaultdict(list)
+        hazards = Hazards(body.graph)
+        for node in [n for n in body.graph.nodes if target_name(n) == "dropout"]:
+            call = read(node)
+            layers = [user for user in node.users if _low_rank(user, node)]
+            if call is None or not layers or _inactive(call):
+                continue
+            why = _refusal(call, layers, record, hazards)
+            if dual is not None:
+                why = refuse("forward-mode", f"{dual} uses forward-mode differentiation")
+            if why is not None:
+                record.refuse("adapter_dropout", place(layers[0]), why)
+                continue
+            weight = value(arguments(layers[0])["weight"])
+            x = _source(call["input"], layers[0], hazards)
+            groups[x, call["p"], weight.shape[0], weight.dtype].append(node)
+        seeds: dict[torch.device, Node] = {}
+        number = 0  # of masks
+        for (x, p, rank, _), dropouts in groups.items():
+            most = max(1, min(MOST, LOW_RANK // max(16, rank)))
+            for part in _together(dropouts, most, hazards):
+                _replace(x, p, part, seeds, number)
+                number += len(part)
+                record.fire("adapter_dropout", len(part))
+
+
+def _low_rank(layer: Node, dropout: Node) -> bool:
+    """Is ``layer`` a linear layer of low rank that reads ``dropout``?"""
+    if target_name(layer) != "linear" or arguments(layer)["input"] is not dropout:
+        return False
+    weight = value(arguments(layer)["weight"])
+    if weight is None or weight.dim() != 2:
+        return False
+    rank, width = map(hint, weight.shape)
+    return 0 < rank <= LOW_RANK and LOW_RANK_RATIO * rank <= width
+
+
+def _inactive(call: Call) -> bool:
+    """Does this dropout drop nothing?"""
+    training = call.get("training") if "training" in call.args else call.get("train")
+    return training is False or call["p"] == 0
+
+
+def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -> Refusal | None:
+    node, p = call.node, call["p"]
+    layer = arguments(layers[0])
+    known = plain(node, call["input"], layer["weight"], layers[0])
+    if known is None:
+        return refuse("not-recorded", "not all of its tensors are plain tensors")
+    device, (rank, width) = known[0].device, known[2].shape
+    if len(node.users) > 1:
+        return refuse("dropout-shared", f"{node.name}, its masked input, is read elsewhere too")
+    if call.get("inplace") or layer["bias"] is not None or known[0].dim() < 2:
+        return refuse("dropout-form", "a dropout in place, a bias, or an input of one dimension")
+    if not isinstance(p, float) or not 0 < dropped(p) < DRAWS:
+        return refuse("dropout-form", f"p={p} is no probability between 0 and 1")
+    if not isinstance(rank, int) or not isinstance(width, int):
+        return refuse("symbolic-features", "the shape of its weight is symbolic")
+    if inductor_config.fallback_random:
+        return refuse("dropout-eager", "torch._inductor.config.fallback_random is set")
+    if device.type != "cuda" and not (record.options.reference or record.dry):
+        return refuse("no-kernels-on-device", f"{device.type} has no kernel that draws masks")
+    dtype = known[3].dtype
+    if dtype not in FLOATS or (dtype == torch.float64 and device.type == "cuda"):
+        return refuse("kernel-dtype", f"its kernel does not compute in {dtype}")
+    if hint(known[0].numel()) < LEAST * width:
+        return refuse("too-small", f"it has fewer than {LEAST} rows")
+    if hazards.between([node, layers[0]]):
+        return refuse("mutation", "something changes between its dropout and it")
+    return None
+
+
+def _source(x: Node, layer: Node, hazards: Hazards) -> Node:
+    """The tensor that the op reads for ``layer``, whose input is ``x`` under a mask: casts are left
+    out if the op rounds to the same numbers."""
+    while is_cast(x):
+        before, dtype = x.all_input_nodes[0], value(x).dtype
+        exact = torch.promote_types(value(before).dtype, dtype) == dtype
+        if not (exact or dtype == value(layer).dtype) or hazards.between([x, layer]):
+            break
+        x = before
+    return x
+
+
+def _layer(dropout: Node) -> Node:
+    return next(iter(dropout.users))
+
+
+def _together(dropouts: list[Node], most: int, hazards: Hazards) -> list[Sequence[Node]]:
+    """Those whose layers one op may compute, at the place of the first of them."""
+    layers = [_layer(node) for node in dropouts]
+    weights = [arguments(layer)["weight"] for layer in layers]
+    early = all(weight < layers[0] for weight in weights)
+    if not early or not hazards.owned(layers) or hazards.between([*dropouts, *layers]):
+        most = 1
+    return [dropouts[i : i + most] for i in range(0, len(dropouts), most)]
+
+
+def _replace(
+    x: Node, p: float, dropouts: Sequence[Node], seeds: dict[torch.device, Node], first: int
+) -> None:
+    """Insert the op before the first layer of ``dropouts``, and let it replace all of them;
+    ``first``: the number of its first mask."""
+    layers = [_layer(node) for node in dropouts]
+    put, like = Put(layers[0]), value(layers[0])
+    if like.device not in seeds:
+        start = next(n for n in layers[0].graph.nodes if n.op != "placeholder")
+        random = Put(layers[0], start)
+        seeds[like.device] = random(torch.randint, 0, 2**63 - 1, (1,), device=like.device)
+    weights = [put.cast(arguments(layer)["weight"], like.dtype) for layer in layers]
+    joined = weights[0] if len(weights) == 1 else put(torch.cat, weights)
+    found = put(FORWARD, x, joined, seeds[like.device], first, len(layers), p)
+    results = [found]
+    if len(layers) > 1:
+        cut = put(torch.split, found, value(layers[0]).shape[-1], -1)
+        results = [put(getitem, cut, i) for i in range(len(layers))]
+    for dropout, layer, result in zip(dropouts, layers, results, strict=True):
+        layer.replace_all_uses_with(result)
+        layer.graph.erase_node(layer)
+        erase(dropout)
