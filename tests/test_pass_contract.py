@@ -253,7 +253,8 @@ CASES = {
 
 
 #: What a case cannot ask: FP8 has no gradient in float64, a collective has several ranks, adapters
-#: are of low rank and draw masks, a border lies between checkpoints, grouped products are left where these fail.
+#: are of low rank and draw their own masks, a border lies between checkpoints, grouped products are
+#: left where these fail.
 NO_CASE = {
     *("fp8", "fp8_casts", "fp8_rest", "fp8_quantize", "fp8_product"),
     *("collectives", "collective", "adapters", "borders", "dropouts", "adapter_dropout"),

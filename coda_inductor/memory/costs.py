@@ -80,7 +80,7 @@ def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
 
 def workspace(node: Node) -> int:
     """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
-    if node.target is BACKWARD:  # a slice, and the sum of dx over slices in float32, before dx itself
+    if node.target is BACKWARD:  # a slice, and the sum over slices in float32, before dx itself
         return min(SLICE_BYTES, size(fake(node.all_input_nodes[1]))) + size(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
         return 2 * size(fake(node.all_input_nodes[1]))
