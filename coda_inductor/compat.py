@@ -99,6 +99,10 @@ TORCH: dict[str, Private] = {
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "memory budgets and selective checkpoints work as without coda", object,
     ),
+    "enable_python_dispatcher": Private(
+        "torch._dispatch.python.enable_python_dispatcher",
+        "linear layers of a symbolic batch that are split stay one product", _no_context,
+    ),
     "TracingContext": Private(
         "torch._guards.TracingContext",
         "a graph that must be compiled again, because a kernel is missing, is an error",

@@ -55,7 +55,7 @@ def test_a_new_generation_is_a_record(machine, tmp_path):
     assert select(of, gated=False, store=Store(gpu, tmp_path)).config == LARGE
     experts = replace(of, program=grouped()["experts_down"])
     refused = select(experts, gated=False, store=Store(gpu, tmp_path)).refusal
-    assert (refused.code, NEXT.name in refused.text) == ("grouped-arch", True)
+    assert (refused.code, NEXT.name in refused.text) == ("kernel-form", True)
 
 
 def test_and_a_table(machine, tmp_path):

@@ -68,7 +68,7 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
                 continue
             why = _refusal(call, layers, record, hazards)
             if dual is not None:
-                why = refuse("forward-mode", f"{dual} uses forward-mode differentiation")
+                why = refuse("idiom-form", f"{dual} uses forward-mode differentiation")
             if why is not None:
                 record.refuse("adapter_dropout", place(layers[0]), why)
                 continue
@@ -107,7 +107,7 @@ def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -
     layer = arguments(layers[0])
     known = plain(node, call["input"], layer["weight"], layers[0])
     if known is None:
-        return refuse("not-recorded", "not all of its tensors are plain tensors")
+        return refuse("idiom-form", "not all of its tensors are plain tensors")
     device, (rank, width) = known[0].device, known[2].shape
     if len(node.users) > 1:
         return refuse("dropout-shared", f"{node.name}, its masked input, is read elsewhere too")

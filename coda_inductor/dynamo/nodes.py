@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import enable_python_dispatcher
 from coda_inductor.graph.edit import prune
 from coda_inductor.matching import mutates, value
 
@@ -24,7 +25,9 @@ class Put:
         """A call of a function, or of the method of that name."""
         graph, named = self.like.graph, isinstance(target, str)
         known = torch.fx.node.map_arg((args, kwargs), value)
-        with value(self.like).fake_mode, graph.inserting_before(self.before):
+        mode = value(self.like).fake_mode
+        # As Dynamo does: in C++, torch 2.11's matmul asks for numbers where sizes are symbolic.
+        with mode, enable_python_dispatcher(), graph.inserting_before(self.before):
             made = (graph.call_method if named else graph.call_function)(target, args, kwargs)
             made.meta = {**self.like.meta, "example_value": run(target, *known)}
         return made

@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def same(left: Any, right: Any) -> bool:
     """Are two sizes (or shapes) equal for certain? Never adds a guard."""
     if isinstance(left, (tuple, list, torch.Size)):
         return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    # Not at the top: a process that compiles kernels has no symbols, and should not import sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     return statically_known_true(left == right)
 
 

@@ -8,8 +8,8 @@ EpiMod) -> ``build`` (EpiMod + config -> launch plan) -> ``plan`` (a plan's laun
 (plans compiled to disk, in a process without a GPU). ``store`` keeps compiled kernels;
 ``requirements``, ``environment`` and ``availability`` tell what is installed, and whether it
 suffices. ``tensors`` says what TMA can read, ``approximations`` has functions without a branch.
-In Triton: ``dlogits`` (a slice of the logits' gradient), ``experts`` (routing and its sums) and
-``fp8_casts``.
+In Triton: ``dlogits`` (a slice of the logits' gradient), ``dropout`` (products that draw masks),
+``experts`` (routing and its sums) and ``fp8_casts``.
 
 Importing this package imports neither quack nor cutlass.
 """

@@ -11,6 +11,7 @@ norms       norms of rows, and the records of what they share
 loss        cross entropies of logits
 rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
+dropout     products of what dropout keeps, and their gradients
 fp8         quantizations and scaled products; fp8_casts: the casts that they become
 """
 

@@ -9,6 +9,7 @@ from checking import Weights, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
 from passes import codes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
@@ -77,6 +78,17 @@ def test_no_tokens_of_a_symbolic_batch():
     torch._dynamo.mark_dynamic(x, 0)
     with torch.no_grad():
         assert compiled(x).shape == (3, 0, D)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_symbolic_batch_in_a_checkpoint(inner):
+    """Torch 2.11 computes no product of symbolic sizes without its Python dispatcher."""
+    layer = mlp(CUTS["chunk"]).requires_grad_(False)
+    function = (lambda x: checkpoint(layer, x, use_reentrant=False)) if inner else layer
+    compiled = torch.compile(function, backend=Harness(), dynamic=True)
+    x = randn(2, 3, D)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
 
 
 @pytest.mark.parametrize("gate", [F.glu, lambda z: F.glu(z, 2), nn.GLU()], ids=["", "dim", "nn"])
