@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,13 +84,17 @@ class Freed:
     Attributes:
         gone: kept tensors that are computed again.
         instead: results that are kept in their place, smaller ones.
+        halves: those of ``gone`` that are computed without the other half of their pair.
     """
 
     gone: frozenset[Node] = frozenset()
     instead: frozenset[Node] = frozenset()
+    halves: frozenset[Node] = frozenset()
 
     def __or__(self, other: Freed) -> Freed:
-        return Freed(self.gone | other.gone, self.instead | other.instead)
+        return Freed(
+            self.gone | other.gone, self.instead | other.instead, self.halves | other.halves
+        )
 
 
 @dataclass
@@ -103,12 +107,14 @@ class Kept:
         kept: tensors that torch's partitioner keeps without recomputation, apart from inputs and
             outputs; each is the owner of its memory.
         outputs: the outputs of the forward pass, which are there in any case.
+        halves: results of pairs, each with a node, without readers yet, that computes it alone.
     """
 
     forward: dict[Node, None]
     backward: dict[Node, None]
     kept: dict[Node, None]
     outputs: frozenset[Node]
+    halves: dict[Node, Node] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, outputs: int, names: Collection[str]) -> Kept:
@@ -143,7 +149,8 @@ class Kept:
         there = self.there(freed)
 
         def step(node: Node) -> list[Node]:
-            return [n for n in node.all_input_nodes if n.op == "call_function" and n not in there]
+            inputs = [self.halves[node]] if node in freed.halves else node.all_input_nodes
+            return [n for n in inputs if n.op == "call_function" and n not in there]
 
         return closure(start, step)
 
@@ -165,18 +172,18 @@ class Group:
     @property
     def size(self) -> int:
         """Bytes of all of them."""
-        return sum(size(fake(n)) for n in self.nodes)
+        return size([fake(n) for n in self.nodes])
 
     def saved(self, level: int) -> int:
         """Bytes that a level does not keep."""
-        instead = sum(size(fake(n)) for n in self.levels[level].instead)
-        return self.size - instead if level else 0
+        freed = self.levels[level]
+        return size([fake(n) for n in freed.gone]) - size([fake(n) for n in freed.instead])
 
 
 def groups(kept: Kept) -> list[Group]:
     """All of them, in the graph's order. The levels of a group are: keep it; keep the smaller
     results that its tensors are elementwise functions of, as of keys before they are repeated for
-    all queries; keep nothing of it."""
+    all queries; compute one half of a pair again; keep nothing of it."""
     makers: dict[tuple[Node, ...], list[Node]] = {}
     for node in kept.kept:
         needed = kept.again([node], Freed(frozenset([node])))
@@ -190,6 +197,8 @@ def groups(kept: Kept) -> list[Group]:
         if again and smaller and not any(heavy(maker(n)) for n in nodes):
             levels.append(Freed(gone, instead))
         if all(map(repeatable, again)):
+            last = frozenset([n for n in nodes if n in kept.halves][-1:])
+            levels += [Freed(last, halves=last)] if last and len(nodes) > 1 else []
             levels.append(Freed(gone))
         sizes = [sorted(size(fake(n)) for n in each) for each in (nodes, instead)]
         kind = (len(levels), str(sizes), str([n.target for n in again]))

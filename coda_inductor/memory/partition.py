@@ -30,6 +30,7 @@ from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.log import logger
 from coda_inductor.memory.candidates import Freed, Kept
 from coda_inductor.memory.costs import size
+from coda_inductor.memory.halves import add_halves
 from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
 from coda_inductor.memory.planner import Chain, Choice
@@ -104,6 +105,7 @@ def mark(
     allowed = limit.share * sum(size(fake(n)) for n in stock.kept)
     names = _kept(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, how)
     kept = Kept.of(graph, outputs, names)
+    kept.halves = add_halves(graph, kept.backward, gpu)
     chain = Chain(kept, gpu)
     timeline = Timeline(kept, [n for n in graph.output_node().args[0] if isinstance(n, Node)])
 
@@ -124,7 +126,11 @@ def mark(
     freed = found.freed
     for node in kept.again(_read_by_backward(kept, freed), freed) if freed.gone else ():
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for node, alone in kept.halves.items():
+        if node in freed.halves:
+            node.replace_all_uses_with(alone)
     peak = timeline.peak(freed)
+    graph.eliminate_dead_code()  # halves that nothing reads
     said = MemoryReport(found.kept, found.before, len(freed.gone), found.ms, peak)
     record.report.memory = said
     logger.info("%s: memory: %s", record.name, said)

@@ -55,6 +55,7 @@ class Timeline:
                 n in kept.backward and n not in self._lazy for n in node.all_input_nodes
             ):
                 self._lazy.pop(node, None)
+        self._halves = {alone: result for result, alone in kept.halves.items()}
         self._known: dict[Node, tuple[Node, ...]] = {}
         self._stored: dict[Node, bool] = {}
 
@@ -81,18 +82,19 @@ class Timeline:
         done: set[Node] = set()
         for node in self.kept.backward:
             if self._runs(node) and (node not in self._lazy or node in self.results):
-                for each in (*self._missing(node, has, done), node):
+                for each in (*self._missing(node, freed, done), node):
                     again = each in self.kept.forward
                     kernels.append(self._kernel(each, self._values(each, has), again))
         return kernels
 
-    def _missing(self, node: Node, has: Collection[Node], done: set[Node]) -> list[Node]:
+    def _missing(self, node: Node, freed: Freed, done: set[Node]) -> list[Node]:
         """The kernels that run for ``node`` alone, those of the forward pass again, in order."""
+        has = self.kept.there(freed)
         found: list[Node] = []
         todo = [node]
         while todo:
             new = [
-                maker(source)
+                maker(self.kept.halves[source] if source in freed.halves else source)
                 for source in self._reads(todo[-1])
                 if source in self._lazy or (source in self.kept.forward and source not in has)
             ]
@@ -113,6 +115,8 @@ class Timeline:
 
     def _kernel(self, node: Node, reads: list[_Value], again: bool) -> _Kernel:
         parts = [user for user in node.users if user.target is operator.getitem]
+        if parts and parts[0] in self._halves:
+            parts, again = [self._halves[parts[0]]], True
         writes = tuple((part, again) for part in parts or [node])
         return _Kernel(tuple(reads), writes, workspace(node))
 

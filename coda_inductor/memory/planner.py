@@ -169,10 +169,11 @@ class Chain:
         done: set[Node] = set()
         saved, ms = 0, 0.0
         for group, level, count in chosen:
-            again = self.kept.again(group.nodes, freed).keys() - done
+            gone = group.levels[level].gone
+            again = self.kept.again(gone, freed).keys() - done
             done |= again
             saved += count * group.saved(level)
-            ms += count * self._ms(again, group.nodes)
+            ms += count * self._ms(again, gone)
         return _Rated(saved, ms, combination)
 
 

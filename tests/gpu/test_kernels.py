@@ -5,8 +5,9 @@ few kernels are launched by two tests: processes share the work."""
 import pytest
 import torch
 from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
-from programs import B_MAJOR, TERMS, heads, inputs, kinds, one_op, programs
+from programs import B_MAJOR, TERMS, heads, inputs, kinds, legal, one_op, programs
 
+from coda_inductor.memory.halves import half_of
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
 from coda_inductor.runtime.op import gemm_epilogue
@@ -128,3 +129,22 @@ def test_config_of_heads(name, config):
     program = heads()[name]
     arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
     check(program, *arguments, Config.parse(config))
+
+
+PAIR = legal(kinds()["swiglu_train"])
+
+
+@pytest.mark.parametrize("config", legal_configs(PAIR, ARCH)[:6], ids=str)
+def test_half_of_a_pair_has_its_bits(config):
+    """What is computed again without the other half, in the config of the pair. Sums over K of
+    another order would differ in some of 2 million elements."""
+    as_, bs, operands = inputs(PAIR, 1000, 2048, 4096, device="cuda")
+    pair = launched(as_, bs, operands, PAIR, config)
+    for at, store in enumerate(PAIR.stores):
+        found = half_of(PAIR, at)
+        assert (found is None) == (store.value not in ("g", "u"))
+        if found is not None:
+            half, product, own = found
+            assert config in legal_configs(half, ARCH)
+            alone = launched(as_, [bs[product]], [operands[i] for i in own], half, config)
+            assert torch.equal(alone[0], pair[at])

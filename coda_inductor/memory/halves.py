@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One half of a pair, computed again without the other.
+
+A paired GEMM computes gate and up in one kernel, and stores both for the backward pass. If only one
+of them is freed, the pair would compute both again. So for each of them that depends on one of the
+two products alone there is a call with that product alone, of the same config: its accumulators are
+sums over K in the same order, and so its results have the same bits (a GPU test compares them).
+
+Before::
+
+    a, g, u = gemm_epilogue([x], [Wg, Wu], ...)
+
+Added, for a planner that may let the backward pass read it in place of u::
+
+    u' = gemm_epilogue([x], [Wu], ...)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import arguments
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.runtime.op import OP
+from coda_inductor.select.config import Config, legal_configs
+from coda_inductor.select.device import Gpu
+
+
+def add_halves(graph: Graph, backward: Collection[Node], gpu: Gpu) -> dict[Node, Node]:
+    """Add the halves of all pairs of ``graph`` that only nodes of ``backward`` read. Returns each
+    result of a pair with the node, without readers, that computes it alone."""
+    added: dict[Node, Node] = {}
+    for pair in graph.find_nodes(op="call_function", target=OP):
+        program = EpilogueProgram.from_json(arguments(pair)["program"])
+        if not program.paired or program.grouped or program.fp8:
+            continue
+        for user in pair.users:
+            at = user.args[1]
+            if at < len(program.stores) and all(each in backward for each in user.users):
+                made = _half(pair, program, at, gpu)
+                added |= {} if made is None else {user: made}
+    return added
+
+
+def half_of(program: EpilogueProgram, at: int) -> tuple[EpilogueProgram, int, list[int]] | None:
+    """A program of one product that stores what the pair ``program`` stores as output ``at``, the
+    number of that product, and the positions of the operands that it reads.
+
+    None if the store needs both products, or reads values of columns, which alternate in a pair.
+    """
+    store = program.stores[at]
+    needed = program.sources([store.value])
+    accs = [acc for acc in program.accs if acc in needed]
+    own = [i for i, operand in enumerate(program.operands) if operand.name in needed]
+    if len(accs) != 1 or any(program.operands[i].kind == "row" for i in own):
+        return None
+
+    def renamed(value):
+        return "acc" if value == accs[0] else value
+
+    steps = (step for step in program.steps if step.name in needed)
+    half = replace(
+        program,
+        accs=("acc",),
+        operands=tuple(program.operands[i] for i in own),
+        steps=tuple(replace(step, args=tuple(map(renamed, step.args))) for step in steps),
+        stores=(replace(store, value=renamed(store.value)),),
+        reduces=(),
+    )
+    return half, program.accs.index(accs[0]), own
+
+
+def _half(pair: Node, program: EpilogueProgram, at: int, gpu: Gpu) -> Node | None:
+    """What computes output ``at`` of ``pair`` alone; None if nothing can."""
+    found, call = half_of(program, at), arguments(pair)
+    if found is None or Config.parse(call["config"]) not in legal_configs(found[0], gpu.arch):
+        return None
+    half, product, own = found
+    operands, bs = [call["operands"][i] for i in own], [call["bs"][product]]
+    others = half.to_json(), call["config"], call["site"], call["strict"]
+    made = Put(pair, pair.next)(OP, call["as_"], bs, operands, *others)
+    return Put(pair, made.next)(operator.getitem, made, 0)
