@@ -96,6 +96,9 @@ def page(found: dict[str, Any], cliffs: dict[str, Any] | None = None) -> str:
     """The page, the most useful feature first; ``cliffs``: what was measured beside
     torch.compile."""
     rows = gains(found)
+    for feature, later in gains(cliffs or {"workloads": {}}).items():  # replaces what was before
+        known = {row["workload"]: row for row in [*rows.get(feature, ()), *later]}
+        rows[feature] = sorted(known.values(), key=lambda row: -row.get("step", 0.0))
     table = []
     for feature in sorted(rows, key=lambda name: -max(r.get("step", 0) for r in rows[name])):
         good = [row for row in rows[feature] if not row["error"]]
