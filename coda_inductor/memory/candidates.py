@@ -68,12 +68,13 @@ def _is_tensor(node: Node) -> bool:
 
 
 def owner(node: Node) -> Node:
-    """The node whose memory ``node`` has: what it is a view of, or what Inductor writes it into. A
-    result of several is its own."""
-    while node.op == "call_function" and node.target is not operator.getitem:
-        if not (may_view(node) or node.target in _WRITTEN_INTO):
+    """The node whose memory ``node`` has: what it is a view of, also one of several (``split``), or
+    what Inductor writes it into."""
+    while node.op == "call_function":
+        source = maker(node)
+        if not (may_view(source) or source.target in _WRITTEN_INTO):
             break
-        node = node.all_input_nodes[0]
+        node = source.all_input_nodes[0]
     return node
 
 

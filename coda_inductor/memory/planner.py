@@ -125,19 +125,29 @@ class Chain:
         next one."""
         here = self.points[point].what
         after = self.points[point + 1].what if done else here
+        steps = self._steps(point)
         found = []
         for members, level, then in zip(self.kinds, here, after, strict=True):
-            changed = math.ceil(done * len(members) / self.layers)
+            changed = math.ceil(done * len(members) / steps)
             found.append([then] * changed + [level] * (len(members) - changed))
         return found
+
+    def _steps(self, point: int) -> int:
+        """The layers that change from a point to the next one: as many as the changing kinds have
+        groups. Others have more, as norms, of which a layer has several."""
+        if point + 1 == len(self.points):
+            return 1
+        both = zip(self.kinds, self.points[point].what, self.points[point + 1].what, strict=True)
+        return max(len(members) for members, here, after in both if here != after)
 
     def _states(self) -> Iterator[_Rated]:
         """All points, and the mixes of each two."""
         saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
         for i, here in enumerate(self.points):
+            steps = self._steps(i)
             last = i + 1 == len(self.points)
-            slope = 0.0 if last else (self.points[i + 1].ms - here.ms) / self.layers
-            for done in range(1 if last else self.layers):
+            slope = 0.0 if last else (self.points[i + 1].ms - here.ms) / steps
+            for done in range(steps):
                 levels = self._levels(i, done)
                 total = sum(of[n] for of, each in zip(saved, levels, strict=True) for n in each)
                 yield _Rated(total, here.ms + done * slope, (i, done))

@@ -2,6 +2,7 @@
 """What is kept and what is computed again, under shares, torch's budgets, policies and peaks."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ import torch.nn.functional as F
 from harness import Harness, Stock
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from zoo.layers import Gated
 
 import coda_inductor
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import JointPass
+from coda_inductor.memory import candidates, partition, planner
 from coda_inductor.memory import limit as limits
 from coda_inductor.options import parse
 from coda_inductor.record import Record
@@ -276,3 +279,44 @@ def test_the_key_knows_the_option_and_the_budget():
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         keys.add(key())
     assert len(keys) == 5
+
+
+class TwoNorms(nn.Module):
+    """A block has two norms, and so two groups of one kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlps = nn.ModuleList(Gated(D, 4 * D) for _ in range(2))
+
+    def forward(self, x):
+        return self.mlps[1](self.mlps[0](x).sin())
+
+
+def test_each_step_between_two_choices_changes_something(monkeypatch):
+    """Else a layer would seem to be freed before its turn, and the ends of steps would be gone."""
+    chains = []
+
+    def chain(*how):
+        chains.append(planner.Chain(*how))
+        return chains[-1]
+
+    monkeypatch.setattr(partition, "Chain", chain)
+    torch.manual_seed(0)
+    layers = [*(TwoNorms() for _ in range(4)), Gated(D, 4 * D)]
+    Harness(gate="always", memory=0.5).train(nn.Sequential(*layers).double(), inputs())
+    (found,) = chains
+    sizes = {len(members) for members in found.kinds}
+    assert len(sizes) > 1
+    for i in range(len(found.points) - 1):
+        steps = found._steps(i)
+        levels = [found._levels(i, done) for done in range(steps)] + [found._levels(i + 1, 0)]
+        assert all(a != b for a, b in itertools.pairwise(levels))
+
+
+def test_parts_of_a_split_are_views():
+    graph = make_fx(lambda w: [part.sin() for part in w.split(2)], tracing_mode="fake")(
+        torch.randn(4, 3)
+    ).graph
+    parts = [n for n in graph.nodes if n.target is operator.getitem]
+    assert len(parts) == 2
+    assert {candidates.owner(n) for n in parts} == {graph.find_nodes(op="placeholder")[0]}
