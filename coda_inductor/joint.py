@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule
 from coda_inductor import patterns
 from coda_inductor.compat import CustomGraphPass, functorch_config, inductor_config
 from coda_inductor.graph.sizes import hint
+from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.availability import identity
 from coda_inductor.memory import costs
@@ -30,6 +31,11 @@ from coda_inductor.plan import crowded
 from coda_inductor.record import Record
 from coda_inductor.runtime import launch, notice, pool
 from coda_inductor.select.store import generation
+
+_NO_PLANNER = (
+    "another custom_partitioner_fn is set in torch._inductor.config or torch.compile's options, or "
+    "this torch has none; take it away, or set torch._functorch.config.activation_memory_budget"
+)
 
 #: torch's setting of how much memory is kept, of ``torch._functorch.config``.
 BUDGET = "activation_memory_budget"
@@ -106,6 +112,8 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     """Run the passes on the aten graph, whose limit of memory is known before them, if our
     partitioner ``plans`` for it."""
     record.limit = limit(graph, record.options) if plans else None
+    if not plans and record.options.memory is not None:
+        warn_once("option 'memory'", _NO_PLANNER, to="torch's partitioner")
     on_aten(graph, record)
 
 

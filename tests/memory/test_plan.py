@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from zoo.layers import Gated
 
 import coda_inductor
+from coda_inductor.compat import CustomPartitionerFn, min_cut_rematerialization_partition
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import JointPass
 from coda_inductor.memory import candidates, partition, planner
@@ -212,6 +213,32 @@ def test_enabled_under_inductor():
     assert coda_inductor.reports()[-1].memory.again > 0
     for mine, exact in zip(found, want, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+
+
+class Own(CustomPartitionerFn):
+    """A user's partitioner."""
+
+    asked = 0
+
+    def __call__(self, gm, joint_inputs, **how):
+        self.asked += 1
+        return min_cut_rematerialization_partition(gm, joint_inputs, **how)
+
+    def uuid(self):
+        return "own"
+
+
+@pytest.mark.parametrize("memory", [None, 0.3])
+def test_a_partitioner_of_the_user_comes_first(memory, caplog):
+    """Then nothing of ours plans, and the option says so."""
+    torch._dynamo.reset()
+    options = {"gate": "always"} | ({} if memory is None else {"memory": memory})
+    with torch._inductor.config.patch(custom_partitioner_fn=Own()):
+        torch.compile(blocks(), backend="coda", options=options)(inputs()).sum().backward()
+        assert torch._inductor.config.custom_partitioner_fn.asked == 1
+    assert coda_inductor.reports()[-1].memory is None
+    said = [r.getMessage() for r in caplog.records if "option 'memory'" in r.getMessage()]
+    assert len(said) == (memory is not None)
 
 
 def test_symbolic_sizes():
