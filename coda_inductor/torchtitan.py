@@ -115,3 +115,4 @@ for _name in MODELS:
         register_train_spec(_name, with_head_and_loss(get_train_spec(_name)))
     except (ImportError, ValueError) as error:  # another version, or somebody's own
         logger.info("torchtitan's %s is left as it is: %s", _name, error)
+logger.info("torchtitan: head and loss can be one graph in %s", ", ".join(MODELS))
