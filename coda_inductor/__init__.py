@@ -8,6 +8,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     cli           the commands of ``python -m coda_inductor``
     explanation   explain(): what the backend does with a model, as a table and a page
     backend       the entry point
+    torchtitan    its trainer's head and loss as one graph
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
     falls         which passes are left out if a graph does not compile
     joint, pipeline, tracing   the passes in order, and how they run on a graph

@@ -200,6 +200,8 @@ def test_what_the_page_says_of_copies_names_and_caches():
     assert list(model.state_dict()) == names
     copy.deepcopy(model)(**batch)
     model.forward(**batch)
+    wrapper = torch.compile(given()["model"], backend="coda")
+    wrapper.generate(batch["input_ids"], max_new_tokens=2, do_sample=False)
     assert not counters["coda"]
     model(**batch)
     assert counters["coda"]["swiglu"] == GATES
@@ -207,6 +209,13 @@ def test_what_the_page_says_of_copies_names_and_caches():
     assert all(name.startswith("_orig_mod.") for name in wrapper.state_dict())
     without = BLOCKS["blocks"].replace("use_cache = False", "use_cache = True")
     assert run("blocks", without, SEVERAL)[1]["swiglu"] == SEVERAL
+
+
+def test_accelerate_refuses_the_backend_by_name_with_the_pages_words():
+    utils = pytest.importorskip("accelerate.utils")
+    (words,) = set(re.findall(r"'CODA' is not a valid DynamoBackend", PAGE))
+    with pytest.raises(ValueError, match=words):
+        utils.TorchDynamoPlugin(backend="coda")
 
 
 #: Block -> norms that fire at least.

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import titan
 from zoo.experts import Block, K, fused, given, halves, plain, scattered
 from zoo.layers import Decoder, Gated, rotated
 
@@ -118,6 +119,16 @@ def with_head_and_loss(model: Decoder) -> Decoder:
     return model
 
 
+def as_torchtitan_with_ours(model: Decoder, **how: Any) -> Callable[..., torch.Tensor]:
+    """Norm and head sharded as one, head and loss in the graph of ``coda_inductor.torchtitan``."""
+    fully_shard([model.norm, model.head], mesh=on.mesh(), **how)
+    on.shard(on.blocks(model))
+    with titan.imported() as (module, _):
+        loss = module.HeadAndLoss(on.loss_of, on.loss_of)
+    loss.attach(model.head)
+    return lambda tokens: loss(model(tokens), tokens)
+
+
 def products():
     """A policy of selective checkpointing that keeps every product."""
 
@@ -183,6 +194,13 @@ CASES = {
     "FSDP of blocks, and a graph of head and loss": Case(
         lambda m: with_head_and_loss(on.shard(on.blocks(m))), BLOCK | {"cross_entropy": 1},
         loss=result, **SHARDED,
+    ),
+    "FSDP as torchtitan applies it, head and loss as ours": Case(
+        as_torchtitan_with_ours, BLOCK | {"cross_entropy": 1}, loss=result, **SHARDED
+    ),
+    "the same, with the head's weight freed in between": Case(
+        functools.partial(as_torchtitan_with_ours, reshard_after_forward=True),
+        BLOCK | {"cross_entropy": 1}, loss=result, **SHARDED,
     ),
     "FSDP of checkpointed blocks": Case(checkpointed, BLOCK, **SHARDED),
     "FSDP of blocks whose products are kept": Case(
