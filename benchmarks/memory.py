@@ -7,7 +7,8 @@ WHAT is ``none``, a number (``torch._functorch.config.activation_memory_budget``
 checkpoint a layer), ``ckpt2`` (every second layer), ``op`` (selective checkpoints as torchtitan has
 them: attention and every second product are kept) or, for coda, the option ``memory`` ("20 GiB").
 SDPA is told to be causal. Beside the milliseconds: the peak over weights and batch, what the
-forward pass keeps, and the peak that was predicted.
+forward pass keeps, and the peak that was predicted. ``python -m benchmarks memory PICTURE.svg
+--draw OUT.json ...`` draws milliseconds against peaks, a panel a case.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--case", choices=CASES, default="8B x8")
     parser.add_argument("--setting", action="append", help="repeatable")
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser.add_argument("--draw", type=Path, nargs="+", help="results that FILE shows")
     options = parser.parse_args(arguments)
+    if options.draw:
+        return draw(
+            [json.loads(path.read_text())["results"] for path in options.draw], options.file
+        )
     found: dict[str, Any] = {"results": {}}
     if options.file.exists():
         found = json.loads(options.file.read_text())
@@ -67,6 +73,31 @@ def main(arguments: list[str]) -> None:
         rows[setting]["ms"] = sum(samples) / len(samples)
         print(options.case, setting, json.dumps(rows[setting]), flush=True)
     options.file.write_text(json.dumps(found, indent=1))
+    return None
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Milliseconds against GiB of each case in ``results``: a line through what no other setting of
+    the same backend beats in both."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cases = [case for each in results for case in each.items()]
+    figure = Figure(figsize=(8, 3.2 * -(-len(cases) // 2)), layout="constrained")
+    panels = figure.subplots(-(-len(cases) // 2), 2, squeeze=False).flat
+    for axes, (name, rows) in zip(panels, cases, strict=False):
+        for backend, color in {"compile": "#9aa4b2", "coda": "#2f81f7"}.items():
+            of = [row for setting, row in rows.items() if setting.startswith(backend)]
+            mine = sorted((row["peak"], row["ms"]) for row in of if "ms" in row)
+            best = [(x, ms) for x, ms in mine if all(ms < other for y, other in mine if y < x)]
+            axes.scatter(*zip(*mine, strict=True), s=14, color=color)
+            label = backend.replace("compile", "torch.compile")
+            axes.plot(*zip(*best, strict=True), marker="o", color=color, label=label)
+        axes.set(title=name, xlabel="peak over weights and batch, GiB", ylabel="ms a step")
+        axes.grid(color="#00000018")
+    figure.axes[0].legend(frameon=False)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memory"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[Any, Any]:
