@@ -53,13 +53,16 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
             logits = node.all_input_nodes[0]
             source(logits).meta[KEEP] = logits.meta[KEEP] = True
     bases = _Bases({source(n) for n in read})
+    for node in graph.nodes:  # inputs first, so that nothing recurses once a node
+        if node in scope.forward:
+            bases.of(node)
     copies: dict[Node, Node] = {}
     for node in read:
         if bases.derivable(node):
             for user in _backward_readers(node, scope):
                 if _compares(user, scope):
                     continue
-                copy = _copy(graph, node, bases, copies, first, scope)
+                copy = _copy(graph, node, bases, copies, first)
                 user.replace_input_with(node, copy)
     stable_topological_sort(graph)  # readers that need no tangent may be before the copies
 
@@ -94,13 +97,13 @@ class _Bases:
         are more than the backward pass should read."""
         if not _elementwise(node) or _is_vector(node) or node.meta.get(KEEP):
             return None
-        found = [self._of(n) for n in node.all_input_nodes]
+        found = [self.of(n) for n in node.all_input_nodes]
         if not found or any(f is None for f in found):
             return None
         union = frozenset().union(*(f for f in found if f is not None))
         return union if len(union) <= _MOST_TENSORS else None
 
-    def _of(self, node: Node) -> frozenset[Node] | None:
+    def of(self, node: Node) -> frozenset[Node] | None:
         """The same for a value that others are computed from: it may also be read itself."""
         if node not in self.known:
             found = frozenset[Node]() if _is_vector(node) else self._inputs(node)
@@ -117,21 +120,15 @@ def _is_vector(node: Node) -> bool:
     return hasattr(value, "shape") and (len(value.shape) < 2 or value.shape[-1] == 1)
 
 
-def _copy(
-    graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node, scope: Scope
-) -> Node:
+def _copy(graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node) -> Node:
     """``node`` computed again before ``before``, from its bases."""
-    if node not in copies:
-        inputs = {
-            n: _copy(graph, n, bases, copies, before, scope)
-            for n in node.all_input_nodes
-            if bases.derivable(n)
-        }
+    again = closure([node], lambda n: [i for i in n.all_input_nodes if bases.derivable(i)])
+    for each in sorted(again.keys() - copies.keys()):
         with graph.inserting_before(before):
-            new = graph.node_copy(node, lambda n: inputs.get(n, n))
+            new = graph.node_copy(each, lambda n: copies.get(n, n) if bases.derivable(n) else n)
         tags = ("recompute", "ac_graph_id", "partitioner_tag")
-        new.meta = {key: value for key, value in node.meta.items() if key not in tags}
+        new.meta = {key: value for key, value in each.meta.items() if key not in tags}
         if "partitioner_tag" in before.meta:
             new.meta["partitioner_tag"] = before.meta["partitioner_tag"]
-        copies[node] = new
+        copies[each] = new
     return copies[node]

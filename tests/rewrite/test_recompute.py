@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, check_gradients, leave_custom_ops, randn
 from harness import Harness, Stock
+from passes import run_pass
+from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.layers import HIDDEN
+
+from coda_inductor.rewrite.recompute import recompute_in_backward
 
 D, EPS = 16, 1e-2
 
@@ -104,3 +108,18 @@ def test_the_graph_stays_as_it_is_where_nothing_may_fuse(run):
         del each["aten.permute.default"]  # a product is not transposed twice
     assert ops[0] == ops[1]
     assert ours.saved_bytes() == stock.saved_bytes()
+
+
+def test_a_chain_longer_than_python_recurses():
+    """The backward pass reads none of its values, so that all are computed again at once."""
+
+    def function(x, tangents_1):
+        product = y = x @ x.t()
+        for _ in range(1100):
+            y = y * 1.001
+        return y.sin(), y.cos() * tangents_1 * product
+
+    graph = make_fx(function, tracing_mode="fake")(randn(4, 4), randn(4, 4)).graph
+    before = len(graph.nodes)
+    run_pass(recompute_in_backward, graph)
+    assert len(graph.nodes) == before + 1100
