@@ -14,7 +14,7 @@ Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's
 (``uses``), or comes from a collective; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
 options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
-their gradients would need cost more than is saved (docs/gotchas.md), so that its record has none.
+their gradients would need cost more than is saved (gotchas.md), so that its record has none.
 """
 
 from __future__ import annotations
