@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames, told
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
@@ -108,5 +108,5 @@ def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal |
         )
     for gemm in found.gemms:
         if (why := legal(gemm)) is not None:
-            return why.within(f"its GEMM {gemm.name} is not fused: {{}}")
+            return why.within(f"{told(gemm)} reads it and is not fused: {{}}")
     return input_refusal(norm, scope, record)
