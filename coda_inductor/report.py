@@ -277,10 +277,11 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
         more = min(spare, most - widths[i])
         widths[i], spare = widths[i] + more, spare - more
     kept = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    cells = [[_at_dots(row[0], widths[0]), *(row[i] for i in kept[1:])] for row in rows]
-    limits = [None, *(widths[i] for i in kept[1:])]  # names are wrapped already
-    text = tabulate(cells, [heads[i] for i in kept], maxcolwidths=limits, maxheadercolwidths=limits,
-                    tablefmt="simple", disable_numparse=True)  # fmt: skip
+    lines = ([heads[i] for i in kept], *([row[i] for i in kept] for row in rows))
+    head, *cells = [
+        [_wrapped(x, widths[i]) for i, x in zip(kept, line, strict=True)] for line in lines
+    ]
+    text = tabulate(cells, head, tablefmt="simple", disable_numparse=True)
     about = any(site.estimate and not site.estimate.measured for site in sites)
     alone = any(site.estimate and not (site.fused or site.idle) for site in sites)
     notes = ["* about: by a roofline, not measured"] * about
@@ -288,13 +289,14 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
     return "\n".join([text, *notes, *idle_lines(sites)])
 
 
-def _at_dots(path: str, width: int) -> str:
-    """``path`` in lines of ``width`` columns that end between names, never inside one."""
+def _wrapped(text: str, width: int) -> str:
+    """``text`` in lines of ``width`` columns, which end at spaces or behind the dots of a path,
+    never inside a name."""
     lines = [""]
-    for part in re.findall(r"[^. ]+\.?|[. ]+", path):
+    for part in re.findall(r" *(?:[^ .]|\.(?=\d))+\.?| *\.", text):
         if lines[-1] and len(lines[-1] + part) > width:
             lines.append("")
-        lines[-1] += part
+        lines[-1] += part if lines[-1] else part.lstrip()
     return "\n".join(lines)
 
 
