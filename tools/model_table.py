@@ -151,12 +151,10 @@ def _as_good(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> bo
 
 
 def _reasons(misses: list[Any]) -> str:
-    """Each reason once, with how often; names of nodes left out."""
+    """Each reason once, with how often; paths of modules left out."""
     counts: dict[str, int] = {}
     for miss in misses:
-        reason = miss.text.split(":")[0]
-        reason = re.sub(r"^\w+ \(([\w.]+)\)", r"\1", reason)
-        reason = re.sub(r"^view_?\d* ", "a view ", reason)
+        reason = re.sub(r" in [\w.*]+", "", miss.text.split(":")[0])
         counts[reason] = counts.get(reason, 0) + 1
     return "; ".join(f"{times} x {reason}" for reason, times in counts.items())
 

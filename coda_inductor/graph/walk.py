@@ -115,8 +115,12 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
 
 
 def consumer(node: Node) -> Node:
-    """``node``, or the first op that reads it where it is a view."""
-    users = readers(node, may_view)[1] if may_view(node) else []
+    """``node``, or the first op that reads it where it is a view or a copy."""
+
+    def moves(node: Node) -> bool:
+        return may_view(node) or node.target is torch.ops.aten.clone.default
+
+    users = readers(node, moves)[1] if moves(node) else []
     return users[0] if users else node
 
 
