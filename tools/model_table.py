@@ -154,7 +154,8 @@ def _reasons(misses: list[Any]) -> str:
     """Each reason once, with how often; paths of modules left out."""
     counts: dict[str, int] = {}
     for miss in misses:
-        reason = re.sub(r" in [\w.*]+", "", miss.text.split(":")[0])
+        reason = re.sub(r" in \w+\.[\w.]+", "", miss.text.split(":")[0])
+        reason = re.sub(r"\bargs\.0\.[\w.]+", "a product", reason)
         counts[reason] = counts.get(reason, 0) + 1
     return "; ".join(f"{times} x {reason}" for reason, times in counts.items())
 

@@ -125,7 +125,9 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
             else:
                 linear = any(other.target in DENSE for other in readers(output)[1])
                 others = "not only linear layers" if linear else "no linear layer does"
-                text = f"{told(consumer(user))} reads it, {others}"
+                reader = consumer(user)
+                part = reader.target in DENSE  # behind a view that no product can read
+                text = f"{told(reader)} reads {'a part of it' if part else f'it, {others}'}"
                 return refuse("norm-read-elsewhere", text)
     return None
 
