@@ -30,8 +30,8 @@ around cuBLAS; Liger's SwiGLU writes its gradients over what its forward saved, 
 first backward of a graph is right, and its head makes the gradients in the forward. *quack* is
 QuACK's functions put together by hand, *paper* the paper's own kernels. Neither tries its
 configurations unless the command says `--tune`, and coda measures none. These samples were of 0.1
-s and vary by 5 %: [gotchas](../gotchas.md#power-h200-700-w-at-most-1980-mhz-torch-211-2026-11-23)
-has calmer ones. Rendered by `python -m benchmarks paper FILE --render`; do not edit.
+s and vary by 5 %: the [gotchas](../internals/gotchas.md) ("Power") have calmer ones. Rendered by
+`python -m benchmarks paper FILE --render`; do not edit.
 """
 _ERROR = "Worst Frobenius norm of a result's difference from float32, over float32's:"
 

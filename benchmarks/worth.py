@@ -10,7 +10,7 @@ without a feature compares with torch.compile: it takes all idioms away from eve
 ``CLIFFS``, and each feature from those where it saved most by the last results. Workloads compile
 side by side, in processes that take turns on the GPU. OUT.json is written after every feature; what
 it has is not measured again. ``python -m benchmarks worth render OUT.json [CLIFFS.json]`` writes
-docs/worth.md.
+docs/internals/worth.md.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
     if options.what == "render":
         files = filter(None, (options.file, options.of_cliffs))
         text = page(*(json.loads(file.read_text()) for file in files))
-        (environment.REPOSITORY / "docs" / "worth.md").write_text(text)
+        (environment.REPOSITORY / "docs" / "internals" / "worth.md").write_text(text)
     elif options.what == "part":
         part(names[0], options)
     elif failed := measure(options, names):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/worth.md, from what ``python -m benchmarks worth`` measured."""
+"""docs/internals/worth.md, from what ``python -m benchmarks worth`` measured."""
 
 from __future__ import annotations
 

@@ -69,6 +69,11 @@ _PLACES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The API, for completion."""
+    return sorted((*__all__, "__version__"))
+
+
 def __getattr__(name: str) -> Any:
     """Import public names on first use: a process that compiles kernels needs none of them, and
     importing Inductor and Dynamo takes seconds."""

@@ -86,7 +86,7 @@ HOPPER = Arch(
             ),
         ),
         # An accumulator that is added up in float32 at each step of K needs twice the registers:
-        # larger tiles spill, and take up to 18x as long (128x192 ping-pong, docs/gotchas.md).
+        # larger tiles spill, and take up to 18x as long (128x192 ping-pong, gotchas.md).
         "fp8": "128x128:2x1:co 128x128:1x2:co 128x128:1x1:co",
         # With fast accumulation, larger tiles need no more registers than in 16 bits.
         "fp8 fast": _all(

@@ -115,6 +115,7 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     if not plans and record.options.memory is not None:
         warn_once("option 'memory'", _NO_PLANNER, to="torch's partitioner")
     on_aten(graph, record)
+    notice.after_fusing(record)
 
 
 def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..., Any]:
@@ -131,7 +132,9 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
     notice.before_compile(gm, inputs, record.options)
     if _likely_fused(inputs, record.options):
         pool.warm_up()  # tracing a model takes seconds as well
-    return on_dynamo(gm, record)
+    around = on_dynamo(gm, record)
+    notice.after_matching(gm, record)
+    return around
 
 
 def _likely_fused(inputs: Sequence[Any], options: Options) -> bool:

@@ -54,6 +54,13 @@ def warn_once(site: str, cause: str, to: str = "Inductor", first: str = "") -> N
         logger.warning("%s falls back to %s: %s", f"{site} {first}".strip(), to, cause)
 
 
+def say_once(text: str) -> None:
+    """Log one warning for each ``text``."""
+    if ("", text) not in _warned:
+        _warned.add(("", text))
+        logger.warning("%s", text)
+
+
 def forget_warnings() -> None:
-    """Let :func:`warn_once` warn again (for tests and after ``torch._dynamo.reset()``)."""
+    """Let these warn again (for tests and after ``torch._dynamo.reset()``)."""
     _warned.clear()

@@ -15,7 +15,7 @@ from typing import Any
 
 from coda_inductor.compat import inductor_config, list_mode_options, list_options
 from coda_inductor.errors import OptionError, PatternError, meant
-from coda_inductor.log import logger
+from coda_inductor.log import say_once
 
 GATES = ("auto", "always", "never")
 _CHOICES = {"gate": GATES, "tune": GATES}
@@ -122,13 +122,15 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         elif key in known_to_inductor:
             inductor[key] = _check_inductor(key, value)
         elif key in _REMOVED:
-            logger.warning("option %r has no effect any more: %s", key, _REMOVED[key])
+            say_once(f"option {key!r} has no effect any more: {_REMOVED[key]}")
         else:
             raise OptionError(
                 f"unknown option {key!r} for backend='coda'{meant(key, _OWN)}. Its own options "
                 f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )
+    if own.get("tune") == "never" and "tune_seconds" in own:
+        say_once("option 'tune_seconds' has no effect where 'tune' is \"never\"")
     for path in own["patterns"]:
         if not Path(path).exists():
             ours = path in (options or {}).get("patterns", ())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from coda_inductor.refusal import Refusal
 LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 #: How a site runs, for people.
 RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
+#: Codes of reasons that tell both times of a site.
+TIMED = ("expected-slower", "measured-slower")
 #: What a site's times are based on, for people.
 GROUNDS = {
     "here": "measured here",
@@ -192,7 +195,7 @@ class GraphReport:
 
     @property
     def summary(self) -> str:
-        """``15 of 29 GEMMs fused``; without kernels, what is legal and why it runs as plain ops."""
+        """``15 of 29 GEMMs fused``; without kernels, what may be and why no kernel runs."""
         if not self.sites:
             return "no GEMM in this graph"
         plain = [site for site in self.sites if site.how == "reference"]
@@ -201,13 +204,16 @@ class GraphReport:
             said.append(f"{self.kernels} of {len(self.sites)} GEMMs fused")
         if plain:
             legal = f"{len(plain)} of {len(self.sites)} GEMMs"
-            said.append(f"{legal}: legal, runs as plain ops here ({plain[0].reason})")
+            said.append(f"{legal} may be fused, and run as plain ops: {plain[0].reason}")
         return ", ".join(said)
 
     def table(self) -> str:
-        """:func:`sites_table` of the GEMMs, then near misses."""
+        """:func:`sites_table` of the GEMMs, near misses and, with debugging, kernels' files."""
         lines = [f"memory: {self.memory}"] if self.memory is not None else []
         lines += [f"near miss: {m}" for m in self.near_misses]
+        for row in fold(self.sites) if self.folder else ():
+            if row.site.program is not None:
+                lines.append(f"{row.name}: {self.folder}/kernels/{row.site.program.key}.py")
         return "\n".join([sites_table(self.sites), *lines])
 
 
@@ -248,30 +254,50 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
 
 
 def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
-    """GEMMs as a text table of 100 columns, equal layers in one row; times are those on ``gpu``.
-    Weight gradients with nothing to absorb are one line below. Without kernels, the bytes are those
-    that one would move."""
+    """GEMMs as a text table as wide as the terminal, equal layers in one row, without columns that
+    are empty; times are those on ``gpu``. Weight gradients with nothing to absorb are one line
+    below. Without kernels, the bytes are those that one would move."""
     heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
              f"us on {gpu}" if gpu else "us"]  # fmt: skip
     rows = [
         (
-            row.name, row.times, shape_text(row.site),
+            row.name, str(row.times), shape_text(row.site),
             f"{RUNS_AS[row.site.how]}, {row.site.role}",
             ": ".join(filter(None, map(", ".join, (row.site.patterns, row.site.absorbed))))
             if row.site.fused else row.site.reason,
             " ".join(traffic_words(row.site)),
-            time_words(row.site)[0] + "*" * (not row.site.estimate.measured)
+            (us := time_words(row.site)[0]) + "*" * (bool(us) and not row.site.estimate.measured)
             if row.site.estimate else "",
         )
         for row in fold(sites)
     ]  # fmt: skip
     widths = [22, 3, 12, 10, 24, 9, 8]
-    text = tabulate(rows, heads, maxcolwidths=widths, maxheadercolwidths=widths, tablefmt="simple")
+    spare = max(0, min(shutil.get_terminal_size((100, 0)).columns, 200) - 100)
+    for i, most in ((2, 20), (5, 18), (6, 18), (0, 40), (4, 80)):
+        more = min(spare, most - widths[i])
+        widths[i], spare = widths[i] + more, spare - more
+    kept = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    lines = ([heads[i] for i in kept], *([row[i] for i in kept] for row in rows))
+    head, *cells = [
+        [_wrapped(x, widths[i]) for i, x in zip(kept, line, strict=True)] for line in lines
+    ]
+    text = tabulate(cells, head, tablefmt="simple", disable_numparse=True)
     about = any(site.estimate and not site.estimate.measured for site in sites)
     alone = any(site.estimate and not (site.fused or site.idle) for site in sites)
     notes = ["* about: by a roofline, not measured"] * about
     notes += ["us of an unfused GEMM: in cuBLAS, without the kernels around it"] * alone
     return "\n".join([text, *notes, *idle_lines(sites)])
+
+
+def _wrapped(text: str, width: int) -> str:
+    """``text`` in lines of ``width`` columns, which end at spaces or behind the dots of a path,
+    never inside a name."""
+    lines = [""]
+    for part in re.findall(r" *(?:[^ .]|\.(?=\d))+\.?| *\.", text):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part if lines[-1] else part.lstrip()
+    return "\n".join(lines)
 
 
 def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
@@ -317,6 +343,8 @@ def time_words(site: SiteReport) -> tuple[str, str]:
     if found is None:
         return "unknown", ""
     rests_on = GROUNDS[found.ground]
+    if not site.fused and site.refusal is not None and site.refusal.code in TIMED:
+        return "", "as the reason says"
     if not site.fused:
         return f"{found.unfused_us:.1f}", f"cuBLAS alone, {rests_on}"
     if found.fused_us is None:

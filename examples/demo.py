@@ -161,7 +161,6 @@ def told(report: coda_inductor.GraphReport) -> dict[str, Any]:
     if saved["kernel"]:
         text += f"\nmemory traffic saved: {saved['kernel']:.1f} MB a call"
     elif saved["reference"] > 0:
-        text += "\nNo kernel runs here: what is legal runs as plain ops, which Inductor compiles."
         text += f"\nAs kernels, they would move {saved['reference']:.1f} MB less a call."
     return {"text": text, "folder": report.folder}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/frameworks.md, word for word: each block runs with a small Llama, and trains or
-computes as without us.
+"""docs/frameworks.md, loop.md and liger.md, word for word: each block runs with a small Llama,
+and trains or computes as without us.
 
 Inductor's generated code is swapped for eager execution of the graphs: what is tested is that our
 passes are reached, and that frameworks take what they return.
@@ -25,7 +25,8 @@ from zoo.layers import D, whole
 import coda_inductor
 from coda_inductor.backend import coda
 
-PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("frameworks", "loop", "liger"))
 BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 ROWS, LENGTH, WORDS = 8, 16, 64
 #: Layers where one graph serves all of them, or each has its own; elsewhere there is one.
@@ -135,6 +136,8 @@ BLOCKS_THAT_TRAIN = {
     "peft": ("peft", "peft", TRAINED, gradients),
     "deepspeed": ("deepspeed", "deepspeed", SHARED, zero),
     "trl": ("trl", "trl", {}, weights),
+    "loop": ("torch", "loop", {**TRAINED, "cross_entropy": 1}, weights),
+    "liger": ("torch", "liger", {**TRAINED, "cross_entropy": 1}, gradients),
     "blocks": ("torch", "blocks", {**SHARED, "cross_entropy": 0}, weights),
     "blocks_and_loss": ("torch", "blocks_and_loss", {**SHARED, "cross_entropy": 1}, weights),
     "torchao": (

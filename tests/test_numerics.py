@@ -34,7 +34,7 @@ def hold(model, *inputs, tangent=None, reference=True, training=True):
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 def test_loss_of_confident_tokens(cap, reference):
     """At 14 the loss is 0.001: what is left of p - 1 must not be the rounding of a logit. Beyond,
-    at 1e-5, float32 itself cannot tell a log-sum-exp of 20 from its logit (docs/patterns.md)."""
+    at 1e-5, float32 itself cannot tell a log-sum-exp of 20 from its logit (rules.md)."""
     case = edges.confident(14, d=D, rows=ROWS, vocabulary=V, cap=cap)
     assert hold(*case, reference=reference).counts["cross_entropy"] == 1
 

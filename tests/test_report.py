@@ -34,12 +34,25 @@ def gradient(code):
 
 
 def test_the_line_says_what_runs():
-    legal = "1 of 2 GEMMs: legal, runs as plain ops here (device cpu has no kernels)"
+    legal = "1 of 2 GEMMs may be fused, and run as plain ops: device cpu has no kernels"
     assert GraphReport("g", [KERNEL, PLAIN]).summary == "1 of 2 GEMMs fused"
     assert GraphReport("g", [PLAIN]).summary == "0 of 1 GEMMs fused"
     assert GraphReport("g", [PLAIN, LEGAL]).summary == legal
     assert GraphReport("g", [KERNEL, LEGAL]).summary == f"1 of 2 GEMMs fused, {legal}"
     assert GraphReport("g").summary == "no GEMM in this graph"
+
+
+def test_a_table_is_as_wide_as_the_terminal_and_cuts_no_name(monkeypatch):
+    """A path ends a line behind a dot, and a column without content is left out."""
+    path = "model.layers.0.feed_forward.experts.gate_projection"
+    site = SiteReport(path, (8, 8, 8), choice=Choice("unfused", refusal=NO_KERNELS))
+    for columns, lines in (("100", 4), ("160", 1)):
+        monkeypatch.setenv("COLUMNS", columns)
+        head, _, *rows = sites_table([site]).splitlines()
+        assert "us" not in head.split()
+        names = [row[: len("gate_projection")].strip() for row in rows]
+        assert names[-1] == "gate_projection" if lines > 1 else len(rows) <= 2
+        assert "".join(row.split("  ")[0] for row in rows) == path
 
 
 def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():

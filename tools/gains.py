@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gains that the README shows: its table, and docs/gains.svg, from benchmarks/results.
+"""What the README says in numbers, and its picture, from the files in benchmarks/results.
 
-A row is one case of one results file. Its baseline is the fastest of all variants without us in
-the same run, with any mask, recipe or kernels. ``tests/patterns/test_documents.py`` compares what
-is committed with what this makes.
+A row of the table is who a reader is, the case that was measured for him, and the figures of
+torch.compile and of ours in one file. ``tests/patterns/test_documents.py`` compares what is
+committed with what this makes.
 
 Usage: python3 tools/gains.py
 """
@@ -13,191 +13,219 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README, PICTURE = ROOT / "README.md", ROOT / "docs" / "gains.svg"
-#: How variants of ours begin; "before" is an older coda.
-OURS = ("coda", "before")
-BLOCK = re.compile(r"(?<=<!-- gains -->\n).*?(?=<!-- /gains -->)", re.DOTALL)
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(?<=<!-- (\w{5}) -->\n).*?(?=<!-- /\1 -->)", re.DOTALL)
+#: Name of a picture -> its colors: text, torch.compile's bar, our bar.
+PICTURES = {
+    "gains.svg": ("#1f2328", "#d0d7de", "#2f81f7"),
+    "gains_dark.svg": ("#e6edf3", "#3d444d", "#1f6feb"),
+}
 
 
 @functools.cache
 def results(file: str) -> dict[str, Any]:
     """A file of benchmarks/results."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+    return json.loads((RESULTS / f"{file}.json").read_text())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured variant: milliseconds of a step or a call, and GiB at its peak."""
+
+    ms: float
+    gib: float
+
+
+def figure(place: str) -> Figure:
+    """The variant at ``file/key/key``. Files have a median, or samples; peaks are MiB or GiB."""
+    file, *keys = place.split("/")
+    found = functools.reduce(lambda part, key: part[key], keys, results(file))
+    samples = [s["ms"] if isinstance(s, Mapping) else s for s in found.get("samples") or (0.0,)]
+    ms = found.get("median_ms") or found.get("ms") or statistics.median(samples)
+    return Figure(ms, found["peak"] if "peak" in found else found["peak_mib"] / 1024)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case.
-
-    Attributes:
-        name: model, and what is run.
-        file: of benchmarks/results.
-        where: keys that lead to the measured variants in it.
-        ours: our variant.
+    """One line of the table: whom it describes, what was measured, both figures, what is to be set.
+    Peaks are of all memory, or of what a step takes on top of its weights (``above``).
     """
 
-    name: str
-    file: str
-    where: tuple[str, ...]
-    ours: str = "coda"
+    who: str
+    case: str
+    before: Figure
+    after: Figure
+    do: str = "nothing"
+    above: bool = False
 
-    def measured(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The fastest variant without us, and ours."""
-        found = functools.reduce(lambda part, key: part[key], self.where, results(self.file))
-        others = [found[each] for each in found if not each.startswith(OURS)]
-        return min(others, key=_ms), found[self.ours]
+    @property
+    def gain(self) -> str:
+        """``1.28x``."""
+        return f"{self.before.ms / self.after.ms:.2f}x"
 
-    def figures(self) -> tuple[float, float, float, float]:
-        """Milliseconds before and after, GiB at the peak before and after."""
-        before, after = self.measured()
-        return _ms(before), _ms(after), _gib(before), _gib(after)
+    @property
+    def times(self) -> str:
+        """``695 -> 541 ms``."""
+        return f"{number(self.before.ms)} -> {number(self.after.ms)} ms"
 
+    @property
+    def peaks(self) -> str:
+        """``45.1 -> 42.8``; on top of the weights with a plus."""
+        return f"{'+' * self.above}{number(self.before.gib)} -> {number(self.after.gib)}"
 
-def _ms(variant: dict[str, Any]) -> float:
-    return variant["median_ms"]
-
-
-def _gib(variant: dict[str, Any]) -> float:
-    return variant["peak_mib"] / 1024
-
-
-def _model(name: str, case: str, file: str = "h200_families") -> Row:
-    return Row(name, file, ("families", f"{case}-bf16", "variants"))
-
-
-def _float8(name: str, mode: str, variant: str) -> Row:
-    where = ("fp8", f"llama:8B-8192-{mode}-bf16", "variants")
-    return Row(name, "h200_fp8", where, f"coda_{variant}")
-
-
-def _sustained(name: str, case: str) -> Row:
-    return Row(name, "h200_headline", ("results", case))
-
-
-def _experts(model: str, case: str) -> Row:
-    return Row(f"{model} layers, training", "h100_experts", ("results", f"{case} layers, training"))
-
-
-def _mask(name: str, case: str) -> Row:
-    return Row(name, "h200_masks_models", ("results", case))
-
-
-#: What a row's condition is -> the rows.
-GROUPS: dict[str, tuple[Row, ...]] = {
-    "No mask: the default of `transformers`": (
-        _sustained("Llama 1B, training", "Llama 1B training"),
-        _sustained("Llama 1B, prefill", "Llama 1B prefill"),
-        _sustained("Llama 8B, 4 layers, training", "Llama 8B, 4 layers, training"),
-        _sustained("Llama 8B, 4 layers, prefill", "Llama 8B, 4 layers, prefill"),
-        _model("Qwen3 1.7B, 8 layers, training", "qwen3-8192-training", "h200_families_more"),
-        _model("Mistral 7B, 4 layers, training", "mistral-8192-training", "h200_families_more"),
-        _model("Granite 2B, 8 layers, training", "granite-8192-training", "h200_families_more"),
-    ),
-    "Mixtures of experts, no mask, on an H100": (
-        _experts("OLMoE, 8", "olmoe, 8"),
-        _experts("Qwen3-30B-A3B, 8", "qwen3_moe, 8"),
-        _experts("Mixtral, 2", "mixtral, 2"),
-    ),
-    "Causal mask: `use_cache=False`; the baseline of the first two has none": (
-        _model("Llama 1B, training", "1B-8192-training"),
-        _model("Llama 1B, prefill", "1B-8192-forward"),
-        Row(
-            "Llama 1B, training, against Liger 0.8.5",
-            "h200_model_train",
-            ("model_train", "1B 8192", "variants"),
-        ),
-    ),
-    "Masks from data: `use_cache=False`": (
-        _mask("packed documents, Llama 1B, 8 layers", "packed"),
-        _mask("padded on the left, Llama 1B, 8 layers", "padded"),
-        _mask("window of 4096, Mistral 7B, 4 layers", "window"),
-    ),
-    "FP8 by torchao, no mask: the fastest of bfloat16 and all recipes is the baseline": (
-        _float8("rowwise, Llama 8B, 4 layers, training", "training", "rowwise"),
-        _float8("tensorwise, Llama 8B, 4 layers, training", "training", "tensorwise"),
-        _float8("rowwise, Llama 8B, 4 layers, prefill", "forward", "rowwise"),
-    ),
-}
+    def __str__(self) -> str:
+        cells = (self.who, self.case, self.times, self.gain, self.peaks, self.do)
+        return f"| {' | '.join(cells)} |"
 
 
 def number(value: float) -> str:
     """Three digits or so."""
-    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 400 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def block() -> str:
-    """What stands between the README's marks: the first gain as a sentence, and the table."""
-    first, prefill, *_ = next(iter(GROUPS.values()))
-    ms, our_ms, gib, our_gib = first.figures()
-    forward, our_forward, *_ = prefill.figures()
-    time = f"a training step takes {our_ms:.1f} ms instead of {ms:.1f}"
-    peak = f"{our_gib:.1f} GiB on top of its weights instead of {gib:.1f}"
-    lines = [
-        f"Llama 1B, 8192 tokens, no mask, one H200: {time} and",
-        f"{peak}; prefill {our_forward:.1f} ms instead of {forward:.1f}.",
-        "",
-        "| | fastest without coda, ms | coda, ms | | peak GiB on top of weights |",
-        "| --- | --- | --- | --- | --- |",
+def row(who: str, case: str, place: str, variants: str, do: str = "nothing", **more: Any) -> Row:
+    """The row of two ``variants`` ("before, after") of the cases at ``place``."""
+    before, after = (figure(place.format(each)) for each in variants.split(", "))
+    return Row(who, case, before, after, do, **more)
+
+
+WHOLE, MEMORY = "h200_whole/results/{}", "h200_memory_8B/results/8B x8/{}"
+FULL = row("full fine-tuning, bf16", "Llama 3.1 8B, 32 layers, AdamW, H200",
+           WHOLE, "bf16 causal 1x8192 adamw, bf16 coda 1x8192 adamw")  # fmt: skip
+FLOAT8 = row("pretraining in FP8", "the same without AdamW, torchao's rowwise recipe",
+             WHOLE, "rowwise causal, rowwise coda", "[torchao's line](docs/fp8.md)")  # fmt: skip
+TENSORWISE = row("", "", WHOLE, "tensorwise causal, tensorwise coda")
+SHORT = row("short of memory", "8B widths, 8 layers, beside selective checkpoints, H200", MEMORY,
+            "compile:op, coda:0.7", "[`memory=0.7`](docs/memory.md)", above=True)  # fmt: skip
+EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
+              "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
+              "[grouped products](docs/experts.md)", above=True)  # fmt: skip
+LORA = row("LoRA", "8B widths, 4 layers, rank 16, H100",
+           "h100_adapters/results/{}", "8B 16 compile, 8B 16 coda")  # fmt: skip
+
+
+def table() -> list[Row]:
+    """All rows."""
+    return [
+        FULL,
+        FLOAT8,
+        SHORT,
+        EXPERTS,
+        LORA,
+        *dropout(),
+        row("QLoRA", "LoRA's case on 4 bits (nf4)",
+            "h100_adapters_4bit/results/{}", "8B 16 nf4 compile, 8B 16 nf4 coda"),
+        row("long prompts", "Llama 1B, prefill of 8192 tokens, H200",
+            "h200_headline/results/Llama 1B prefill/{}", "compile_causal, coda", above=True),
+        row("packed documents (1)", "1B widths, 8 layers, 8 documents a row, H200",
+            "h200_masks_models/results/packed/{}", "torch.compile, coda",
+            "`use_cache=False`", above=True),
+        row("images (2)", "ViT-L, 64 images, training, H200",
+            "h200_families/families/vit-8192-training-bf16/variants/{}", "compile, coda",
+            above=True),
+    ]  # fmt: skip
+
+
+def dropout() -> list[Row]:
+    """LoRA with dropout, once a file has it."""
+    case = "8B 16 p0.1"
+    for path in sorted(RESULTS.glob("*_adapters*.json")):
+        if f"{case} coda" in results(path.stem)["results"]:
+            what = f"LoRA's case, `lora_dropout=0.1`, {path.stem[:4].upper()}"
+            place = path.stem + "/results/{}"
+            return [row("LoRA with dropout", what, place, f"{case} compile, {case} coda")]
+    return []
+
+
+def _rows_that_fit(variant: str) -> int:
+    """The largest batch whose peak was measured."""
+    sizes = [
+        m
+        for n in results("h200_whole")["results"]
+        if (m := re.fullmatch(rf"{variant} (\d)x8192", n))
     ]
-    for condition, rows in GROUPS.items():
-        lines.append(f"| **{condition}** | | | | |")
-        for row in rows:
-            before, after, *peaks = row.figures()
-            times = f"{number(before)} | {number(after)} | {before / after:.2f}x"
-            lines.append(f"| {row.name} | {times} | {' -> '.join(map(number, peaks))} |")
-    return "\n".join(lines) + "\n"
+    return max(int(m[1]) for m in sizes if "peak" in results("h200_whole")["results"][m[0]])
 
 
-def draw(path: Path) -> None:
-    """The same as bars: what is left of the fastest time without us, and of its peak."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+def blocks() -> dict[str, str]:
+    """What stands between the README's marks, by their names."""
+    adamw = figure(WHOLE.format("rowwise coda 1x8192 adamw"))
+    two, four = (_rows_that_fit(name) for name in ("bf16 causal", "bf16 coda"))
+    lora = 100 * LORA.after.gib / LORA.before.gib
+    peaks = f"from {number(FULL.before.gib)} to {number(FULL.after.gib)} GiB"
+    stock, ours = number(FULL.before.ms), number(FULL.after.ms)
+    text = f"""\
+**Llama 3.1 8B, all 32 layers, with AdamW on one H200: a step of 8192 tokens takes
+{number(adamw.ms)} ms in FP8 under coda; in bfloat16 {stock} ms under torch.compile,
+{ours} ms under coda.** In detail:
 
-    places: list[float] = []
-    labels, figures, y = [], [], 0.0
-    figure = Figure(figsize=(11, 8.6), layout="constrained")
-    time, memory = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
-    for condition, rows in GROUPS.items():
-        title = condition.replace("`", "")
-        time.text(0, y, title, weight="bold", va="center", fontsize=9.5, in_layout=False)
-        for row in rows:
-            y += 1
-            places.append(y)
-            labels.append(row.name)
-            figures.append(row.figures())
-        y += 1.4
-    for axes, first, unit, title in (
-        (time, 0, "ms", "time of a step or a prefill"),
-        (memory, 2, "GiB", "peak memory on top of the weights"),
-    ):
-        before, after = ([each[first + k] for each in figures] for k in (0, 1))
-        parts = [100 * b / a for a, b in zip(before, after, strict=True)]
-        axes.barh(places, 100, color="#e4e7eb", height=0.72)
-        axes.barh(places, parts, color="#8fbbe6", height=0.72)
-        for place, a, b in zip(places, before, after, strict=True):
-            text = f"{number(a)} -> {number(b)} {unit}"
-            axes.text(2, place, text, va="center", fontsize=8)
-        axes.set_title(f"{title}\n% of the fastest without coda", fontsize=10)
-        axes.set_xlim(0, 100)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.patch.set_visible(False)  # a condition may reach across both
-    time.set_yticks(places, labels, fontsize=8.5)
-    time.set_ylim(y - 0.8, -0.7)
-    # Text stays text and no date is written: what is drawn again compares equal.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gains"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+- **FP8**: {FLOAT8.gain} over torch.compile in the same rowwise recipe, {TENSORWISE.gain} in the
+tensorwise one, without optimizer.
+
+- **Memory**: the peak of the step in bfloat16 falls {peaks}. Without optimizer {four} rows fit
+where torch.compile fits {two}. Where torch.compile must recompute to fit, a step with the same peak
+is {SHORT.gain} as fast.
+
+- **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory.
+
+- **bfloat16** without any of these: {FULL.gain}, because the GPU is at its power limit, and its
+products need that power either way.
+"""
+    title, *points = (
+        textwrap.fill(part, 124, subsequent_indent="  " * part.startswith("-"))
+        for part in text.split("\n\n")
+    )
+    head = ("you do", "measured", "torch.compile -> coda", "gain", "peak, GiB", "you set")
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *map(str, table())]
+    first = "\n".join((title, "", *points, ""))
+    return {"first": first, "gains": "\n".join(lines) + "\n"}
+
+
+def picture(ink: str, stock: str, ours: str) -> str:
+    """Five bars as SVG: what coda leaves of torch.compile's time or memory."""
+    bars = [
+        ("FP8 step, Llama 8B", FLOAT8.before.ms, FLOAT8.after.ms, "ms"),
+        ("step with experts, OLMoE", EXPERTS.before.ms, EXPERTS.after.ms, "ms"),
+        ("bfloat16 step, Llama 8B", FULL.before.ms, FULL.after.ms, "ms"),
+        ("its peak memory", FULL.before.gib, FULL.after.gib, "GiB"),
+        ("peak memory of LoRA, 8B widths", LORA.before.gib, LORA.after.gib, "GiB"),
+    ]
+    title = "coda, in percent of torch.compile: less is better"
+    look = f'font-family="sans-serif" font-size="15" fill="{ink}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 500 300" role="img" {look}>',
+        f"<title>{title}</title>",
+        f'<text x="4" y="18" font-weight="bold">{title}</text>',
+    ]
+    for i, (name, before, after, unit) in enumerate(bars):
+        y, part = 36 + 53 * i, after / before
+        said = f"{number(before)} &#8594; {number(after)} {unit}"
+        bar = f'x="4" y="{y + 20}" height="20" rx="3"'
+        lines += [
+            f'<text x="4" y="{y + 13}">{name}</text>',
+            f'<text x="496" y="{y + 13}" text-anchor="end">{said}</text>',
+            f'<rect {bar} width="492" fill="{stock}"/>',
+            f'<rect {bar} width="{492 * part:.1f}" fill="{ours}"/>',
+            f'<text x="12" y="{y + 35}" font-weight="bold" fill="#fff">{100 * part:.0f} %</text>',
+        ]
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def main() -> None:
-    """Write both."""
-    README.write_text(BLOCK.sub(lambda _: block(), README.read_text()))
-    draw(PICTURE)
+    """Write them."""
+    made = blocks()
+    README.write_text(BLOCK.sub(lambda found: made[found[1]], README.read_text()))
+    for name, colors in PICTURES.items():
+        (DOCS / name).write_text(picture(*colors))
 
 
 if __name__ == "__main__":

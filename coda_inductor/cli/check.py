@@ -13,7 +13,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from coda_inductor.cli.steps import Result, check_file
@@ -28,6 +28,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", type=Path, metavar="FILE", help="a pattern file, or a folder of them"
     )
     parser.add_argument("--json", action="store_true", help="print only the results, as JSON")
+    parser.add_argument("--must-pay", action="store_true",
+                        help="fail where the plan says that a pattern brings nothing")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print no programs or kernel sources")
 
 
@@ -40,6 +42,9 @@ def run(chosen: argparse.Namespace) -> int:
     results: list[Result] = []
     for path in [file for given in chosen.files for file in _expand(given)]:
         found = list(check_file(path))
+        if chosen.must_pay:
+            found = [replace(r, outcome="fail") if r.check == "plan" and r.outcome == "note" else r
+                     for r in found]  # fmt: skip
         results += found
         if not chosen.json:
             sys.stdout.writelines(_lines(path, found, quiet=chosen.quiet))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from coda_inductor.explanation.forecast import ERROR
 from coda_inductor.refusal import Refusal
-from coda_inductor.remedies import NOTHING
 from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
 from coda_inductor.select.device import H100
 
@@ -165,19 +164,19 @@ class Explanation:
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
-        """Refusals by code, and by text where a code has many meanings and no remedy: first those
-        with a remedy, then the most frequent."""
+        """Refusals by code and text, apart from numbers: first those with a remedy, then the most
+        frequent."""
         left = [site for site in self.sites if not site.fused and not site.idle]
         groups: dict[str, list[Refusal]] = {}
         for miss in (*self.near_misses, *_refusals(left)):
-            many = miss.remedy.text == NOTHING
-            key = f"{miss.code}: {re.sub('[0-9]+', '*', miss.text)}" if many else miss.code
+            key = f"{miss.code}: {re.sub('[0-9]+', '*', miss.text)}"
             groups.setdefault(key, []).append(miss)
         return dict(sorted(groups.items(), key=lambda g: (not g[1][0].remedy.possible, -len(g[1]))))
 
     def __str__(self) -> str:
         table = sites_table(self.sites, self.gpu)
-        lines = [f"{self.name} on {self.device}: {self.summary}", *self.notes, "", table]
+        summary = self.summary.replace("; ", "\n  ")
+        lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table]
         for found in self.advised.values():
             lines += ["", f"{places(found)}: {found[0].text}", f"  -> {found[0].remedy.text}"]
         return "\n".join(lines)

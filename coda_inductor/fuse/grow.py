@@ -24,6 +24,7 @@ from torch.fx import Node
 from coda_inductor.fuse.grower import Banned, Grower
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import unstorable
+from coda_inductor.graph.nodes import told
 from coda_inductor.graph.sides import Scope
 from coda_inductor.refusal import Refused
 
@@ -56,7 +57,7 @@ def grow(
             return region
         if not first.ban(troubles):
             node, reason = next(iter(troubles.items()))
-            raise Refused(reason.within(f"{node.name}: {{}}"))
+            raise Refused(reason.within(f"{told(node)}: {{}}"))
 
 
 def _fewer_tiles(first: Grower) -> Grower:

@@ -22,9 +22,11 @@ from coda_inductor.graph.gemms import (
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
+    called,
     constant,
     fake,
     renames_or_casts,
+    told,
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -77,20 +79,20 @@ class Tile:
         """Why ``node`` is not an op on the tile, or None."""
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
-            text = f"{node.target} is not elementwise"
+            text = f"{called(node)} is not elementwise"
             if str(node.target).startswith("coda_inductor.gemm_epilogue"):
                 text = "the epilogue of the next fused GEMM reads it"
             return refuse("not-on-tile", text)
         if node.target is aten.permute.default:
-            return refuse("no-neighbours", f"{node.target} transposes the tile")
+            return refuse("no-neighbours", "it transposes the tile")
         if operands.wider(node, self.anchor):
-            text = f"{node.target} is computed in float64, its GEMM is not"
+            text = f"{called(node)} is computed in float64, its GEMM is not"
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
-            return refuse("not-on-tile", f"{node.target} changes the tile's shape")
+            return refuse("not-on-tile", f"{called(node)} changes the tile's shape")
         known = node.target in LOWERINGS or node.target is rotate_heads
         if not known and not renames_or_casts(node):
-            text = f"{node.target} is not in the epilogue vocabulary"
+            text = f"{called(node)} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         return None
 
@@ -132,7 +134,7 @@ class Tile:
         if lowering is None:
             value = self._value(inputs[0])
             if value is None:
-                return refuse("not-on-tile", f"{node.target} is not elementwise")
+                return refuse("not-on-tile", f"{called(node)} is not elementwise")
             self._note(node, value, pull)
             return None
         reason = next((why for a in inputs if (why := self._check(a, full))), None)
@@ -142,7 +144,7 @@ class Tile:
         kwargs = {k: self._operand(a, full) for k, a in node.kwargs.items()}
         result = lowering(self._emit, *args, **kwargs)
         if result is None:
-            text = f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
+            text = f"{called(node)} with {node.args[1:]} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         if fake(node).dtype == torch.bool and not self.region.is_truth(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
@@ -215,7 +217,7 @@ class Tile:
         (self.region.pulled if pull else self.region.values)[node] = value
 
     def _reduction(self, node: Node) -> Refusal | None:
-        axis_text = f"{node.target} does not reduce one row or column of the tile"
+        axis_text = f"{called(node)} does not reduce one row or column of the tile"
         (source,) = node.all_input_nodes
         dims = arguments(node).get("dim", [-1])
         value = self.region.values.get(source)
@@ -227,7 +229,7 @@ class Tile:
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
             return refuse("not-on-tile", axis_text)
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
-            text = f"{node.target} is not a reduction of floating values"
+            text = f"{called(node)} is not a reduction of floating values"
             return refuse("not-on-tile", text)
         if self.region.heads is not None:
             return heads.UNREDUCED
@@ -258,7 +260,7 @@ class Tile:
         if (literal := constant(arg)) is not None:
             return self._check(literal, full)
         if arg in self.region.reduces or self._depends(arg):
-            return refuse("operand-depends", f"{arg.name} depends on this GEMM")
+            return refuse("operand-depends", f"{told(arg)} depends on this GEMM")
         return operands.refusal(arg, full, self.anchor)
 
     def _depends(self, node: Node) -> bool:

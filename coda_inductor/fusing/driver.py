@@ -35,12 +35,12 @@ from coda_inductor.graph.gemms import (
     producer,
     routes_of,
 )
-from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, module_path
+from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, module_path, told
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
-from coda_inductor.graph.walk import readers
+from coda_inductor.graph.walk import consumer, readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, failed, refuse
@@ -343,7 +343,8 @@ def _short(node: Node) -> str:
 def _nothing_absorbed(region: Region) -> Refusal:
     """Why nothing was absorbed: the first neighbor's reason."""
     for node, why in region.refusals.items():
-        return _stop(node, why).within(f"nothing to absorb ({node.name}: {{}})")
+        text = f"nothing to absorb: {told(consumer(node))} reads it ({{}})"
+        return _stop(node, why).within(text)
     return refuse("no-neighbours", "its result is not used")
 
 
@@ -351,7 +352,7 @@ def _stop(node: Node, why: Refusal) -> Refusal:
     """Why ``node`` was not absorbed: a collective, if it leads to one; else ``why``."""
     if (collective := ahead(node)) is None:
         return why
-    name = f"{collective.target.overloadpacket.__name__} ({collective.name})"
+    name = collective.target.overloadpacket.__name__
     text = f"{name}, a collective, is between this GEMM and what follows"
     return refuse("collective", text)
 

@@ -27,6 +27,14 @@ ALIASES = frozenset(
     }
 )  # fmt: skip
 
+#: A part of an op's name -> what people call the op; the first one counts.
+_CALLED = {
+    "attention_backward": "the gradient of attention", "attention": "attention",
+    "gemm_epilogue": "a fused GEMM", "grouped_mm": "a product of experts", "bmm": "a product",
+    "addmm": "a product", "mm": "a product", "view": "a reshape", "reshape": "a reshape",
+    "permute": "a transpose", "transpose": "a transpose", "rotary": "a rotary embedding",
+    "rotate": "a rotary embedding", "clone": "a copy", "convert_element_type": "a cast",
+}  # fmt: skip
 _CASTS = (prims.convert_element_type.default, to_copy)
 #: Views with explicit sizes, of row-major tensors.
 VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
@@ -81,6 +89,20 @@ def module_path(node: Node) -> str:
 def place(node: Node) -> str:
     """Where ``node`` is, for people: its module's path, or its own name without one."""
     return module_path(node) or node.name
+
+
+def called(node: Node) -> str:
+    """What ``node`` does, for people: "attention", "a reshape", or the name of its op."""
+    if node.op != "call_function":
+        return {"output": "the caller", "placeholder": "an input"}.get(node.op, node.op)
+    name = getattr(node.target, "__name__", "").split(".")[0] or str(node.target)
+    return next((words for part, words in _CALLED.items() if part in name), name)
+
+
+def told(node: Node) -> str:
+    """``node`` for people: "attention in blocks.0.attn", a product by its module alone."""
+    path, what = module_path(node), called(node)
+    return what if not path else path if what == "a product" else f"{what} in {path}"
 
 
 def erased(node: Node) -> bool:

@@ -114,6 +114,16 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
     return names, [u for name in names for u in name.users if u not in found]
 
 
+def consumer(node: Node) -> Node:
+    """``node``, or the first op that reads it where it is a view or a copy."""
+
+    def moves(node: Node) -> bool:
+        return may_view(node) or node.target is torch.ops.aten.clone.default
+
+    users = readers(node, moves)[1] if moves(node) else []
+    return users[0] if users else node
+
+
 def only_reader(node: Node | None, through: Callable[[Any], bool] = lambda _: False) -> Node | None:
     """The one reader of ``node``, apart from nodes for which ``through`` holds, whose readers count
     instead; None if there are several, or none."""

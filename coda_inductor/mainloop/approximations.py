@@ -3,7 +3,7 @@
 
 CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and need many registers. In an epilogue, where
 accumulators leave few, they cost 80 to 100 multiplications per element and make the kernel spill
-(docs/gotchas.md). Each function here takes a number ``x`` and the primitives ``f`` to
+(gotchas.md). Each function here takes a number ``x`` and the primitives ``f`` to
 compute with (``f.exp2``, ``f.log2``, ``f.reciprocal_of_normal``, ``f.absolute``, ``f.where``,
 ``f.lt``), so that it can be tested without a GPU.
 

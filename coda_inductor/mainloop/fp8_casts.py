@@ -37,7 +37,7 @@ _TILE = 8192
 #: Its columns if it is transposed, and the most columns if it is not.
 _TURNED, _STRAIGHT = 64, 1024
 #: Warps for a tile's maxima, with those of columns and without. On an H200 eight warps take 1.3x
-#: as long for columns, which they exchange through shared memory (docs/gotchas.md).
+#: as long for columns, which they exchange through shared memory (gotchas.md).
 _WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, broadcasts against the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)

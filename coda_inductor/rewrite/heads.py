@@ -43,6 +43,7 @@ from coda_inductor.graph.nodes import (
     may_view,
     place,
     renames,
+    told,
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
@@ -90,9 +91,9 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("no-gemm", "no GEMM computes rows of the heads that it reads")
     if (why := record.plan.legal(gemm)) is not None:
-        return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
+        return why.excused().within(f"{told(gemm)} is not fused: {{}}")
     if not record.plan.absorbs(gemm, rows, scope):
-        text = f"an op between it and its GEMM {gemm.name} cannot be in an epilogue"
+        text = f"an op between it and {told(gemm)} cannot be in an epilogue"
         return refuse("no-gemm", text)
     return rows, heads, list(order)
 
@@ -109,9 +110,9 @@ def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
     of_head = order.index(len(order) - 2) - len(order)
     for table in (cos, sin):
         if fake(table).dim() >= -of_head and not same(fake(table).shape[of_head], 1):
-            return refuse("no-gemm", f"{table.name} differs between heads")
+            return refuse("no-gemm", f"{told(table)} differs between heads")
         if fake(table).dtype == torch.float64 != fake(rows).dtype:
-            return refuse("float64-mixed", f"{table.name} is float64, but what it rotates is not")
+            return refuse("float64-mixed", f"{told(table)} is float64, but what it rotates is not")
     key = (_spelled(cos), _spelled(sin), *order, *form, size, str(fake(heads).shape[:-2]))
     like = max(_spelled(cos)[0], _spelled(sin)[0])  # for its meta: all layers share the tables
     tables = splice(node, _as_rows, (cos, sin, order), like=like)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings once per process, before a model compiles: no kernel will run, or
-DistributedDataParallel splits the model.
+"""Warnings once per process: before a model compiles that no kernel will run, or that
+DistributedDataParallel splits the model; afterwards that nothing became of what the user asked for.
 
 They are not errors, even with ``strict``, which is about single sites that fail. Without kernels,
 programs run as plain torch ops, which is how models are developed and tested on a CPU. With
@@ -9,8 +9,9 @@ programs run as plain torch ops, which is how models are developed and tested on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
@@ -19,11 +20,16 @@ from coda_inductor.log import logger
 from coda_inductor.mainloop import availability
 from coda_inductor.matching import bodies
 from coda_inductor.options import Options
+from coda_inductor.patterns import loading
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
 
-#: The warnings that this process has logged: "kernels", "ddp".
+if TYPE_CHECKING:
+    from coda_inductor.record import Record
+
+#: The warnings that this process has logged: "kernels", "ddp"; and "fused", "memory" and names of
+#: patterns where a warning would be wrong since something was found.
 told: set[str] = set()
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
@@ -47,6 +53,38 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
             "torch.compile's. If you want plain torch ops here, set "
             "options={'reference': True}",
         )
+
+
+def after_matching(gm: GraphModule, record: Record) -> None:
+    """Warn of patterns of the user's that are nowhere in the first graph with a product."""
+    options, refused = record.options, {why.what for why in record.report.refusals}
+    if record.dry or not options.patterns or not _has_product(gm):
+        return
+    targets = {node.target for body in bodies(gm.graph) for node in body.graph.nodes}
+    for pattern in loading.load(options.patterns, strict=False):
+        if pattern.name not in {*loading.builtin_names(), *options.disable, *refused}:
+            text = f"pattern {pattern.name} was found nowhere in {record.name}: compare its idioms "
+            text += "with the model's code (python -m coda_inductor check runs them alone)"
+            told.update([pattern.name] * (pattern.op in targets))
+            _tell(pattern.name, text)
+
+
+def after_fusing(record: Record) -> None:
+    """Warn if none of a graph's GEMMs is fused, as in no graph before, and if there is nothing that
+    the option ``memory`` could limit."""
+    sites, options = record.report.sites, record.options
+    if any(site.fused for site in sites) or options.gate == "never":
+        told.add("fused")
+    elif sites and not record.dry:
+        reason, times = Counter(site.reason for site in sites).most_common(1)[0]
+        text = (
+            f"none of the {len(sites)} GEMMs of {record.name} is fused, {times} because: {reason}"
+        )
+        _tell("fused", f"{text}. print(coda_inductor.reports()[-1].table()) has all")
+    if record.limit is not None:
+        told.add("memory")
+    elif options.memory is not None:
+        _tell("memory", f"option 'memory' has no effect on {record.name}, which has no gradients")
 
 
 def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refusal | None:

@@ -15,7 +15,7 @@ from coda_inductor.select.site import Site
 #: Two times of one run that are closer than this count as equal, whatever their spread.
 _EQUAL = 0.005
 #: Times of one config differ by this much from run to run, with any spread. Configs that are closer
-#: count as equal, or two runs would choose differently. That costs 0.2 % (docs/gotchas.md).
+#: count as equal, or two runs would choose differently. That costs 0.2 % (gotchas.md).
 _ALIKE = 0.015
 #: The most noise that counts: beyond it the machine is busy, and not everything is equal.
 _NOISE = 0.03

@@ -36,7 +36,7 @@ START_US = 6.0
 #: The share of the idle time at the end that counts, because cuBLAS has more tile sizes.
 IDLE = 0.2
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
-#: 70B widths (docs/patterns.md), so it is no gain unless a measurement shows one.
+#: 70B widths (rules.md), so it is no gain unless a measurement shows one.
 EXCHANGED = 6
 #: Speedup of cuBLAS's products in FP8 over 16 bits, scales included.
 FP8_RATE = 1.75

@@ -110,6 +110,8 @@ def test_a_pattern_that_brings_nothing_is_noted(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "note  brings nothing: the fuser does this without the file" in said
     assert said.splitlines()[-2] == "9 passed, 1 noted"
+    assert main(["check", "--quiet", "--must-pay", write(tmp_path, MISH)]) == 1
+    assert capsys.readouterr().out.splitlines()[-2] == "1 failed, 9 passed"
     where = MISH.replace("F.mish(gate) * up", "torch.where(gate > 0, gate, 0.5 * gate) * up")
     where = where.replace("idioms=(mish_glu, spelled_out)", "idioms=(mish_glu,)")
     assert main(["check", "--quiet", write(tmp_path, where)]) == 0

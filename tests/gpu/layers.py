@@ -26,7 +26,7 @@ def errors(outputs, exact) -> list[float]:
 
 
 #: Our error is at most torch.compile's, times this. Outputs may also be as far off as eager's:
-#: torch.compile keeps the residual stream in float32 between two of its kernels (docs/gotchas.md).
+#: torch.compile keeps the residual stream in float32 between two of its kernels (gotchas.md).
 SLACK = 1.2
 
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
 what it says they print.
-docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's.
-The README: what it claims in numbers comes from files of results."""
+docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's."""
 
 import importlib
 import re
 import shlex
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,28 +85,3 @@ def test_example_passes_every_check(text, tmp_path):
 def test_vocabulary_is_the_provers():
     (listed,) = [text.split() for language, text in blocks(PAGE) if language == "vocabulary"]
     assert listed == sorted(set(FORMULAS) - {"silu_backward"})
-
-
-README = (ROOT / "README.md").read_text()
-sys.path.insert(0, str(ROOT / "tools"))
-gains: Any = importlib.import_module("gains")
-
-
-def test_table_is_what_the_results_say():
-    assert gains.BLOCK.findall(README) == [gains.block()]
-
-
-def test_no_baseline_is_slower_than_another_variant_of_its_run():
-    """The rows with a causal mask once left out torch.compile of the model without one, which was
-    1.57 times as fast. What stands in the README is compared, not what the tool returns."""
-    said = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)x \|", README, re.MULTILINE)
-    rows = [row for rows in gains.GROUPS.values() for row in rows]
-    assert [name for name, *_ in said] == [row.name for row in rows]
-    for row, (_, *figures) in zip(rows, said, strict=True):
-        baseline, coda, factor = map(float, figures)
-        run = gains.results(row.file)
-        for key in row.where:
-            run = run[key]
-        others = [v["median_ms"] for k, v in run.items() if "coda" not in k and k != "before"]
-        assert baseline == pytest.approx(min(others), abs=0.06), row.name
-        assert factor == pytest.approx(baseline / coda, abs=0.01), row.name

@@ -202,7 +202,7 @@ def test_a_name_of_a_built_in_rewrite_is_refused(tmp_path, caplog):
 
 
 def test_every_documented_rewrite_has_a_name_of_its_own():
-    table = (Path(__file__).resolve().parents[2] / "docs" / "patterns.md").read_text()
+    table = (Path(__file__).resolve().parents[2] / "docs" / "internals" / "rules.md").read_text()
     documented = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert {"swiglu", "constant_mask", "epilogue"} <= documented <= loading.builtin_names()
     assert set(attention.NAMES) <= loading.builtin_names()

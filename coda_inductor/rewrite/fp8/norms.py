@@ -30,7 +30,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import arguments, fake, is_cast, place
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, told
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.record import Record
@@ -99,8 +99,8 @@ def _refusal(
         return refuse("disabled", f"options['disable'] names {name}")
     for user, read in others:
         if user in scope.forward or user.op != "call_function":
-            text = f"{user.name} ({user.target}) reads it and is not a GEMM"
+            text = f"{told(user)} reads it, no linear layer does"
             return refuse("norm-read-elsewhere", text)
         if fake(read).dim() != 2:
-            return refuse("norm-reshaped", f"{user.name} reshapes its rows")
+            return refuse("norm-reshaped", f"{told(user)} changes its rows")
     return input_refusal(norm, scope, record)

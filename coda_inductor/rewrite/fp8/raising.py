@@ -45,6 +45,7 @@ from coda_inductor.graph.nodes import (
     is_transpose,
     place,
     renames,
+    told,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
@@ -102,12 +103,12 @@ def _product(node: Node) -> _Product | Refusal:
         a, b, rows, columns, _, fast, after, bias = given.values()
         return _Product(a, b, node, rows, columns, fast, after, bias)
     if given["scale_result"] is not None:
-        return refuse("fp8-form", f"{node.name} has a scale_result")
+        return refuse("fp8-form", f"{told(node)} has a scale_result")
     if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return refuse("fp8-form", f"the result of {node.name} is {fake(node).dtype}")
+        return refuse("fp8-form", f"the result of {told(node)} is {fake(node).dtype}")
     rows, columns = fake(node).shape
     if not isinstance(columns, int):
-        return refuse("symbolic-features", f"{node.name} has a symbolic width")
+        return refuse("symbolic-features", f"{told(node)} has a symbolic width")
     a, b, *scales, bias, _, _, fast = given.values()
     ones = bias is None and constant(scales[0]) == constant(scales[1]) == 1
     if ones and (found := _multiplied(node)) is not None:
@@ -115,8 +116,8 @@ def _product(node: Node) -> _Product | Refusal:
     for scale, wanted in zip(scales, ((rows, 1), (1, columns)), strict=True):
         alike = single(scale) or same(fake(scale).shape, wanted)
         if fake(scale).dtype != torch.float32 or not alike:
-            text = f"{scale.name} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
-            return refuse("fp8-form", f"{node.name}: {text}, not a scale of rows or columns")
+            text = f"{told(scale)} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
+            return refuse("fp8-form", f"{told(node)}: {text}, not a scale of rows or columns")
     return _Product(a, b, node, scales[0], scales[1], fast, False, bias)
 
 
@@ -208,7 +209,7 @@ class _Factors:
         if q in self.refused or not converts(q):
             return
         self.refused.add(q)
-        text = f"{q.name} casts to FP8 in another way than torchao's dynamic scaling"
+        text = f"{told(q)} casts to FP8 in another way than torchao's dynamic scaling"
         self.record.refuse("fp8", place(q), refuse("fp8-cast", text))
 
 

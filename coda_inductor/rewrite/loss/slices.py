@@ -36,7 +36,15 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
+from coda_inductor.graph.nodes import (
+    arguments,
+    aten,
+    fake,
+    is_transpose,
+    place,
+    renames_or_casts,
+    told,
+)
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import readers
 from coda_inductor.record import Record
@@ -55,9 +63,9 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
     name = "cross_entropy_backward"
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
         if not record.enabled(name):
-            record.refuse(name, node.name, refuse("disabled", f"options['disable'] names {name}"))
+            record.refuse(name, place(node), refuse("disabled", f"options['disable'] names {name}"))
         elif (why := _slice(node)) is not None:
-            record.refuse(name, node.name, why)
+            record.refuse(name, place(node), why)
         else:
             record.fire(name)
 
@@ -82,7 +90,7 @@ def _slice(node: Node) -> Refusal | None:
     sums = [p for p in products if _sums_rows(p, columns)]
     for product in products:
         if product not in (*dgrads, *wgrads, *sums):
-            return refuse("logits-read", f"{product.name} ({product.target}) reads it too")
+            return refuse("logits-read", f"{told(product)} reads it too")
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
         return refuse("idiom-form", "it is not the gradient of one linear layer")
     lefts = [(fake(factors[p][0]).shape, p in dgrads) for p in (*dgrads, *wgrads)]

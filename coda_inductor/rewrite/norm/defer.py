@@ -14,7 +14,7 @@ Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's
 (``uses``), or comes from a collective; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
 options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
-their gradients would need cost more than is saved (docs/gotchas.md), so that its record has none.
+their gradients would need cost more than is saved (gotchas.md), so that its record has none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames, told
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
@@ -108,5 +108,5 @@ def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal |
         )
     for gemm in found.gemms:
         if (why := legal(gemm)) is not None:
-            return why.within(f"its GEMM {gemm.name} is not fused: {{}}")
+            return why.within(f"{told(gemm)} reads it and is not fused: {{}}")
     return input_refusal(norm, scope, record)

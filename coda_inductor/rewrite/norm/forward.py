@@ -21,7 +21,7 @@ are computed at every call, for W is what training changes; a kernel of Inductor
 both, which ``Plan.norm_loses`` charges.
 
 m comes as it is, not as rstd * m: the kernel that adds up the partials and stores rstd would store
-the product too, which Triton 3.6 fails to compile in some orders (docs/gotchas.md).
+the product too, which Triton 3.6 fails to compile in some orders (gotchas.md).
 """
 
 from __future__ import annotations

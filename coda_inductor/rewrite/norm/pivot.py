@@ -25,7 +25,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake, told
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import parts, source
@@ -96,7 +96,7 @@ class Means:
         if wide is not None and dtype != torch.float64:
             return refuse(
                 "layer-norm-wide",
-                f"{wide.name}, a {fake(wide).dtype} value, is added to the tensor whose mean is "
+                f"{told(wide)}, a {fake(wide).dtype} value, is added to the tensor whose mean is "
                 "known: its operand would round at the size of that value",
             )
         return pivot

@@ -21,10 +21,11 @@ from coda_inductor.graph.nodes import (
     is_transpose,
     renames,
     renames_or_casts,
+    told,
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, chain, parts, readers
+from coda_inductor.graph.walk import base, chain, consumer, parts, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import grouped_mm
@@ -108,7 +109,7 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
         node = todo.pop()
         for user in node.users:
             if user.target in DENSE and user.args.count(node) > 1:
-                return refuse("no-gemm", f"{user.name} reads it twice")
+                return refuse("no-gemm", f"{told(user)} reads it twice")
             if user.target in DENSE and gemm_inputs(user)[0] is node and user in scope.forward:
                 found.gemms.append(user)
             elif _is_wgrad(user, node):
@@ -117,12 +118,16 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
                 found.wgrads |= dict.fromkeys(user.users, True)
             elif renames_or_casts(user):
                 if not same(fake(user).shape[-1], width):
-                    return refuse("norm-reshaped", f"{user.name} reshapes its rows")
+                    return refuse("norm-reshaped", f"{told(user)} changes its rows")
                 todo.append(user)
             elif user.target is grouped_mm:
-                return refuse("norm-experts", f"experts ({user.name}) read its rows")
+                return refuse("norm-experts", "experts read its rows")
             else:
-                text = f"{user.name} ({user.target}) reads it and is not a GEMM"
+                linear = any(other.target in DENSE for other in readers(output)[1])
+                others = "not only linear layers" if linear else "no linear layer does"
+                reader = consumer(user)
+                part = reader.target in DENSE  # behind a view that no product can read
+                text = f"{told(reader)} reads {'a part of it' if part else f'it, {others}'}"
                 return refuse("norm-read-elsewhere", text)
     return None
 
@@ -169,9 +174,9 @@ def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
     if source is None:
         return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
     if (why := plan.legal(source)) is not None:
-        return why.within(f"the GEMM that makes its input, {source.name}, is not fused: {{}}")
+        return why.within(f"{told(source)}, which makes its input, is not fused: {{}}")
     if not plan.absorbs(source, x, scope):
         return refuse(
-            "norm-input-elsewhere", f"its input is not made in the epilogue of {source.name}"
+            "norm-input-elsewhere", f"an op between {told(source)} and it cannot be in an epilogue"
         )
     return None
