@@ -25,7 +25,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     codegen, patterns   program -> CuTeDSL source; pattern files and their proofs
     matching, graph     matching on Dynamo's graph; reading and editing graphs
     semantic, program   the ops that idioms become; what a program is and means
-    options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
+    arch, options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
 """
 
 import importlib
