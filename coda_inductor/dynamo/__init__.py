@@ -11,5 +11,4 @@ experts         a mixture over grouped products; summed_pairs: how its rows are 
 idioms          what pattern files describe becomes semantic ops
 attention       masks and repeated heads of SDPA
 late_gradients  returned logits get no made-up gradient
-
-``nodes`` has their helpers: new calls with recorded values."""
+"""

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
-from coda_inductor.graph.nodes import erased, place
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import erased, fake, place, plain
 from coda_inductor.graph.read import Call, called, read, target_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, chain, closure, only_reader
-from coda_inductor.matching import Hazards, bodies, is_cast, memory, mutates, plain, value
+from coda_inductor.matching import Hazards, bodies, erase, is_cast, memory, mutates
 from coda_inductor.matching.guards import written
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -104,7 +104,7 @@ class _Routed:
         self.rows, self.perm, self.inverse, self.offsets = (
             put(operator.getitem, found, i) for i in range(4)
         )
-        pairs.perm.replace_all_uses_with(put.cast(self.perm, value(pairs.perm).dtype))
+        pairs.perm.replace_all_uses_with(put.cast(self.perm, fake(pairs.perm).dtype))
         pairs.perm = self.perm
 
 
@@ -135,15 +135,15 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     if call is None or (source := _gathered(call)) is None:
         return None
     x, index = source
-    if value(x).dim() != 2 or (pairs := Pairs.of(index)) is None:
+    if fake(x).dim() != 2 or (pairs := Pairs.of(index)) is None:
         return None
-    counted = pairs.counted(offs, value(b).shape[0])
+    counted = pairs.counted(offs, fake(b).shape[0])
     between = [n for n in chain(a, lambda n: n is not gather) if not is_cast(n)][:-1]
     if not all(map(pairs.empties, between)):
         return None
-    m = value(pairs.ids).shape[0]
-    rows = same(value(x).shape[0] * pairs.top_k, m)
-    rows = rows and same(value(a).shape, (m, value(x).shape[1]))
+    m = fake(pairs.ids).shape[0]
+    rows = same(fake(x).shape[0] * pairs.top_k, m)
+    rows = rows and same(fake(a).shape, (m, fake(x).shape[1]))
     return (product, gather, x, pairs) if counted and rows else None
 
 
@@ -176,10 +176,10 @@ def _raise_up(
         return
     own = next((r for r in routed if r.pairs.perm is pairs.perm), None)
     if own is None:
-        own = _Routed(pairs, value(b).shape[0])
+        own = _Routed(pairs, fake(b).shape[0])
         routed.append(own)
     put = Put(product)
-    x = put.cast(x, value(a).dtype)
+    x = put.cast(x, fake(a).dtype)
     for each in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
         _open_bias(each, own, offs, hazards, whole=whole)
     if whole:
@@ -206,7 +206,7 @@ def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
     """Drop masks that zero the rows of no expert in ``node``: these rows are not read."""
     for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
-        node.meta["example_value"] = value(user)  # of which what reads it is recorded as a view
+        node.meta["example_value"] = fake(user)  # of which what reads it is recorded as a view
         user.replace_all_uses_with(node)
         erase(user)
 
@@ -254,7 +254,7 @@ def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     """Is one of the tensors ``nodes`` changed in place anywhere? Other results of the same op (a
     sort's values) may be."""
     own = {place for node in nodes for place in memory(node) or ()}
-    changed = {n for w in hazards.writes for n in written(w) if isinstance(value(n), Tensor)}
+    changed = {n for w in hazards.writes for n in written(w) if isinstance(fake(n), Tensor)}
     return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
@@ -262,10 +262,10 @@ def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> Non
     """Replace a product of sorted rows by ``experts_up``. ``offsets``: ends of groups -> the same
     with a zero in front."""
     operands = _operands(node)
-    if operands is None or value(operands[2]).dtype != torch.int32:
+    if operands is None or fake(operands[2]).dtype != torch.int32:
         return
     a, b, ends = operands
-    if not value(a).is_floating_point() or value(a).dtype != value(b).dtype:
+    if not fake(a).is_floating_point() or fake(a).dtype != fake(b).dtype:
         return
     if _changed({ends}, hazards):
         return
@@ -282,9 +282,9 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
     (T, d)."""
     ids = put("view", pairs.ids, -1, pairs.top_k)
     none = put(operator.ge, ids, pairs.experts)
-    weights = put.cast(put("logical_not", none), value(bias).dtype)
+    weights = put.cast(put("logical_not", none), fake(bias).dtype)
     if w is not None:
-        weights = put(operator.mul, weights, put.cast(w, value(bias).dtype))
+        weights = put(operator.mul, weights, put.cast(w, fake(bias).dtype))
     rows = put(operator.getitem, bias, put("masked_fill", ids, none, 0))
     return put("squeeze", put(torch.bmm, put("unsqueeze", weights, 1), rows), 1)
 
@@ -297,7 +297,7 @@ def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> b
     operands, own = _operands(node), _operands(product)
     if operands is None or own is None or operands[0] is not a or operands[2] is not offs:
         return False
-    w, mine = value(operands[1]), value(own[1])
+    w, mine = fake(operands[1]), fake(own[1])
     alike = same(w.shape, mine.shape) and same(w.stride(), mine.stride()) and w.dtype == mine.dtype
     source = base(operands[1], lambda n: n > product and target_name(n) in _MADE)
     return alike and source < product and not hazards.between((product, node))
@@ -331,18 +331,18 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
         return
     put = Put(sum_.node)
     w = sum_.weights
-    if w is not None and value(w).dim() != 2:
+    if w is not None and fake(w).dim() != 2:
         w = put("view", w, -1, own.pairs.top_k)
     routes = own.rows, own.perm, own.inverse, own.offsets
-    dtype = value(sum_.node).dtype
+    dtype = fake(sum_.node).dtype
     out = put(experts_down, a, w, *routes, b, own.pairs.top_k, dtype)
     if sum_.bias is not None:
         out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
     out = put.cast(out, dtype)
     if sum_.onto is not None:
         out = put(operator.add, sum_.onto, out)
-    if not same(value(out).shape, value(sum_.node).shape):
-        out = put("reshape", out, value(sum_.node).shape)
+    if not same(fake(out).shape, fake(sum_.node).shape):
+        out = put("reshape", out, fake(sum_.node).shape)
     sum_.node.replace_all_uses_with(out)
     erase(sum_.node)
     record.fire("experts")

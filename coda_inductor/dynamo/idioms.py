@@ -27,8 +27,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor import patterns
-from coda_inductor.dynamo.nodes import Put, erase
-from coda_inductor.graph.nodes import arguments, erased
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import arguments, erased, fake
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
@@ -36,11 +36,11 @@ from coda_inductor.matching import (
     Hazards,
     Match,
     bodies,
+    erase,
     first_match,
     forward_mode,
     normalize,
     ops_of,
-    value,
     writes_to,
 )
 from coda_inductor.patterns import Pattern
@@ -120,7 +120,7 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
         return refuse("float64-mixed", f"{wide.name} casts to float64, its input has less")
-    bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
+    bound = [t for v in match.bound.values() if isinstance(t := fake(v), torch.Tensor)]
     inputs = {t.dtype for t in bound if t.is_floating_point()}
     if torch.float64 in inputs and len(inputs) > 1:
         text = "it mixes float64 with another type, so steps differ in the type they compute in"
@@ -146,7 +146,7 @@ def _leaves(match: Match) -> set[Node]:
 def _changed(match: Match, writes: list[Node]) -> Refusal | None:
     """Is an input changed that the op keeps for its gradient? The idiom may keep something else: a
     log-softmax keeps its result, so its logits may be changed after it."""
-    if not getattr(value(match.root), "requires_grad", False):
+    if not getattr(fake(match.root), "requires_grad", False):
         return None
     inputs = [n for n in match.bound.values() if isinstance(n, Node)]
     for node in writes:
@@ -158,7 +158,7 @@ def _changed(match: Match, writes: list[Node]) -> Refusal | None:
 def _widens(node: Node) -> bool:
     """Does ``node`` cast to float64? The op would compute in float32."""
     double = (torch.float64, torch.complex128)
-    result, *inputs = (_dtype(value(n)) for n in (node, *node.all_input_nodes))
+    result, *inputs = (_dtype(fake(n)) for n in (node, *node.all_input_nodes))
     return result in double and not any(dtype in double for dtype in inputs)
 
 
@@ -170,13 +170,13 @@ def _dtype(known: object) -> torch.dtype | None:
 
 def _fake(arg: object) -> object:
     if isinstance(arg, Flat):
-        return value(arg.node).reshape(-1)
-    return value(arg) if isinstance(arg, Node) else arg
+        return fake(arg.node).reshape(-1)
+    return fake(arg) if isinstance(arg, Node) else arg
 
 
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     """Run the op on the recorded fake values: its result must be like the idiom's."""
-    want = value(match.root)
+    want = fake(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:
         if isinstance(want, torch.Tensor):

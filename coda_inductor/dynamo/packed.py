@@ -36,11 +36,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
-from coda_inductor.dynamo.nodes import Put, erase
-from coda_inductor.graph.nodes import arguments, place
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import arguments, fake, place, plain
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
-from coda_inductor.matching import Hazards, bodies, normalize, plain, target_name, value
+from coda_inductor.matching import Hazards, bodies, erase, normalize, target_name
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
@@ -69,7 +69,7 @@ def _plan(graph: Graph, record: Record) -> Plan:
     """The plan of the later aten graph, as far as the linear layers of this graph determine it."""
     linears = [n for body in bodies(graph) for n in body.graph.nodes if target_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
-    training = any(value(node).requires_grad for node in linears)
+    training = any(fake(node).requires_grad for node in linears)
     times = 3 if training else 1  # two more products for the gradients of a layer's factors
     return record.plan.of_products(pairs * times, training=training)
 
@@ -101,7 +101,7 @@ def _layer(node: Node) -> tuple[Any, ...]:
 def _halves(product: Node) -> dict[Node, int]:
     """Nodes that select the lower (0) or the upper (1) half of the columns of ``product``; empty
     unless both are selected."""
-    half = value(product).shape[-1] // 2
+    half = fake(product).shape[-1] // 2
     ends = {(0, half, 1): 0, (half, None, 1): 1}
     found = {n: ends[own] for n, own in _columns(product).items() if own in ends}
     return found if len(set(found.values())) == 2 else {}
@@ -140,7 +140,7 @@ def _near(product: Node) -> list[Node]:
 def _units(product: Node) -> list[Node]:
     """The gated linear units of the columns of ``product``."""
     units = [node for node in product.users if target_name(node) == "glu"]
-    last = (-1, value(product).dim() - 1)
+    last = (-1, fake(product).dim() - 1)
     return [node for node in units if arguments(node)["dim"] in last]
 
 
@@ -163,13 +163,13 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
     """May ``product`` be split, and does that pay?"""
     pair = _operands(product)
-    if pair is None or value(product).dtype not in FLOATS:
+    if pair is None or fake(product).dtype not in FLOATS:
         return False
     if not same(pair[1].stride(0), 1) or not _meet(halves) or not _of_all(product, halves):
         return False
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
-    training = value(product).requires_grad and value(_layer(product)[1]).requires_grad
+    training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
     why = plan.takes(*pair) or plan.split_loses(pair[0], training)
     if why is not None:
         record.refuse("packed projection", place(product), why)
@@ -197,7 +197,7 @@ def _elementwise(node: Node) -> bool:
 
 def _split(product: Node) -> list[Node]:
     """The products with the halves of its weight, inserted before ``product``."""
-    put, dtype = Put(product), value(product).dtype
+    put, dtype = Put(product), fake(product).dtype
     # Cast once, where autocast would cast each half.
     x, *factors = (put.cast(node, dtype) for node in _layer(product) if node is not None)
     pairs = [_chunk(put, node, 0) for node in factors]
@@ -211,9 +211,9 @@ def _chunk(put: Put, node: Node, dim: int) -> list[Node]:
 
 def _expand(product: Node, unit: Node) -> None:
     """Write out a gated linear unit, unless the result would have another layout."""
-    with value(product).fake_mode:
-        lower, upper = value(product).chunk(2, -1)
-        if not same((lower * torch.sigmoid(upper)).stride(), value(unit).stride()):
+    with fake(product).fake_mode:
+        lower, upper = fake(product).chunk(2, -1)
+        if not same((lower * torch.sigmoid(upper)).stride(), fake(unit).stride()):
             return
     put = Put(unit)
     gate = _chunk(put, product, -1)

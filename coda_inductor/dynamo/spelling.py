@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import OpOverload, schema
-from coda_inductor.graph.nodes import arguments
-from coda_inductor.matching import bodies, value
+from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.matching import bodies
 from coda_inductor.record import Record
 
 #: How a node calls: a function or the name of a method, arguments, keyword arguments.
@@ -101,7 +101,7 @@ def _holds(node: Node) -> bool:
     """Is ``_assert_tensor_metadata`` true while tracing? Then it is true at every call, because it
     asserts no sizes."""
     said = _said(node)
-    known = value(said.pop("a"))
+    known = fake(said.pop("a"))
     if not isinstance(known, torch.Tensor) or not set(said) <= {"dtype", "device", "layout"}:
         return False
     device = torch.device(said.pop("device", known.device))
@@ -118,14 +118,14 @@ def _to(node: Node) -> Call | None:
     """``x.to``, which has no layout argument: a node that changes the layout is left alone."""
     said = _said(node)
     x = said.pop("input")
-    own = said.pop("layout", None) in (None, getattr(value(x), "layout", None))
+    own = said.pop("layout", None) in (None, getattr(fake(x), "layout", None))
     return ("to", (x,), said) if own and not said.pop("pin_memory", None) else None
 
 
 def _taken(node: Node) -> Call | None:
     """``slice`` and ``select``: whole dimensions, then the selection in one."""
     x, dim, *item = arguments(node).values()
-    known = value(x)
+    known = fake(x)
     if not isinstance(known, torch.Tensor) or not isinstance(dim, int):
         return None
     if len(item) > 1:
@@ -139,7 +139,7 @@ def _index(node: Node) -> Call | None:
     """``index(x, [None, i])``: None is a whole dimension here, and a new one in ``x[None, i]``. A
     tensor without dimensions is a number in Python's spelling."""
     x, items = arguments(node).values()
-    if not all(i is None or getattr(value(i), "ndim", 0) for i in items):
+    if not all(i is None or getattr(fake(i), "ndim", 0) for i in items):
         return None
     return operator.getitem, (x, tuple(slice(None) if i is None else i for i in items)), {}
 

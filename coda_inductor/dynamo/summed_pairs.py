@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import Call, called, read, target_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, only_reader
-from coda_inductor.matching import is_cast, value
+from coda_inductor.matching import is_cast
 
 #: Ops that only rename the same numbers, or cast them.
 _NAMES = ("view", "reshape", "flatten", "contiguous", "to", "long", "int", "float", "type",
@@ -37,7 +38,7 @@ def _passes(node: Node) -> bool:
     """``_name`` for numbers with a gradient: it passes the gradient on, and truncates nothing."""
     if not _name(node) or target_name(node) == "detach":
         return False
-    return all(value(n).is_floating_point() for n in (node, node.args[0]))
+    return all(fake(n).is_floating_point() for n in (node, node.args[0]))
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Pairs:
         """The pairs for which ``index`` is the token of each: ``perm // top_k``."""
         perm, top_k = tokens(index)
         ids = _sorted(perm)
-        known = value(ids)
+        known = fake(ids)
         if ids is None or known is None or known.dim() != 1 or known.is_floating_point():
             return None
         return Pairs(ids, perm, top_k)
@@ -71,7 +72,7 @@ class Pairs:
         edges = counts["bins"], counts["min"], counts["max"]
         fits = edges in ((experts, 0, experts - 1), (experts, 0, experts))
         own = self.are_ids(base(counts["input"], _name))
-        return fits and own and value(offs).dtype == torch.int32
+        return fits and own and fake(offs).dtype == torch.int32
 
     def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
         """Is ``node`` the expert of each pair; ``in_order``: sorted by expert?"""
@@ -100,7 +101,7 @@ class Pairs:
         """(A matrix, an index) if ``node`` holds, for each sorted pair, the matrix's row of its
         expert; rows of no expert may hold anything."""
         call = called(node, "getitem")
-        if call is None or value(call["input"]).dim() != 2:
+        if call is None or fake(call["input"]).dim() != 2:
             return None
         index = base(call["index"], lambda n: _name(n) or self.clamps(n))
         return (call["input"], call["index"]) if self.are_ids(index, in_order=True) else None
@@ -138,8 +139,8 @@ def tokens(index: Any) -> tuple[Any, int]:
 
 def by_row(index: Node, rows: Node) -> bool:
     """Does ``index`` have one number per row of ``rows`` (M, d): is it (M,), or that repeated?"""
-    known = value(index)
-    return known.dim() == 1 or (same(known.shape, value(rows).shape) and known.stride(1) == 0)
+    known = fake(index)
+    return known.dim() == 1 or (same(known.shape, fake(rows).shape) and known.stride(1) == 0)
 
 
 def _index(call: Call) -> Any:
@@ -182,15 +183,15 @@ class Sum:
         self.bias: Node | None = None
         self.back = False  # in the order of tokens
         self.emptied = self.done = False
-        self.dtype = value(product).dtype
+        self.dtype = fake(product).dtype
 
     def follow(self) -> bool:
         """Walk down to the result; False if there is none."""
         while not self.done:
             if not self._step(only_reader(self.node)):
                 return False
-        dtype, rounded = value(self.node).dtype, only_reader(self.node)
-        if is_cast(rounded) and value(rounded).dtype == self.dtype != dtype:
+        dtype, rounded = fake(self.node).dtype, only_reader(self.node)
+        if is_cast(rounded) and fake(rounded).dtype == self.dtype != dtype:
             self.node = rounded  # summed in float32, then rounded
             return True
         return torch.promote_types(dtype, self.dtype) == dtype
@@ -201,7 +202,7 @@ class Sum:
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
-        known = empties or is_cast(user) or (_passes(user) and self.back and value(user).dim() == 3)
+        known = empties or is_cast(user) or (_passes(user) and self.back and fake(user).dim() == 3)
         if not known and (takes is None or not takes(call)):
             return False
         self.emptied = self.emptied or empties
@@ -228,7 +229,7 @@ class Sum:
     def _weights(self, node: Node) -> Node | None:
         """The weights of pairs in the order of tokens; ``node`` (M, 1) or (T, top_k, 1) has them in
         the current order."""
-        known = value(node)
+        known = fake(node)
         if known is None or not same(known.shape[-1], 1):
             return None
         node = base(node, _passes)
@@ -236,12 +237,12 @@ class Sum:
             call = called(node, "getitem")
             if call is None or not self.pairs.is_perm(_index(call)):
                 return None
-            return call["input"] if value(call["input"]).dim() == 1 else None
+            return call["input"] if fake(call["input"]).dim() == 1 else None
         return node if self._of_pairs(node) else None
 
     def _of_pairs(self, node: Node) -> bool:
         """Is ``node`` (M,) or (T, top_k)?"""
-        known = value(node)
+        known = fake(node)
         return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
 
     def _getitem(self, call: Call) -> bool:
@@ -265,7 +266,7 @@ class Sum:
     def _sum(self, call: Call) -> bool:
         dims = call.get("dim")
         dims = [dims] if isinstance(dims, int) else list(dims or ())
-        x = value(self.node)
+        x = fake(self.node)
         fits = self.back and x.dim() == 3 and same(x.shape[1], self.pairs.top_k)
         self.done = fits and dims in ([1], [-2]) and not call.get("keepdim")
         return self.done
@@ -285,7 +286,7 @@ class Sum:
     def _bmm(self, call: Call) -> bool:
         """Weights (T, 1, top_k) times rows (T, top_k, d)."""
         w = call["input"]
-        known = value(w)
+        known = fake(w)
         if self.weights is not None or not self.back or call["mat2"] is not self.node:
             return False
         if known.dim() != 3 or not same(known.shape[1:], (1, self.pairs.top_k)):

@@ -10,13 +10,22 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.compat import schema, to_copy, unsafe_view, unset_fake_temporarily
+from coda_inductor.compat import (
+    schema,
+    storage,
+    to_copy,
+    unsafe_view,
+    unset_fake_temporarily,
+)
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+#: Meta key of the value that Dynamo records; AOTAutograd's is "val".
+DYNAMO = "example_value"
 
 #: Ops that only rename a value: same memory, same elements in the same order. Not clones: their
 #: purpose is new memory.
@@ -33,9 +42,28 @@ VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
 
 def fake(node: Any) -> Any:
-    """The fake value that AOTAutograd recorded for a node; anything else passes through. Nodes of
-    Dynamo's graphs keep theirs under another key: see :func:`coda_inductor.matching.value`."""
-    return node.meta.get("val") if isinstance(node, Node) else node
+    """The fake value that Dynamo or AOTAutograd recorded for a node; None if neither did. Anything
+    else passes through."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta[DYNAMO] if DYNAMO in node.meta else node.meta.get("val")
+
+
+def plain(*nodes: Any) -> list[Any] | None:
+    """The values of ``nodes``, if all of them are recorded and plain tensors; else None."""
+    known = [fake(node) for node in nodes]
+    return known if all(hasattr(each, "fake_mode") for each in known) else None
+
+
+def is_view(node: Node, tensor: Any) -> bool:
+    """Does ``node``, in any spelling, have exactly the elements of ``tensor``: the same memory,
+    sizes and strides?"""
+    both = fake(node), tensor
+    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in both):
+        return False
+    one, other = ((*t.shape, *t.stride(), t.storage_offset()) for t in both)
+    alike = storage(both[0]) == storage(tensor) and both[0].dtype == tensor.dtype
+    return alike and same(one, other)
 
 
 def arguments(node: Node) -> dict[str, Any]:

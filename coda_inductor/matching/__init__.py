@@ -10,12 +10,13 @@ match      the matcher
 bodies     the graphs inside a graph
 """
 
+from coda_inductor.graph.nodes import fake as value
 from coda_inductor.graph.read import of_torch, target_name
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import is_view, plain, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
+    erase,
     forward_mode,
     memory,
     mutates,
@@ -26,7 +27,7 @@ from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
 from coda_inductor.matching.normalize import is_cast, normalize
 
 __all__ = [
-    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
-    "forward_mode", "is_cast", "is_view", "memory", "mutates", "normalize", "of_torch", "ops_of",
-    "plain", "target_name", "value", "writes_to",
+    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "erase",
+    "first_match", "forward_mode", "is_cast", "memory", "mutates", "normalize", "of_torch",
+    "ops_of", "target_name", "value", "writes_to",
 ]  # fmt: skip

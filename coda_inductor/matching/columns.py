@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from coda_inductor.compat import storage
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import Call, called, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching.canon import Canon, value
+from coda_inductor.matching.canon import Canon
 
 #: Ops that show a tensor in another form, of which an item may be columns.
 _FORMS = ("chunk", "split", "unbind", "view", "unflatten")
@@ -28,7 +29,7 @@ _FORMS = ("chunk", "split", "unbind", "view", "unflatten")
 def item(call: Call) -> Canon | None:
     """``source[index]``: columns of ``source``, or of what it shows in another form; or None. What
     is recorded tells, however it is written; in an idiom, where nothing is, ``x[..., a:b:c]``."""
-    source, index, part = call["input"], call["index"], value(call.node)
+    source, index, part = call["input"], call["index"], fake(call.node)
     if part is None:
         if not isinstance(index, tuple) or index[:-1] != (Ellipsis,):
             return None
@@ -37,7 +38,7 @@ def item(call: Call) -> Canon | None:
         return Canon("columns", (source, own.start or 0, own.stop, own.step or 1)) if fits else None
     through: list[Node] = []
     while isinstance(part, Tensor):
-        whole, above = value(source), read(source)
+        whole, above = fake(source), read(source)
         if isinstance(whole, Tensor) and (taken := _taken(part, whole)) is not None:
             return Canon("columns", (source, *taken), tuple(through))
         if above is None or above.op not in _FORMS:
@@ -112,7 +113,7 @@ def complex_columns(call: Call) -> Canon:
 def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
     """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size? Of nodes
     of an idiom, of which nothing is recorded, ``written`` tells."""
-    before, after = value(folded), value(unfolded)
+    before, after = fake(folded), fake(unfolded)
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return written
     if before.dtype != after.dtype or not before.dim() or after.dim() != before.dim() + 1:
@@ -122,7 +123,7 @@ def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
 
 
 def _empty(part: Any, dim: int) -> bool:
-    known = value(part)
+    known = fake(part)
     return isinstance(known, Tensor) and known.dim() >= -dim and same(known.shape[dim], 0)
 
 
@@ -130,5 +131,5 @@ def _from_end(dim: Any, tensor: Any) -> int | None:
     """``dim`` counted from the last dimension of ``tensor``; None if its rank is unknown."""
     if not isinstance(dim, int) or dim < 0:
         return dim if isinstance(dim, int) else None
-    known = value(tensor)
+    known = fake(tensor)
     return dim - known.dim() if isinstance(known, Tensor) else None

@@ -18,10 +18,11 @@ from coda_inductor.compat import (
     storage,
     tree_leaves,
 )
+from coda_inductor.graph.edit import prune
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bodies, nested, passed
-from coda_inductor.matching.canon import value
 
 _STATE = frozenset(
     {
@@ -102,6 +103,12 @@ def changes_mode(node: Node) -> bool:
     return getattr(node.target, "__name__", "") in _STATE
 
 
+def erase(node: Node) -> None:
+    """Erase ``node``, if nothing reads it, and then what only it read, except for nodes that change
+    memory."""
+    prune([node], mutates)
+
+
 def _bases(node: Node) -> set[Node]:
     """``node`` and what it may be a view of."""
     return set(closure([node], lambda n: [i for i in n.all_input_nodes if _may_view(n, i)]))
@@ -144,7 +151,7 @@ def _may_view(node: Node, source: Node) -> bool:
 
 def memory(node: Node) -> set[int] | None:
     """The storages of the recorded value, which views share; None without one."""
-    known = value(node)
+    known = fake(node)
     if known is None:
         return None
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.matching.canon import value
+from coda_inductor.graph.nodes import fake
 from coda_inductor.matching.guards import changes, changes_mode, memory, mutates, writes_to
 
 _GRADIENTS = ("_set_grad_enabled", "set_grad_enabled")
@@ -91,6 +91,6 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
 
 def _differentiated(node: Node) -> bool:
     """Is ``node`` computed with a gradient? Then gradients are enabled there."""
-    known = value(node)
+    known = fake(node)
     computed = isinstance(known, torch.Tensor) and node.op in ("call_function", "call_method")
     return computed and known.requires_grad and not known.is_leaf

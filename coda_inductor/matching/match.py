@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.nodes import fake, is_view
 from coda_inductor.graph.walk import base, chain
-from coda_inductor.matching.canon import is_view, value
 from coda_inductor.matching.normalize import COMMUTATIVE, as_written, is_cast, normalize
 
 
@@ -150,7 +150,7 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
     if not (isinstance(left, Node) and isinstance(right, Node)):
         return type(left) is type(right) and left == right
     if left is not right:
-        if not is_view(left, value(right)):
+        if not is_view(left, fake(right)):
             return False
         twins[left, right] = None
     return True
@@ -159,7 +159,7 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
 def _widens(node: Any) -> bool:
     if not is_cast(node):
         return False
-    source, result = value(node.all_input_nodes[0]), value(node)
+    source, result = fake(node.all_input_nodes[0]), fake(node)
     if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     return torch.promote_types(source.dtype, result.dtype) == result.dtype

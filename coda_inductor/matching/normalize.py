@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import Call, of_torch, read
 from coda_inductor.matching import columns
-from coda_inductor.matching.canon import Canon, value
+from coda_inductor.matching.canon import Canon
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -73,7 +74,7 @@ def _cast(call: Call) -> Canon | None:
     eight bits: that is quantization, and torch does not promote these types."""
     if call.get("memory_format") is not None:
         return None
-    source, result = value(call["input"]), value(call.node)
+    source, result = fake(call["input"]), fake(call.node)
     if isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor):
         floating = all(t.is_floating_point() and t.element_size() > 1 for t in (source, result))
         if not floating or source.device != result.device or source.stride() != result.stride():
@@ -163,7 +164,7 @@ def is_last(dim: Any, x: Any) -> bool:
     """Is ``dim`` exactly the last dimension of ``x``?"""
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
         dim = dim[0]
-    known = value(x)
+    known = fake(x)
     last = (-1,) if known is None else (-1, known.dim() - 1)
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
 

@@ -15,7 +15,8 @@ from zoo.layers import Gated
 
 from coda_inductor.dynamo.attention import block_masks
 from coda_inductor.dynamo.spelling import respell
-from coda_inductor.matching import mutates, value
+from coda_inductor.graph.nodes import fake
+from coda_inductor.matching import mutates
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.semantic import rms_norm
@@ -84,7 +85,7 @@ def test_training_of_an_exported_program(dynamic):
 def ops(function, *args, **how):
     """Names in the graph that idioms are looked for in, of ``function`` written in aten."""
     harness = check(function, *args, **how)
-    assert all(value(n) is not None for n in harness.raised.nodes if n.op != "output")
+    assert all(fake(n) is not None for n in harness.raised.nodes if n.op != "output")
     return [getattr(n.target, "__name__", n.target) for n in harness.raised.nodes if "call" in n.op]
 
 
