@@ -41,10 +41,10 @@ from coda_inductor.compat import inductor_config
 from coda_inductor.dynamo.shared_inputs import LEAST
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
-from coda_inductor.graph.nodes import arguments, fake, place, plain
-from coda_inductor.graph.read import Call, read, target_name
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, plain
+from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, erase, forward_mode, is_cast
+from coda_inductor.matching import Hazards, bodies, erase, forward_mode
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -61,7 +61,7 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         groups: dict[tuple[Node, float, int, torch.dtype], list[Node]] = defaultdict(list)
         hazards = Hazards(body.graph)
-        for node in [n for n in body.graph.nodes if target_name(n) == "dropout"]:
+        for node in [n for n in body.graph.nodes if op_name(n) == "dropout"]:
             call = read(node)
             layers = [user for user in node.users if _low_rank(user, node)]
             if call is None or not layers or _inactive(call):
@@ -87,7 +87,7 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
 
 def _low_rank(layer: Node, dropout: Node) -> bool:
     """Is ``layer`` a linear layer of low rank that reads ``dropout``?"""
-    if target_name(layer) != "linear" or arguments(layer)["input"] is not dropout:
+    if op_name(layer) != "linear" or arguments(layer)["input"] is not dropout:
         return False
     weight = fake(arguments(layer)["weight"])
     if weight is None or weight.dim() != 2:
@@ -98,8 +98,7 @@ def _low_rank(layer: Node, dropout: Node) -> bool:
 
 def _inactive(call: Call) -> bool:
     """Does this dropout drop nothing?"""
-    training = call.get("training") if "training" in call.args else call.get("train")
-    return training is False or call["p"] == 0
+    return call["training"] is False or call["p"] == 0
 
 
 def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -> Refusal | None:

@@ -37,11 +37,11 @@ from torch.fx import Graph, Node
 from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import erased, fake, place, plain
-from coda_inductor.graph.read import Call, called, read, target_name
+from coda_inductor.graph.nodes import erased, fake, is_cast, place, plain
+from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, chain, closure, only_reader
-from coda_inductor.matching import Hazards, bodies, erase, is_cast, memory, mutates
+from coda_inductor.matching import Hazards, bodies, erase, memory, mutates
 from coda_inductor.matching.guards import written
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -49,15 +49,14 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, grou
 
 #: Those of torch, and those of transformers where it does not use torch's.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
-#: Ops that may compute a weight from parameters.
-_MADE = ("transpose", "getattr", "mT", "to", "bfloat16", "half", "float", "permute", "contiguous",
-         "type_as")  # fmt: skip
+#: Kinds of ops that may compute a weight from a parameter.
+_MADE = ("names", "turns", "copies", "casts")
 
 
 def raise_experts(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its regions, in place; counts each block of experts."""
     for body in bodies(graph):
-        products = [node for node in body.graph.nodes if target_name(node) in _PRODUCTS]
+        products = [node for node in body.graph.nodes if op_name(node) in _PRODUCTS]
         if not products:
             for node in filter(_loops, body.graph.nodes):
                 text = "a Python loop over experts breaks the graph: each expert runs alone"
@@ -87,10 +86,10 @@ def _loops(node: Node) -> bool:
         mask = one_hot(ids, E).permute(2, 1, 0)
         for expert in torch.greater(mask.sum((-1, -2)), 0).nonzero(): ...
     """
-    if target_name(node) != "permute" or target_name(node.all_input_nodes[0]) != "one_hot":
+    if op_name(node) != "permute" or op_name(node.all_input_nodes[0]) != "one_hot":
         return False
-    sums = [n for n in node.users if target_name(n) == "sum"]
-    asked = [n for each in sums for n in each.users if target_name(n) == "greater"]
+    sums = [n for n in node.users if op_name(n) == "sum"]
+    asked = [n for each in sums for n in each.users if op_name(n) == "greater"]
     return all(any(u.op == "output" for u in n.users) for n in (node, *asked)) and bool(asked)
 
 
@@ -130,7 +129,7 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     if (operands := _operands(product)) is None:
         return None
     a, b, offs = operands
-    gather = base(a, lambda n: is_cast(n) or target_name(n) in ("masked_fill", "masked_fill_"))
+    gather = base(a, lambda n: is_cast(n) or op_name(n) in ("masked_fill", "masked_fill_"))
     call = read(gather)
     if call is None or (source := _gathered(call)) is None:
         return None
@@ -243,7 +242,7 @@ def _hidden(node: Node, ends: Node) -> bool:
     of no expert?"""
 
     def readers(each: Node) -> list[Node]:
-        multiplied = target_name(each) in _PRODUCTS and _ends(each) is ends
+        multiplied = op_name(each) in _PRODUCTS and _ends(each) is ends
         return [] if multiplied else list(each.users)
 
     found = closure([node], readers)
@@ -292,15 +291,19 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
 def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> bool:
     """Is ``node`` another product of the same rows, with a weight that can be computed before
     ``product``?"""
-    if node is product or node < product or target_name(node) not in _PRODUCTS:
+    if node is product or node < product or op_name(node) not in _PRODUCTS:
         return False
     operands, own = _operands(node), _operands(product)
     if operands is None or own is None or operands[0] is not a or operands[2] is not offs:
         return False
     w, mine = fake(operands[1]), fake(own[1])
     alike = same(w.shape, mine.shape) and same(w.stride(), mine.stride()) and w.dtype == mine.dtype
-    source = base(operands[1], lambda n: n > product and target_name(n) in _MADE)
+    source = base(operands[1], lambda n: n > product and _of_weight(n))
     return alike and source < product and not hazards.between((product, node))
+
+
+def _of_weight(node: Node) -> bool:
+    return kind(node) in _MADE or op_name(node) == "getattr"
 
 
 def _hoist(node: Node, before: Node) -> None:

@@ -28,7 +28,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor import patterns
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, erased, fake
+from coda_inductor.graph.nodes import erased, fake
+from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
@@ -39,7 +40,6 @@ from coda_inductor.matching import (
     erase,
     first_match,
     forward_mode,
-    normalize,
     ops_of,
     writes_to,
 )
@@ -136,9 +136,9 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
 def _leaves(match: Match) -> set[Node]:
     """The casts and views at the start of ``match``: of its parameters, and of each other."""
     found = {n for n in match.bound.values() if isinstance(n, Node)}
-    views = [n for n in match.nodes if (canon := normalize(n)) and canon.op in ("view", "flatten")]
+    views = [n for n in match.nodes if kind(n) == "names"]
     for node in sorted((*match.casts, *views)):  # in the graph's order
-        if arguments(node)["input"] in found:
+        if node.all_input_nodes[0] in found:
             found.add(node)
     return found.difference(match.bound.values())
 

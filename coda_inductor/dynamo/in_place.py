@@ -35,9 +35,9 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import HigherOrderOperator
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import read
+from coda_inductor.graph.read import of_torch, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import bodies, changes_mode, memory, of_torch
+from coda_inductor.matching import bodies, changes_mode, memory
 from coda_inductor.record import Record
 
 _OPERATORS = {

@@ -38,9 +38,10 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
-from coda_inductor.matching import Idiom, changes, first_match, target_name
+from coda_inductor.matching import Idiom, changes, first_match
 from coda_inductor.record import Record
 
 #: Two slices of logits, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
@@ -142,7 +143,7 @@ def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
     """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped by ``cap`` unless that is
     0; else None."""
     match = first_match(_heads(), logits)
-    layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
+    layer = None if match is None else next(n for n in match.nodes if op_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None
     cap, (h, w, b) = match.bound.get("cap", 0.0), arguments(layer).values()

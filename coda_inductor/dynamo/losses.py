@@ -39,19 +39,17 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, is_view, plain
-from coda_inductor.graph.read import Call, read
+from coda_inductor.graph.nodes import fake, is_cast, is_view, plain
+from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
-from coda_inductor.matching import Hazards, bodies, erase, is_cast, normalize, target_name
+from coda_inductor.matching import Hazards, bodies, erase, normalize
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
 #: A target of no class, in 32 bits too.
 _NOTHING = -(2**31)
 _READ = ("cross_entropy", "gather", "take_along_dim")
-#: Methods that copy to another layout or to float32.
-_COPIES = ("contiguous", "to", "float", "double", "type", "type_as")
 
 
 def respell_losses(graph: Graph, record: Record) -> None:
@@ -61,7 +59,7 @@ def respell_losses(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         hazards = Hazards(body.graph)
         for node in list(body.graph.nodes):
-            call = read(node) if target_name(node) in _READ else None
+            call = read(node) if op_name(node) in _READ else None
             if call is not None and call.op != "cross_entropy":
                 call = read(_gathered(call, hazards))
             if call is not None:
@@ -84,10 +82,10 @@ def _gathered(gather: Call, hazards: Hazards) -> Node | None:
 def _under_softmax(gather: Call) -> Node | None:
     """The logits whose log-softmax is gathered, one element per row; None for other gathers."""
     softmax = gather["input"]
-    canon = normalize(softmax)
-    if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
+    call = normalize(softmax)
+    if call is None or call.op != "log_softmax_last" or len(softmax.users) > 1:
         return None
-    (logits,) = canon.args
+    logits = call["input"]
     known = plain(logits, softmax, gather["index"])
     if known is None or known[2].dtype != torch.int64:
         return None
@@ -151,9 +149,8 @@ def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
             # Infinite logits in unread rows would give NaNs in the gradient.
             overflows = fake(base(source, is_cast)).dtype == torch.float16
             return (source, chain) if apart and not overflows else (None, ())
-        canon = normalize(node)
-        viewed = canon is not None and canon.op in ("view", "flatten")
-        if not viewed and not (target_name(node) in _COPIES and _copied(source, node)):
+        copied = kind(node) in ("casts", "copies") and _copied(source, node)
+        if not copied and kind(node) != "names":
             break
         node = source
     return None, ()

@@ -33,8 +33,9 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK as MOST
 from coda_inductor.graph.gemms import LOW_RANK_RATIO
 from coda_inductor.graph.nodes import arguments, fake, plain
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, target_name
+from coda_inductor.matching import Hazards, bodies
 from coda_inductor.record import Record
 
 #: The least number of rows of x: reading fewer is faster than starting a kernel.
@@ -46,7 +47,7 @@ def share_inputs(graph: Graph, _record: Record) -> None:
     for body in bodies(graph):
         found: dict[object, list[Node]] = defaultdict(list)
         for node in body.graph.nodes:
-            if target_name(node) == "linear" and _small(node):
+            if op_name(node) == "linear" and _small(node):
                 weight = fake(arguments(node)["weight"])
                 alike = weight.dtype, weight.device, fake(node).dtype
                 found[arguments(node)["input"], alike].append(node)

@@ -15,30 +15,25 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import Call, called, read, target_name
+from coda_inductor.graph.nodes import fake, is_cast
+from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, only_reader
-from coda_inductor.matching import is_cast
-
-#: Ops that only rename the same numbers, or cast them.
-_NAMES = ("view", "reshape", "flatten", "contiguous", "to", "long", "int", "float", "type",
-          "detach", "bfloat16", "half", "type_as", "unsqueeze", "squeeze")  # fmt: skip
 
 
 def _name(node: Node) -> bool:
-    if target_name(node) == "getitem" and isinstance(node.args[0], Node):  # w[:, None]
-        index = node.args[1]
-        whole = (slice(None), None, Ellipsis)
+    """Does ``node`` only rename the same numbers, or cast them?"""
+    if (call := called(node, "getitem")) is not None:  # w[:, None]
+        index, whole = call["index"], (slice(None), None, Ellipsis)
         return isinstance(index, tuple) and all(any(i is w or i == w for w in whole) for i in index)
-    return target_name(node) in _NAMES
+    return kind(node) in ("names", "copies", "casts", "detaches")
 
 
 def _passes(node: Node) -> bool:
     """``_name`` for numbers with a gradient: it passes the gradient on, and truncates nothing."""
-    if not _name(node) or target_name(node) == "detach":
+    if not _name(node) or kind(node) == "detaches":
         return False
-    return all(fake(n).is_floating_point() for n in (node, node.args[0]))
+    return all(fake(n).is_floating_point() for n in (node, node.all_input_nodes[0]))
 
 
 @dataclass
@@ -111,12 +106,15 @@ class Pairs:
         node = base(node, _name)
         if (call := called(node, "argsort")) is not None:
             return base(call["input"], _name) is self.perm
-        writes = [u for u in node.users if target_name(u) in ("setitem", "index_put_", "scatter_")]
+        writes = [u for u in node.users if op_name(u) in ("setitem", "index_put_", "scatter_")]
         made = called(node, "empty_like", "zeros_like", "empty", "zeros")
-        if made is None or [*map(target_name, writes)] != ["setitem"]:
+        if made is None or [*map(op_name, writes)] != ["setitem"]:
             return False
-        _, index, count = writes[0].args
-        return self.is_perm(index) and target_name(count) == "arange" and len(count.args) == 1
+        call = called(writes[0], "setitem")
+        counts = None if call is None else called(call["value"], "arange")
+        if call is None or counts is None or not self.is_perm(call["index"]):
+            return False
+        return counts.get("start") in (None, 0) and counts.get("step") in (None, 1)
 
     def is_perm(self, node: Any) -> bool:
         """Is ``node`` the permutation, in any dtype?"""
@@ -126,11 +124,11 @@ class Pairs:
 def tokens(index: Any) -> tuple[Any, int]:
     """(perm, top_k) if ``index`` is ``perm // top_k``, maybe repeated along rows (:func:`by_row`);
     else itself and 1."""
-    index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
-    call = called(index, "floordiv", "floor_divide", "div")
+    index = base(index, lambda n: _name(n) or op_name(n) in ("expand", "expand_as"))
+    call = called(index, "floor_divide", "div")
     if call is None:
         return index, 1
-    left, right = list(call.args.values())[:2]
+    left, right = call["input"], call["other"]
     whole = isinstance(right, int) and not isinstance(right, bool)
     if not whole or (call.op == "div" and call.get("rounding_mode") != "floor"):
         return index, 1
@@ -253,12 +251,17 @@ class Sum:
 
     def _setitem(self, call: Call) -> bool:
         """rows[perm] = y, where rows were zeros."""
-        rows, index, y = call.node.args
+        rows, index = call["input"], call["index"]
         users = [u for u in rows.users if u is not call.node]
-        zeros = target_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
-        if self.back or y is not self.node or not zeros or not self.pairs.is_perm(index):
+        zeros = op_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
+        if self.back or call["value"] is not self.node or not zeros:
             return False
-        if len(users) != 1 or not call.node < users[0] or not _passes(users[0]):
+        if (
+            not self.pairs.is_perm(index)
+            or len(users) != 1
+            or not call.node < users[0]
+            or not _passes(users[0])
+        ):
             return False
         self.node, self.back = users[0], True
         return True
@@ -273,13 +276,15 @@ class Sum:
 
     def _scatter_add(self, call: Call) -> bool:
         """Rows added to the row of their token."""
-        onto, dim, index, rows = list(call.args.values())[:4]
-        plain = call.get("alpha") in (None, 1) and dim in (0, -2) and rows is self.node
-        if self.back or not plain or not by_row(index, rows):
+        onto, index = call["input"], call["index"]
+        plain = call.get("alpha") in (None, 1) and call["dim"] in (0, -2)
+        if self.back or not plain or call["source"] is not self.node:
+            return False
+        if not by_row(index, self.node):
             return False
         if tokens(index) != (self.pairs.perm, self.pairs.top_k):
             return False
-        zeros = target_name(onto) in ("zeros", "zeros_like", "new_zeros") and len(onto.users) == 1
+        zeros = op_name(onto) in ("zeros", "zeros_like", "new_zeros") and len(onto.users) == 1
         self.onto, self.done = None if zeros else onto, True
         return True
 

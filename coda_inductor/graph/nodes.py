@@ -10,14 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.compat import (
-    schema,
-    storage,
-    to_copy,
-    unsafe_view,
-    unset_fake_temporarily,
-)
-from coda_inductor.graph.read import read
+from coda_inductor.compat import schema, storage, unset_fake_temporarily
+from coda_inductor.graph.read import kind, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
@@ -26,19 +20,6 @@ prims = torch.ops.prims
 
 #: Meta key of the value that Dynamo records; AOTAutograd's is "val".
 DYNAMO = "example_value"
-
-#: Ops that only rename a value: same memory, same elements in the same order. Not clones: their
-#: purpose is new memory.
-ALIASES = frozenset(
-    {
-        aten.view.default, aten.reshape.default, unsafe_view, aten.alias.default,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default,
-    }
-)  # fmt: skip
-
-_CASTS = (prims.convert_element_type.default, to_copy)
-#: Views with explicit sizes, of row-major tensors.
-VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
 
 def fake(node: Any) -> Any:
@@ -127,25 +108,34 @@ def row_major(tensor: torch.Tensor) -> bool:
 
 
 def renames(node: Any) -> bool:
-    """Does ``node`` only rename what it reads?"""
-    return isinstance(node, Node) and node.target in ALIASES
+    """Does ``node`` only rename what it reads: the same elements in the same order?"""
+    return kind(node) in ("names", "detaches")
 
 
 def converts(node: Any) -> bool:
     """Does ``node`` change the dtype of what it reads, and nothing else?"""
-    if not isinstance(node, Node) or node.target not in _CASTS:
+    if kind(node) != "casts":
         return False
     before, after = fake(node.all_input_nodes[0]), fake(node)
     return before.device == after.device and before.dtype != after.dtype  # else a copy to a device
 
 
 def is_cast(node: Any) -> bool:
-    """Does ``node`` convert between float types that epilogues compute through? One that narrows
-    float64 is not such a cast: programs of float64 GEMMs compute in float64 and do not round."""
-    if not converts(node):
+    """Does ``node`` convert between float types, and do nothing else?
+
+    In a joint graph one that narrows float64 is not such a cast: programs of float64 GEMMs compute
+    in float64 and do not round.
+    """
+    if kind(node) != "casts":
         return False
-    before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
-    return {before, after} <= {*FLOATS} and before != torch.float64
+    before, after = fake(node.all_input_nodes[0]), fake(node)
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.dtype not in FLOATS or after.dtype not in FLOATS or before.device != after.device:
+        return False
+    if DYNAMO in node.meta:
+        return before.stride() == after.stride()
+    return before.dtype not in (after.dtype, torch.float64)
 
 
 def renames_or_casts(node: Any) -> bool:

@@ -78,7 +78,8 @@ def written(node: Node) -> set[Node]:
     if isinstance(node.target, HigherOrderOperator):
         inputs = _written_inside(node)
     elif node.op == "call_method" or node.target in _INPLACE_OPERATORS:
-        inputs = {a for a in node.args[:1] if isinstance(a, Node)}
+        call = read(node)
+        inputs = {*node.all_input_nodes} if call is None else {call["input"]}
     else:
         inputs = set(node.all_input_nodes)
     return {node}.union(*map(_bases, inputs))

@@ -35,7 +35,6 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import (
-    VIEWS,
     arguments,
     aten,
     fake,
@@ -44,6 +43,7 @@ from coda_inductor.graph.nodes import (
     place,
     renames,
 )
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
@@ -54,7 +54,7 @@ from coda_inductor.rewrite.tables import KEEP
 from coda_inductor.semantic.rotary import each_column, rotate, rotate_heads, turn
 
 #: Views of any layout.
-_MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
+_VIEWS = ("unsqueeze", "expand", "permute")
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
@@ -85,7 +85,7 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     shape = fake(heads).shape[-2:]
     rows = base(heads, lambda n: renames(n) and not same(fake(n).shape[-1], shape.numel()))
     symbolic = any(isinstance(n, torch.SymInt) for n in shape)
-    views = heads.target in VIEWS and len(order) > 2 and order[-1] == len(order) - 1
+    views = op_name(heads) == "view" and len(order) > 2 and order[-1] == len(order) - 1
     gemm = producer(rows)
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("no-gemm", "no GEMM computes rows of the heads that it reads")
@@ -140,7 +140,7 @@ def _any_layout(node: Node) -> bool:
     for moved in todo:
         for user in moved.users:
             name = str(user.target)
-            if user.target in _MOVES:
+            if op_name(user) in _VIEWS:
                 todo.append(user)
             elif user.target is aten.clone.default and user.kwargs == _CONTIGUOUS:
                 continue

@@ -105,7 +105,7 @@ def test_what_tells_no_signature_is_read_by_place():
     graph = Graph()
     x = graph.placeholder("x")
     node = graph.call_function(custom, (x, 1, 2), {"how": 3})
-    assert arguments(node) == {"input": x, "index": 1, "2": 2, "how": 3}
+    assert arguments(node) == {"input": x, "index": 1, "value": 2, "how": 3}
     assert read(node).op == f"{custom.__module__}.custom"
     assert read(node).get("alpha") is None
 

@@ -40,7 +40,7 @@ from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.graph.edit import Put, run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import read
+from coda_inductor.graph.read import kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Body, Hazards, bodies, writes_to
 from coda_inductor.program.dtypes import HALF
@@ -58,11 +58,8 @@ Verdicts = dict[tuple[Node, str, str], Verdict]
 
 _TENSORS = ("query", "key", "value")
 _MAX_HEAD = 256
-#: Views that only rearrange or repeat the elements of one tensor.
-_VIEWS = frozenset(
-    {"getitem", "expand", "view", "unsqueeze", "repeat_interleave", "transpose",
-     "contiguous", "permute", "flatten"}
-)  # fmt: skip
+#: Kinds of ops that only rearrange or repeat the elements of one tensor.
+_MOVES = ("names", "turns", "repeats", "copies")
 
 
 def simplify_attention(graph: Graph, record: Record) -> None:
@@ -222,9 +219,9 @@ def _repetition(repeated: Any) -> _Repetition | None:
     full = fake(repeated).shape
     chain: list[Node] = []
     node = repeated
-    while (call := read(node)) is not None and call.op in _VIEWS and call.get("input") is not None:
+    while kind(node) in _MOVES or op_name(node) == "getitem":
         chain.append(node)
-        node = call["input"]
+        node = node.all_input_nodes[0]
         known = fake(node)
         if not isinstance(known, torch.Tensor) or known.dim() != 4:
             continue

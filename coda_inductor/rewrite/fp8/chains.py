@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import select_decomp_table, unset_fake_temporarily
 from coda_inductor.graph.nodes import arguments, aten, converts, fake, is_transpose, renames
+from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, parts
 from coda_inductor.semantic.fp8 import quantize, quantize_by
@@ -30,7 +31,6 @@ _KINDS = (
     (False, True, torch.float32),
     (False, True, torch.bfloat16),
 )
-_REPEATS = (aten.repeat.default, aten.expand.default, aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Chain:
 
 def relaid(node: Any) -> bool:
     """Does ``node`` only repeat or rearrange the vector or number that it reads?"""
-    if isinstance(node, Node) and node.target in _REPEATS:
+    if kind(node) in ("repeats", "copies"):
         return single(node.all_input_nodes[0])
     return renames(node) or (is_transpose(node) and 1 in fake(node).shape)
 
