@@ -112,7 +112,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node] | None:
     call = read(node)
     if call is None or any(call.get(name) is not None for name in ("bias", "out_dtype")):
         return None
-    (a, b, *_), offs = call.args.values(), call.get("offs")
+    a, offs = call["input"], call.get("offs")
+    b = call["mat2"] if "mat2" in call.args else call.get("weight")
     known = plain(a, b, offs)
     return (a, b, offs) if known and [x.dim() for x in known] == [2, 3, 1] else None
 

@@ -56,26 +56,25 @@ def raise_idioms(graph: Graph, record: Record) -> None:
     known = patterns.load(record.options.patterns, strict=record.options.strict)
     dual = forward_mode(graph)
     for body in bodies(graph):
-        ops = ops_of(_calls(body.graph))
+        ops = {node: ops_of(node) for node in body.graph.nodes}
         for pattern in known:
             if record.enabled(pattern.name) and _raise(body.graph, pattern, ops, record, dual):
-                ops = ops_of(_calls(body.graph))
+                ops = {node: ops_of(node) for node in body.graph.nodes}
 
 
-def _calls(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-
-
-def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: str | None) -> bool:
-    """Replace every idiom of ``pattern`` in one graph with the ops ``ops``; ``dual`` names a call
-    with forward-mode differentiation. Returns whether there was any."""
-    idioms = [idiom for idiom in pattern.traced if idiom.ops <= ops]
+def _raise(
+    graph: Graph, pattern: Pattern, ops: dict[Node, set[str]], record: Record, dual: str | None
+) -> bool:
+    """Replace every idiom of ``pattern`` in one graph, whose nodes may be matched as ``ops``;
+    ``dual`` names a call with forward-mode differentiation. Returns whether there was any."""
+    present = set().union(*ops.values())
+    idioms = [idiom for idiom in pattern.traced if idiom.ops <= present]
     if not idioms:
         return False
-    found, hazards = False, Hazards(graph)
+    found, hazards, last = False, Hazards(graph), {idiom.op for idiom in idioms}
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
-    for root in reversed(_calls(graph)):
-        if erased(root):
+    for root in reversed(ops):
+        if erased(root) or last.isdisjoint(ops[root]):
             continue
         try:  # a failure here affects only this match: the graph is unchanged
             match = first_match(idioms, root)

@@ -146,7 +146,8 @@ def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
     layer = None if match is None else next(n for n in match.nodes if op_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None
-    cap, (h, w, b) = match.bound.get("cap", 0.0), arguments(layer).values()
+    cap = match.bound.get("cap", 0.0)
+    h, w, b = (arguments(layer)[name] for name in ("input", "weight", "bias"))
     capped = isinstance(cap, (int, float)) and bool(cap)
     known = all(isinstance(n, Node | None) for n in (h, w, b))
     return (h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None

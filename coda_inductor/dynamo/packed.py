@@ -96,7 +96,7 @@ def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
 
 def _layer(node: Node) -> tuple[Any, ...]:
     """The input, weight and bias of a linear layer."""
-    return tuple(arguments(node).values())
+    return tuple(arguments(node)[name] for name in ("input", "weight", "bias"))
 
 
 def _halves(product: Node) -> dict[Node, int]:

@@ -60,9 +60,10 @@ def share_inputs(graph: Graph, _record: Record) -> None:
 
 def _small(node: Node) -> bool:
     """Is ``node`` a low-rank layer whose weight is a graph input?"""
-    x, weight, bias = arguments(node).values()
+    layer = arguments(node)
+    x, weight = layer["input"], layer["weight"]
     known = plain(weight, x, node)
-    if bias is not None or weight.op not in ("placeholder", "get_attr"):
+    if layer["bias"] is not None or weight.op not in ("placeholder", "get_attr"):
         return False
     if known is None or known[0].dim() != 2:
         return False

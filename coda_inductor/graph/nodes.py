@@ -18,6 +18,8 @@ from coda_inductor.program.dtypes import FLOATS
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+#: Kinds of ops whose results have the same elements in the same order.
+_NAMES = ("names", "detaches")
 #: Meta key of the value that Dynamo records; AOTAutograd's is "val".
 DYNAMO = "example_value"
 
@@ -109,7 +111,7 @@ def row_major(tensor: torch.Tensor) -> bool:
 
 def renames(node: Any) -> bool:
     """Does ``node`` only rename what it reads: the same elements in the same order?"""
-    return kind(node) in ("names", "detaches")
+    return kind(node) in _NAMES
 
 
 def converts(node: Any) -> bool:
@@ -140,7 +142,8 @@ def is_cast(node: Any) -> bool:
 
 def renames_or_casts(node: Any) -> bool:
     """Does ``node`` only rename what it reads, or change its dtype?"""
-    return renames(node) or is_cast(node)
+    found = kind(node)
+    return found in _NAMES or (found == "casts" and is_cast(node))
 
 
 def is_transpose(node: Any) -> bool:

@@ -52,7 +52,7 @@ _OPS = {
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
     "split_sizes": "split_size", "sections": "index", "indices": "index", "from": "start",
-    "train": "training", "src": "source",
+    "train": "training", "src": "source", "mat_a": "input", "mat_b": "mat2",
 }  # fmt: skip
 #: Names of the first arguments of a function without signature; the others are named by number.
 _UNTOLD = ("input", "index", "value")
@@ -96,11 +96,25 @@ def read(node: Any) -> Call | None:
     if not known:
         names = (*_UNTOLD, *map(str, range(len(_UNTOLD), len(node.args))))
         return Call(node, name, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
-    kwargs = {_ARGUMENTS.get(key, key): item for key, item in node.kwargs.items()}
+    args, kwargs = node.args, node.kwargs
+    if kwargs:
+        kwargs = {_ARGUMENTS.get(key, key): item for key, item in kwargs.items()}
     for signature in known:
-        if (given := signature.bind(node.args, kwargs, choose=len(known) > 1)) is not None:
+        if (given := signature.bind(args, kwargs, choose=len(known) > 1)) is not None:
             return Call(node, name, given)
     return None
+
+
+def change(node: Node, **new: Any) -> None:
+    """Change arguments of ``node``, which are ``new`` by their names."""
+    call = read(node)
+    assert call is not None, f"{node.name} is a call that its signature allows"
+    names = list(call.args)
+    for name, item in new.items():
+        if (place := names.index(name)) < len(node.args):
+            node.update_arg(place, item)
+        else:
+            node.update_kwarg(name, item)
 
 
 def called(node: Any, *ops: str) -> Call | None:
@@ -111,7 +125,7 @@ def called(node: Any, *ops: str) -> Call | None:
 
 def op_name(node: Any) -> str:
     """The op that ``node`` calls, without its arguments; empty if it calls nothing. Names that are
-    neither torch's nor Python's nor ours have their module's name in front, because a custom op may
+    neither torch's nor Python's have their module's name in front, because a custom op may
     be called ``chunk`` too."""
     calls = isinstance(node, Node) and node.op in ("call_function", "call_method")
     return _told(node.target)[0] if calls else ""
@@ -164,11 +178,12 @@ class _Signature:
                 return None
             args = (*args[:last], args[last:])  # sizes, one by one
         given = dict(zip(self.names, args, strict=False), **kwargs)
-        if not self.needed <= given.keys() <= self.defaults.keys():
+        everything = {**self.defaults, **given}
+        if len(everything) > len(self.defaults) or not self.needed <= given.keys():
             return None
         if choose and not all(_fits(self.types[name], item) for name, item in given.items()):
             return None
-        return {**self.defaults, **given}
+        return everything
 
 
 def _fits(kind: Any, given: Any) -> bool:
@@ -192,8 +207,8 @@ def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
     function = getattr(torch.Tensor, target, None) if method else target
     name = target if method else _function_name(target)
     if isinstance(target, OpOverload):
-        own = target.namespace in ("aten", "prims", "coda_inductor")
-        name = target.overloadpacket.__name__ if own else name
+        if target.namespace in ("aten", "prims"):
+            name = target.overloadpacket.__name__
         return _OPS.get(name, name), (_of_schema(target),)
     name = _OPS.get(name, name)
     if isinstance(function, types.FunctionType):

@@ -129,20 +129,15 @@ class Idiom:
         return True
 
 
-def ops_of(nodes: Iterable[Node]) -> set[str]:
-    """What ``nodes`` may be matched as: an idiom with another op cannot occur among them."""
-    return {op for node in nodes for op in _ops(node)}
-
-
-def _ops(node: Node) -> set[str]:
+def ops_of(node: Node) -> set[str]:
+    """The ops that ``node`` may be matched as: no idiom with another op ends there."""
     call = normalize(node)
     return {each.op for each in (call, as_written(node, call)) if each is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
     """The occurrence with result ``root`` of the first of ``idioms`` that has one, or None."""
-    ops = _ops(root)
-    return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
+    return next((m for i in idioms if (m := i.match(root))), None)
 
 
 def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:

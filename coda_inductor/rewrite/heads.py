@@ -43,7 +43,7 @@ from coda_inductor.graph.nodes import (
     place,
     renames,
 )
-from coda_inductor.graph.read import op_name
+from coda_inductor.graph.read import called, op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
@@ -56,7 +56,7 @@ from coda_inductor.semantic.rotary import each_column, rotate, rotate_heads, tur
 #: Views of any layout.
 _VIEWS = ("unsqueeze", "expand", "permute")
 
-_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_CONTIGUOUS = torch.contiguous_format
 
 #: What is rotated: rows (..., H * d); the same as heads (..., H, d); and how these are permuted.
 Place = tuple[Node, Node, list[int]]
@@ -81,7 +81,7 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     """Where the rows of ``x``, which is rotated, are computed."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
-        heads, order = arguments(heads).values()
+        order, heads = arguments(heads)["dims"], heads.all_input_nodes[0]
     shape = fake(heads).shape[-2:]
     rows = base(heads, lambda n: renames(n) and not same(fake(n).shape[-1], shape.numel()))
     symbolic = any(isinstance(n, torch.SymInt) for n in shape)
@@ -100,8 +100,8 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
 def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
     """Apply the rewrite to ``node``, or return why not."""
     rows, heads, order = found
-    _, cos, sin, distance, paired, inverse, joined, _ = node.args
-    size, form, reader = fake(heads).shape[-1], (distance, paired, inverse), only_reader(node)
+    given, reader, size = arguments(node), only_reader(node), fake(heads).shape[-1]
+    cos, sin, *form = (given[n] for n in ("cos", "sin", "distance", "paired", "inverse"))
     root = reader if reader is not None and is_cast(reader) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
@@ -124,7 +124,7 @@ def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
             made[key].append(free(KEEP, free.reshape(each, [-1, size])))
     if not same(fake(rows).shape[:-1], fake(heads).shape[:-2]):
         rows = put.reshape(rows, [*lead, fake(rows).shape[-1]])
-    args = (rows, *tables, *made[key], *form, joined, fake(root).dtype)
+    args = (rows, *tables, *made[key], *form, given["joined"], fake(root).dtype)
     rotated = Put(node, pattern=("rotary", node.name))(rotate_heads, *args)
     new = put(aten.view.default, rotated, [*lead, *fake(heads).shape[-2:]])
     if order != sorted(order):
@@ -142,7 +142,7 @@ def _any_layout(node: Node) -> bool:
             name = str(user.target)
             if op_name(user) in _VIEWS:
                 todo.append(user)
-            elif user.target is aten.clone.default and user.kwargs == _CONTIGUOUS:
+            elif (call := called(user, "clone")) and call["memory_format"] == _CONTIGUOUS:
                 continue
             elif "scaled_dot_product" not in name and "flex_attention" not in name:
                 return False
@@ -153,7 +153,7 @@ def _spelled(table: Node) -> tuple[Node | str, ...]:
     """What ``table`` is a view of, and in which shape: equal for equal tables."""
     *views, made = chain(table, may_view)
     moves = (v for v in views if not renames(v))
-    found = (f"{v.target} {v.args[1:]} {fake(v.all_input_nodes[0])}" for v in moves)
+    found = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)
     return made, str(fake(table).shape), *found
 
 

@@ -65,7 +65,8 @@ SPELLINGS = [
     (lambda x, _: x[..., 0], ("getitem", {"input": "x", "index": (Ellipsis, 0)})),
     (lambda x, _: x.float(), ("float", {"input": "x"})),
     (lambda x, y: rms_norm(x, y, 1e-6, DTYPE),
-     ("rms_norm", {"x": "x", "weight": "y", "eps": 1e-6, "out_dtype": DTYPE})),
+     ("torch._ops.coda_inductor.rms_norm.default",
+      {"x": "x", "weight": "y", "eps": 1e-6, "out_dtype": DTYPE})),
 ]  # fmt: skip
 
 

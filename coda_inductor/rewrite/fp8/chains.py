@@ -21,7 +21,7 @@ from coda_inductor.graph.nodes import arguments, aten, converts, fake, is_transp
 from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, parts
-from coda_inductor.semantic.fp8 import quantize, quantize_by
+from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by
 
 #: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the dtype does
 #: not matter, because the maxima are cast to float64.
@@ -77,8 +77,9 @@ def chain_of(q: Node) -> Chain | None:
     """The quantization that ends in ``q``, torchao's or ours; None if there is none."""
     if q.target is operator.getitem and q.all_input_nodes[0].target is quantize:
         both = q.all_input_nodes[0]
-        x, dims, *how = arguments(both).values()
-        return Chain(q, x, tuple(dims), tuple(how), parts(both).get(1), True)
+        given = arguments(both)
+        kind = tuple(given[name] for name in KIND)
+        return Chain(q, given["x"], tuple(given["dims"]), kind, parts(both).get(1), True)
     for power_of_two, divides, dtype in _KINDS if converts(q) else ():
         wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
         found: dict[Node, Any] = {}
