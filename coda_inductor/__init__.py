@@ -9,8 +9,9 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     explanation   explain(): what the backend does with a model, as a table and a page
     backend       the entry point
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
+    tracing       a graph through the passes and AOTAutograd, without code generation
     falls         which passes are left out if a graph does not compile
-    joint, pipeline, tracing   the passes in order, and how they run on a graph
+    joint, pipeline   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
     memory        what the forward pass keeps and what is computed again, within a limit
