@@ -151,11 +151,8 @@ CASES = {
         ("packed", "fuse"),
         broken={"in rows": of.gated(lambda z: z.unflatten(1, (2, -1)).unbind(1))},
     ),
-    "spelling": Case(
-        lambda x, w: torch.ops.aten.cross_entropy_loss.default(
-            of.logits(x, w).view(-1, of.V), of.labels(x).flatten()
-        ),
-        LOSS, found(cross_entropy), "spelling", ("spelling",),
+    "assertions": Case(
+        of.asserted, ((D, D), (D,)), found(rms_norm), "assertions", ("assertions",),
     ),
     "in_place": Case(
         of.in_place, ((D, D), (D,)), found(rms_norm), "in_place", ("in_place",),

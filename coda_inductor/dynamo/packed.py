@@ -110,8 +110,8 @@ def _halves(product: Node) -> dict[Node, int]:
 
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
     """Nodes that select columns of ``product``, each with start, stop and step."""
-    gets = [n for n in _near(product) if op_name(n) == "getitem"]
-    calls = [call for n in gets if (call := normalize(n)) and call.op == "columns"]
+    near = _near(product)
+    calls = [call for n in near if (call := normalize(n)) and call.op == "columns"]
     return {c.node: (c["start"], c["stop"], c["step"]) for c in calls if c["input"] is product}
 
 

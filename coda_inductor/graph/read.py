@@ -29,13 +29,14 @@ from coda_inductor.compat import OpOverload, OpOverloadPacket, schema
 aten = torch.ops.aten
 
 #: What ops do that compute nothing, by their names. The results of "names" have the elements of a
-#: tensor in the same order, those of "turns" in another one; "parts" have some of the elements,
-#: "repeats" have them several times, "joins" those of several tensors. "copies" may be new memory,
-#: "casts" are numbers of another type, and "detaches" pass no gradient on.
+#: tensor in the same order, those of "turns" in another one; "parts" divide a tensor, "selects"
+#: have a part of it, "repeats" have elements several times, and "joins" those of several tensors.
+#: "copies" may be new memory, "casts" are numbers of another type, "detaches" have no gradient.
 _OPS_OF_KINDS = {
     "names": "view view_as flatten unflatten unsqueeze squeeze alias",
     "turns": "permute transpose t mT flip",
-    "parts": "chunk narrow select slice split split_with_sizes unbind",
+    "parts": "chunk split split_with_sizes unbind",
+    "selects": "narrow select slice",
     "repeats": "expand expand_as repeat repeat_interleave",
     "joins": "cat stack",
     "copies": "clone contiguous",
@@ -47,7 +48,7 @@ KINDS = {op: kind for kind, ops in _OPS_OF_KINDS.items() for op in ops.split()}
 #: Other names of an op, and of an argument. Any other name is its own.
 _OPS = {
     "multiply": "mul", "truediv": "div", "true_divide": "div", "floordiv": "floor_divide",
-    "reshape": "view", "_unsafe_view": "view",
+    "reshape": "view", "_unsafe_view": "view", "sym_size": "size",
 }  # fmt: skip
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
@@ -142,7 +143,8 @@ def kind(node: Any) -> str:
 
 @functools.lru_cache(4096)
 def _kind(target: Any) -> str:
-    bits, number = getattr(target, "_overloadname", "") == "dtype", isinstance(target, type)
+    bits = target is aten.view.dtype
+    number = isinstance(target, type)  # int(x), of Python
     return "" if bits or number else KINDS.get(_told(target)[0], "")
 
 

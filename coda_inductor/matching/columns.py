@@ -25,8 +25,9 @@ from coda_inductor.graph.sizes import same
 def item(call: Call) -> Call | None:
     """``source[index]``: columns of ``source``, or of what it shows in another form; or None. What
     is recorded tells, however it is written; in an idiom, where nothing is, ``x[..., a:b:c]``."""
-    source, index, part = call["input"], call["index"], fake(call.node)
+    source, part = call["input"], fake(call.node)
     if part is None:
+        index = call.get("index")
         if not isinstance(index, tuple) or index[:-1] != (Ellipsis,):
             return None
         at = index[-1]

@@ -173,7 +173,7 @@ _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
     "cat": columns.joined,
     "stack": columns.joined,
     "flatten": lambda call: columns.merged(call) or _plain(call),
-    "getitem": columns.item,
+    **dict.fromkeys(("getitem", "select", "slice"), columns.item),
     "view_as_complex": columns.complex_columns,
     "add": _sum,
     "sub": _sum,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.fx import Graph
 
 from coda_inductor.graph.nodes import arguments
-from coda_inductor.graph.read import read
+from coda_inductor.graph.read import change, kind, read
 from coda_inductor.semantic import rms_norm
 
 aten = torch.ops.aten
@@ -128,3 +128,35 @@ def test_each_reading_is_its_own():
     node = graph.call_method("sum", (graph.placeholder("x"),))
     arguments(node).clear()
     assert arguments(node)["dtype"] is None
+
+
+KINDS = [
+    (lambda x, _: x.view(2, -1), "names"),
+    (lambda x, _: aten.view.default(x, [2, -1]), "names"),
+    (lambda x, _: x.view(DTYPE), ""),  # the same bits
+    (lambda x, _: aten.view.dtype(x, DTYPE), ""),
+    (lambda x, _: aten.to.dtype(x, DTYPE), "casts"),
+    (lambda x, _: x.float(), "casts"),
+    (lambda x, _: x[0], ""),
+    (lambda x, y: torch.cat([x, y]), "joins"),
+]
+
+
+@pytest.mark.parametrize(("function", "want"), KINDS)
+def test_what_computes_nothing_has_a_kind(function, want):
+    assert kind(call(function).node) == want
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, _: aten.sum.dim_IntList(x, [-1], False),
+        lambda x, _: torch.sum(x, dim=-1, keepdim=False),
+        lambda x, _: x.sum(-1),
+    ],
+)
+def test_arguments_change_by_name(function):
+    node = call(function).node
+    change(node, keepdim=True)
+    assert read(node)["keepdim"] is True
+    assert read(node)["dim"] in (-1, [-1])

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import virtualized
@@ -55,7 +54,6 @@ DEVICE, DTYPES = "cuda", HALF
 #: for the lists.
 LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
-_SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
 #: The most elements of a mask: kernels count them in 32 bits.
 INDICES = 2**31
@@ -117,7 +115,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for body in bodies(graph):
         for call in body.graph.nodes:
-            arguments = arguments_of(call) if call.target is _SDPA else None
+            arguments = arguments_of(call)
             if arguments is None or arguments.get("attn_mask") is None:
                 continue
             found = _why_not(call, arguments, dual) or _site(call, arguments, body)

@@ -33,14 +33,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.graph.edit import Put, run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import kind, op_name, read
+from coda_inductor.graph.read import called, kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Body, Hazards, bodies, writes_to
 from coda_inductor.program.dtypes import HALF
@@ -59,7 +58,7 @@ Verdicts = dict[tuple[Node, str, str], Verdict]
 _TENSORS = ("query", "key", "value")
 _MAX_HEAD = 256
 #: Kinds of ops that only rearrange or repeat the elements of one tensor.
-_MOVES = ("names", "turns", "repeats", "copies")
+_MOVES = ("names", "turns", "repeats", "copies", "selects")
 
 
 def simplify_attention(graph: Graph, record: Record) -> None:
@@ -75,7 +74,7 @@ def simplify_attention(graph: Graph, record: Record) -> None:
 
 def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Record) -> None:
     hazards = Hazards(graph)
-    for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
+    for node in list(graph.nodes):
         arguments = arguments_of(node)
         if arguments is None:
             continue
@@ -98,8 +97,9 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:
-    """The arguments of an SDPA, by name; None unless its tensors have 3 dimensions or more."""
-    call = read(node)
+    """The arguments of an SDPA, by name; None for anything else, or unless its tensors have 3
+    dimensions or more."""
+    call = called(node, "scaled_dot_product_attention")
     tensors = [] if call is None else [fake(call[name]) for name in _TENSORS]
     if call is None or not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors):
         return None
