@@ -10,8 +10,9 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     backend       the entry point
     torchtitan    its trainer's head and loss as one graph
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
+    tracing       a graph through the passes and AOTAutograd, without code generation
     falls         which passes are left out if a graph does not compile
-    joint, pipeline, tracing   the passes in order, and how they run on a graph
+    joint, pipeline   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
     memory        what the forward pass keeps and what is computed again, within a limit
@@ -26,8 +27,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     codegen, patterns   program -> CuTeDSL source; pattern files and their proofs
     matching, graph     matching on Dynamo's graph; reading and editing graphs
     semantic, program   the ops that idioms become; what a program is and means
-    arch          what each generation of GPU can do
-    options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
+    arch, options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
 """
 
 import importlib

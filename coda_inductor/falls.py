@@ -43,7 +43,7 @@ from coda_inductor.compat import (
     counters,
 )
 from coda_inductor.errors import CodaError, FallbackError
-from coda_inductor.graph.read import target_name
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import logger, warn_once
 from coda_inductor.options import Options
@@ -204,7 +204,7 @@ class _Start:
         self.context = TracingContext.try_get()
         self.before, self.first = self.noted(), True
         nodes = [n for _, graph, _ in self.graphs for n in graph.nodes if n.op.startswith("call")]
-        text = " ".join(str(target_name(n)) for n in nodes)
+        text = " ".join(str(op_name(n)) for n in nodes)
         #: The same for a graph that is compiled again, also for other or for symbolic sizes.
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 

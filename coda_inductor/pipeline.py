@@ -25,6 +25,7 @@ from coda_inductor import patterns
 from coda_inductor.codegen.render import render
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.assertions import drop_assertions
 from coda_inductor.dynamo.dropouts import multiply_dropped
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.idioms import raise_idioms
@@ -32,7 +33,6 @@ from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.dynamo.shared_inputs import share_inputs
-from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.errors import CodaError, FallbackError, OptionError, meant
 from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
@@ -126,7 +126,7 @@ class Pass:
 
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
-    Pass("spelling", respell, spelled_in_aten, stage="0_before"),
+    Pass("assertions", drop_assertions, stage="0_before"),
     Pass("in_place", change_copies),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),

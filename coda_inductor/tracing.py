@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo graph through AOTAutograd and the partitioner as in Inductor, but without its code
-generation: ``explain``, ``check`` and the tests run our passes this way."""
+"""A Dynamo graph through our passes, AOTAutograd and the partitioner as in Inductor, but without
+its code generation: ``explain``, ``check`` and the tests run our passes this way."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
     select_decomp_table,
 )
+from coda_inductor.joint import rewrite
+from coda_inductor.memory.partition import Partitioner
+from coda_inductor.pipeline import on_dynamo
+from coda_inductor.record import Record
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Traced:
         graphs: the inference graph, or the forward and the backward one.
         saved: what the forward pass saves for the backward pass.
         training: whether there is a backward pass.
+        around: wraps what was compiled, for the caller.
     """
 
     call: Callable[..., Any] = lambda: None
@@ -35,6 +40,22 @@ class Traced:
     graphs: list[Graph] = field(default_factory=list)
     saved: list[Node] = field(default_factory=list)
     training: bool = False
+    around: Callable[[Callable[..., Any]], Any] = lambda compiled: compiled
+
+
+def dry_run(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    record: Record,
+    passes: Callable[..., None] = rewrite,
+) -> Traced:
+    """Run our passes on Dynamo's graph ``gm``, which changes, and ``passes`` on the graph that
+    AOTAutograd traces of it. Only a record that is not dry plans for a limit of memory."""
+    around, plans = on_dynamo(gm, record), not record.dry
+    splits = Partitioner(lambda: record, str) if plans else min_cut_rematerialization_partition
+    traced = trace(gm, inputs, lambda graph: passes(graph, record, plans=plans), splits)
+    traced.around, traced.call = around, around(traced.call)
+    return traced
 
 
 def trace(

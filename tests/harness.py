@@ -16,11 +16,9 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 
 from coda_inductor.joint import rewrite
-from coda_inductor.memory.partition import Partitioner
 from coda_inductor.options import parse
-from coda_inductor.pipeline import on_dynamo
 from coda_inductor.record import Record
-from coda_inductor.tracing import trace
+from coda_inductor.tracing import Traced, dry_run, trace
 
 
 def as_it_is(gm: torch.fx.GraphModule, _inputs: Any, **_how: Any) -> Any:
@@ -41,20 +39,19 @@ class Harness:
         self.graphs = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        around = self._raise(gm)
+        traced = self._trace(gm, inputs)
         self.raised = gm.graph
         self.graphs += 1
-        traced = trace(gm, inputs, self._rewrite, Partitioner(lambda: self.record, str))
         self.graph, self.saved = traced.whole, traced.saved
         if traced.training:
             self.parts += traced.graphs
-        return around(traced.call)
+        return traced.call
 
-    def _raise(self, gm: torch.fx.GraphModule) -> Any:
-        return on_dynamo(gm, self.record)
+    def _trace(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Traced:
+        return dry_run(gm, inputs, self.record, self._rewrite)
 
-    def _rewrite(self, graph: torch.fx.Graph) -> None:
-        rewrite(graph, self.record)
+    def _rewrite(self, graph: torch.fx.Graph, record: Record, **how: Any) -> None:
+        rewrite(graph, record, **how)
 
     def train(self, function: Any, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Any:
         """Compile ``function`` with this backend and call it once, ready for a backward pass."""
@@ -92,8 +89,5 @@ class Harness:
 class Stock(Harness):
     """What torch.compile would have had without us."""
 
-    def _raise(self, _gm: torch.fx.GraphModule) -> Any:
-        return lambda compiled: compiled
-
-    def _rewrite(self, graph: torch.fx.Graph) -> None:
-        pass
+    def _trace(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Traced:
+        return trace(gm, inputs)

@@ -144,7 +144,7 @@ def left_out(warned):
 
 
 #: Of each list the first pass, one in the middle and the last that may be left out.
-ENDS = ("spelling", "idioms", "late_gradients", "noops", "norm", "fuse", "fp8_rest")
+ENDS = ("assertions", "idioms", "late_gradients", "noops", "norm", "fuse", "fp8_rest")
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -173,7 +173,7 @@ def test_all_is_well(inner, warned):
     assert not warned()
 
 
-@pytest.mark.parametrize(("name", "write"), [("spelling", wrong_shape), ("idioms", wrong_dtype)])
+@pytest.mark.parametrize(("name", "write"), [("assertions", wrong_shape), ("idioms", wrong_dtype)])
 def test_wrong_shapes_and_dtypes(name, write, break_pass, warned):
     """AOTAutograd finds them before Inductor sees anything."""
     break_pass(name, write)

@@ -4,6 +4,8 @@
 import math
 import os
 import sys
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from harness import Harness
 from torch.fx import Graph
 
 import coda_inductor
+from coda_inductor import tracing
 from coda_inductor.graph.sides import Scope
+from coda_inductor.pipeline import on_dynamo
 
 PACKAGE = os.path.dirname(coda_inductor.__file__)
 FX = os.path.dirname(torch.fx.__file__)
@@ -113,12 +117,13 @@ class Counted(Harness):
         finally:
             sys.settrace(before)
 
-    def _raise(self, gm):
-        return self._counted(super()._raise, gm)
+    def _trace(self, gm, inputs):
+        with mock.patch.object(tracing, "on_dynamo", partial(self._counted, on_dynamo)):
+            return super()._trace(gm, inputs)
 
-    def _rewrite(self, graph: Graph) -> None:
+    def _rewrite(self, graph: Graph, record, **how) -> None:
         self.nodes = len(graph.nodes)
-        self._counted(super()._rewrite, graph)
+        self._counted(partial(super()._rewrite, **how), graph, record)
 
 
 def passed(family, n: int) -> Counted:

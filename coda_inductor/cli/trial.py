@@ -21,11 +21,10 @@ from coda_inductor.compat import counters
 from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.meaning import Signature
-from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
 from coda_inductor.semantic.define import parameters
-from coda_inductor.tracing import trace
+from coda_inductor.tracing import dry_run
 
 ROWS, K, N = 24, 32, 40
 
@@ -147,11 +146,10 @@ class _Passes:
         self.record = Record(parse(None, options), "check")
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        around = on_dynamo(gm, self.record)
+        traced = dry_run(gm, inputs, self.record)
         self.raised += sum(node.target is self.pattern.op for node in gm.graph.nodes)
-        traced = trace(gm, inputs, lambda graph: on_aten(graph, self.record))
         for node in traced.whole.nodes:
             name, _ = node.meta.get("coda_pattern", ("", ""))
             if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
                 self.left.append(str(node.target))
-        return around(traced.call)
+        return traced.call

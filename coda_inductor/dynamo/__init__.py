@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes on Dynamo's graph, before AOTAutograd, in this order.
 
-spelling        aten ops become the torch functions that patterns know
+assertions      assertions of exported programs that hold are removed
 in_place        ops in place become ops out of place where nothing sees the difference
 losses          losses as people write them become cross entropies
 packed          a packed weight of gate and up becomes two
@@ -11,5 +11,4 @@ experts         a mixture over grouped products; summed_pairs: how its rows are 
 idioms          what pattern files describe becomes semantic ops
 attention       masks and repeated heads of SDPA
 late_gradients  returned logits get no made-up gradient
-
-``nodes`` has their helpers: new calls with recorded values."""
+"""

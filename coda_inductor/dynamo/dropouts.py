@@ -38,13 +38,13 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.dynamo.shared_inputs import LEAST
+from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
-from coda_inductor.graph.nodes import arguments, place
-from coda_inductor.graph.read import Call, read, target_name
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, plain
+from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, forward_mode, is_cast, plain, value
+from coda_inductor.matching import Hazards, bodies, erase, forward_mode
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -61,7 +61,7 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         groups: dict[tuple[Node, float, int, torch.dtype], list[Node]] = defaultdict(list)
         hazards = Hazards(body.graph)
-        for node in [n for n in body.graph.nodes if target_name(n) == "dropout"]:
+        for node in [n for n in body.graph.nodes if op_name(n) == "dropout"]:
             call = read(node)
             layers = [user for user in node.users if _low_rank(user, node)]
             if call is None or not layers or _inactive(call):
@@ -72,7 +72,7 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
             if why is not None:
                 record.refuse("adapter_dropout", place(layers[0]), why)
                 continue
-            weight = value(arguments(layers[0])["weight"])
+            weight = fake(arguments(layers[0])["weight"])
             x = _source(call["input"], layers[0], hazards)
             groups[x, call["p"], weight.shape[0], weight.dtype].append(node)
         seeds: dict[torch.device, Node] = {}
@@ -87,9 +87,9 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
 
 def _low_rank(layer: Node, dropout: Node) -> bool:
     """Is ``layer`` a linear layer of low rank that reads ``dropout``?"""
-    if target_name(layer) != "linear" or arguments(layer)["input"] is not dropout:
+    if op_name(layer) != "linear" or arguments(layer)["input"] is not dropout:
         return False
-    weight = value(arguments(layer)["weight"])
+    weight = fake(arguments(layer)["weight"])
     if weight is None or weight.dim() != 2:
         return False
     rank, width = map(hint, weight.shape)
@@ -98,8 +98,7 @@ def _low_rank(layer: Node, dropout: Node) -> bool:
 
 def _inactive(call: Call) -> bool:
     """Does this dropout drop nothing?"""
-    training = call.get("training") if "training" in call.args else call.get("train")
-    return training is False or call["p"] == 0
+    return call["training"] is False or call["p"] == 0
 
 
 def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -> Refusal | None:
@@ -135,9 +134,9 @@ def _source(x: Node, layer: Node, hazards: Hazards) -> Node:
     """The tensor that the op reads for ``layer``, whose input is ``x`` under a mask: casts are left
     out if the op rounds to the same numbers."""
     while is_cast(x):
-        before, dtype = x.all_input_nodes[0], value(x).dtype
-        exact = torch.promote_types(value(before).dtype, dtype) == dtype
-        if not (exact or dtype == value(layer).dtype) or hazards.between([x, layer]):
+        before, dtype = x.all_input_nodes[0], fake(x).dtype
+        exact = torch.promote_types(fake(before).dtype, dtype) == dtype
+        if not (exact or dtype == fake(layer).dtype) or hazards.between([x, layer]):
             break
         x = before
     return x
@@ -163,7 +162,7 @@ def _replace(
     """Insert the op before the first layer of ``dropouts``, and let it replace all of them;
     ``first``: the number of its first mask."""
     layers = [_layer(node) for node in dropouts]
-    put, like = Put(layers[0]), value(layers[0])
+    put, like = Put(layers[0]), fake(layers[0])
     if like.device not in seeds:
         start = next(n for n in layers[0].graph.nodes if n.op != "placeholder")
         random = Put(layers[0], start)
@@ -173,7 +172,7 @@ def _replace(
     found = put(FORWARD, x, joined, seeds[like.device], first, len(layers), p)
     results = [found]
     if len(layers) > 1:
-        cut = put(torch.split, found, value(layers[0]).shape[-1], -1)
+        cut = put(torch.split, found, fake(layers[0]).shape[-1], -1)
         results = [put(getitem, cut, i) for i in range(len(layers))]
     for dropout, layer, result in zip(dropouts, layers, results, strict=True):
         layer.replace_all_uses_with(result)

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
-from coda_inductor.graph.nodes import erased, place
-from coda_inductor.graph.read import Call, called, read, target_name
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import erased, fake, is_cast, place, plain
+from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, chain, closure, only_reader
-from coda_inductor.matching import Hazards, bodies, is_cast, memory, mutates, plain, value
+from coda_inductor.matching import Hazards, bodies, erase, memory, mutates
 from coda_inductor.matching.guards import written
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -49,15 +49,14 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, grou
 
 #: Those of torch, and those of transformers where it does not use torch's.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
-#: Ops that may compute a weight from parameters.
-_MADE = ("transpose", "getattr", "mT", "to", "bfloat16", "half", "float", "permute", "contiguous",
-         "type_as")  # fmt: skip
+#: Kinds of ops that may compute a weight from a parameter.
+_MADE = ("names", "turns", "copies", "casts")
 
 
 def raise_experts(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its regions, in place; counts each block of experts."""
     for body in bodies(graph):
-        products = [node for node in body.graph.nodes if target_name(node) in _PRODUCTS]
+        products = [node for node in body.graph.nodes if op_name(node) in _PRODUCTS]
         if not products:
             for node in filter(_loops, body.graph.nodes):
                 text = "a Python loop over experts breaks the graph: each expert runs alone"
@@ -87,10 +86,10 @@ def _loops(node: Node) -> bool:
         mask = one_hot(ids, E).permute(2, 1, 0)
         for expert in torch.greater(mask.sum((-1, -2)), 0).nonzero(): ...
     """
-    if target_name(node) != "permute" or target_name(node.all_input_nodes[0]) != "one_hot":
+    if op_name(node) != "permute" or op_name(node.all_input_nodes[0]) != "one_hot":
         return False
-    sums = [n for n in node.users if target_name(n) == "sum"]
-    asked = [n for each in sums for n in each.users if target_name(n) == "greater"]
+    sums = [n for n in node.users if op_name(n) == "sum"]
+    asked = [n for each in sums for n in each.users if op_name(n) == "greater"]
     return all(any(u.op == "output" for u in n.users) for n in (node, *asked)) and bool(asked)
 
 
@@ -104,7 +103,7 @@ class _Routed:
         self.rows, self.perm, self.inverse, self.offsets = (
             put(operator.getitem, found, i) for i in range(4)
         )
-        pairs.perm.replace_all_uses_with(put.cast(self.perm, value(pairs.perm).dtype))
+        pairs.perm.replace_all_uses_with(put.cast(self.perm, fake(pairs.perm).dtype))
         pairs.perm = self.perm
 
 
@@ -113,7 +112,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node] | None:
     call = read(node)
     if call is None or any(call.get(name) is not None for name in ("bias", "out_dtype")):
         return None
-    (a, b, *_), offs = call.args.values(), call.get("offs")
+    a, offs = call["input"], call.get("offs")
+    b = call["mat2"] if "mat2" in call.args else call.get("weight")
     known = plain(a, b, offs)
     return (a, b, offs) if known and [x.dim() for x in known] == [2, 3, 1] else None
 
@@ -130,20 +130,20 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     if (operands := _operands(product)) is None:
         return None
     a, b, offs = operands
-    gather = base(a, lambda n: is_cast(n) or target_name(n) in ("masked_fill", "masked_fill_"))
+    gather = base(a, lambda n: is_cast(n) or op_name(n) in ("masked_fill", "masked_fill_"))
     call = read(gather)
     if call is None or (source := _gathered(call)) is None:
         return None
     x, index = source
-    if value(x).dim() != 2 or (pairs := Pairs.of(index)) is None:
+    if fake(x).dim() != 2 or (pairs := Pairs.of(index)) is None:
         return None
-    counted = pairs.counted(offs, value(b).shape[0])
+    counted = pairs.counted(offs, fake(b).shape[0])
     between = [n for n in chain(a, lambda n: n is not gather) if not is_cast(n)][:-1]
     if not all(map(pairs.empties, between)):
         return None
-    m = value(pairs.ids).shape[0]
-    rows = same(value(x).shape[0] * pairs.top_k, m)
-    rows = rows and same(value(a).shape, (m, value(x).shape[1]))
+    m = fake(pairs.ids).shape[0]
+    rows = same(fake(x).shape[0] * pairs.top_k, m)
+    rows = rows and same(fake(a).shape, (m, fake(x).shape[1]))
     return (product, gather, x, pairs) if counted and rows else None
 
 
@@ -176,10 +176,10 @@ def _raise_up(
         return
     own = next((r for r in routed if r.pairs.perm is pairs.perm), None)
     if own is None:
-        own = _Routed(pairs, value(b).shape[0])
+        own = _Routed(pairs, fake(b).shape[0])
         routed.append(own)
     put = Put(product)
-    x = put.cast(x, value(a).dtype)
+    x = put.cast(x, fake(a).dtype)
     for each in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
         _open_bias(each, own, offs, hazards, whole=whole)
     if whole:
@@ -206,7 +206,7 @@ def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
     """Drop masks that zero the rows of no expert in ``node``: these rows are not read."""
     for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
-        node.meta["example_value"] = value(user)  # of which what reads it is recorded as a view
+        node.meta["example_value"] = fake(user)  # of which what reads it is recorded as a view
         user.replace_all_uses_with(node)
         erase(user)
 
@@ -243,7 +243,7 @@ def _hidden(node: Node, ends: Node) -> bool:
     of no expert?"""
 
     def readers(each: Node) -> list[Node]:
-        multiplied = target_name(each) in _PRODUCTS and _ends(each) is ends
+        multiplied = op_name(each) in _PRODUCTS and _ends(each) is ends
         return [] if multiplied else list(each.users)
 
     found = closure([node], readers)
@@ -254,7 +254,7 @@ def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     """Is one of the tensors ``nodes`` changed in place anywhere? Other results of the same op (a
     sort's values) may be."""
     own = {place for node in nodes for place in memory(node) or ()}
-    changed = {n for w in hazards.writes for n in written(w) if isinstance(value(n), Tensor)}
+    changed = {n for w in hazards.writes for n in written(w) if isinstance(fake(n), Tensor)}
     return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
@@ -262,10 +262,10 @@ def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> Non
     """Replace a product of sorted rows by ``experts_up``. ``offsets``: ends of groups -> the same
     with a zero in front."""
     operands = _operands(node)
-    if operands is None or value(operands[2]).dtype != torch.int32:
+    if operands is None or fake(operands[2]).dtype != torch.int32:
         return
     a, b, ends = operands
-    if not value(a).is_floating_point() or value(a).dtype != value(b).dtype:
+    if not fake(a).is_floating_point() or fake(a).dtype != fake(b).dtype:
         return
     if _changed({ends}, hazards):
         return
@@ -282,9 +282,9 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
     (T, d)."""
     ids = put("view", pairs.ids, -1, pairs.top_k)
     none = put(operator.ge, ids, pairs.experts)
-    weights = put.cast(put("logical_not", none), value(bias).dtype)
+    weights = put.cast(put("logical_not", none), fake(bias).dtype)
     if w is not None:
-        weights = put(operator.mul, weights, put.cast(w, value(bias).dtype))
+        weights = put(operator.mul, weights, put.cast(w, fake(bias).dtype))
     rows = put(operator.getitem, bias, put("masked_fill", ids, none, 0))
     return put("squeeze", put(torch.bmm, put("unsqueeze", weights, 1), rows), 1)
 
@@ -292,15 +292,19 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
 def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> bool:
     """Is ``node`` another product of the same rows, with a weight that can be computed before
     ``product``?"""
-    if node is product or node < product or target_name(node) not in _PRODUCTS:
+    if node is product or node < product or op_name(node) not in _PRODUCTS:
         return False
     operands, own = _operands(node), _operands(product)
     if operands is None or own is None or operands[0] is not a or operands[2] is not offs:
         return False
-    w, mine = value(operands[1]), value(own[1])
+    w, mine = fake(operands[1]), fake(own[1])
     alike = same(w.shape, mine.shape) and same(w.stride(), mine.stride()) and w.dtype == mine.dtype
-    source = base(operands[1], lambda n: n > product and target_name(n) in _MADE)
+    source = base(operands[1], lambda n: n > product and _of_weight(n))
     return alike and source < product and not hazards.between((product, node))
+
+
+def _of_weight(node: Node) -> bool:
+    return kind(node) in _MADE or op_name(node) == "getattr"
 
 
 def _hoist(node: Node, before: Node) -> None:
@@ -331,18 +335,18 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
         return
     put = Put(sum_.node)
     w = sum_.weights
-    if w is not None and value(w).dim() != 2:
+    if w is not None and fake(w).dim() != 2:
         w = put("view", w, -1, own.pairs.top_k)
     routes = own.rows, own.perm, own.inverse, own.offsets
-    dtype = value(sum_.node).dtype
+    dtype = fake(sum_.node).dtype
     out = put(experts_down, a, w, *routes, b, own.pairs.top_k, dtype)
     if sum_.bias is not None:
         out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
     out = put.cast(out, dtype)
     if sum_.onto is not None:
         out = put(operator.add, sum_.onto, out)
-    if not same(value(out).shape, value(sum_.node).shape):
-        out = put("reshape", out, value(sum_.node).shape)
+    if not same(fake(out).shape, fake(sum_.node).shape):
+        out = put("reshape", out, fake(sum_.node).shape)
     sum_.node.replace_all_uses_with(out)
     erase(sum_.node)
     record.fire("experts")

@@ -27,8 +27,9 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor import patterns
-from coda_inductor.dynamo.nodes import Put, erase
-from coda_inductor.graph.nodes import arguments, erased
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import erased, fake
+from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
@@ -36,11 +37,10 @@ from coda_inductor.matching import (
     Hazards,
     Match,
     bodies,
+    erase,
     first_match,
     forward_mode,
-    normalize,
     ops_of,
-    value,
     writes_to,
 )
 from coda_inductor.patterns import Pattern
@@ -56,26 +56,25 @@ def raise_idioms(graph: Graph, record: Record) -> None:
     known = patterns.load(record.options.patterns, strict=record.options.strict)
     dual = forward_mode(graph)
     for body in bodies(graph):
-        ops = ops_of(_calls(body.graph))
+        ops = {node: ops_of(node) for node in body.graph.nodes}
         for pattern in known:
             if record.enabled(pattern.name) and _raise(body.graph, pattern, ops, record, dual):
-                ops = ops_of(_calls(body.graph))
+                ops = {node: ops_of(node) for node in body.graph.nodes}
 
 
-def _calls(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-
-
-def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: str | None) -> bool:
-    """Replace every idiom of ``pattern`` in one graph with the ops ``ops``; ``dual`` names a call
-    with forward-mode differentiation. Returns whether there was any."""
-    idioms = [idiom for idiom in pattern.traced if idiom.ops <= ops]
+def _raise(
+    graph: Graph, pattern: Pattern, ops: dict[Node, set[str]], record: Record, dual: str | None
+) -> bool:
+    """Replace every idiom of ``pattern`` in one graph, whose nodes may be matched as ``ops``;
+    ``dual`` names a call with forward-mode differentiation. Returns whether there was any."""
+    present = set().union(*ops.values())
+    idioms = [idiom for idiom in pattern.traced if idiom.ops <= present]
     if not idioms:
         return False
-    found, hazards = False, Hazards(graph)
+    found, hazards, last = False, Hazards(graph), {idiom.op for idiom in idioms}
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
-    for root in reversed(_calls(graph)):
-        if erased(root):
+    for root in reversed(ops):
+        if erased(root) or last.isdisjoint(ops[root]):
             continue
         try:  # a failure here affects only this match: the graph is unchanged
             match = first_match(idioms, root)
@@ -120,7 +119,7 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
         return refuse("float64-mixed", f"{wide.name} casts to float64, its input has less")
-    bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
+    bound = [t for v in match.bound.values() if isinstance(t := fake(v), torch.Tensor)]
     inputs = {t.dtype for t in bound if t.is_floating_point()}
     if torch.float64 in inputs and len(inputs) > 1:
         text = "it mixes float64 with another type, so steps differ in the type they compute in"
@@ -136,9 +135,9 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
 def _leaves(match: Match) -> set[Node]:
     """The casts and views at the start of ``match``: of its parameters, and of each other."""
     found = {n for n in match.bound.values() if isinstance(n, Node)}
-    views = [n for n in match.nodes if (canon := normalize(n)) and canon.op in ("view", "flatten")]
+    views = [n for n in match.nodes if kind(n) == "names"]
     for node in sorted((*match.casts, *views)):  # in the graph's order
-        if arguments(node)["input"] in found:
+        if node.all_input_nodes[0] in found:
             found.add(node)
     return found.difference(match.bound.values())
 
@@ -146,7 +145,7 @@ def _leaves(match: Match) -> set[Node]:
 def _changed(match: Match, writes: list[Node]) -> Refusal | None:
     """Is an input changed that the op keeps for its gradient? The idiom may keep something else: a
     log-softmax keeps its result, so its logits may be changed after it."""
-    if not getattr(value(match.root), "requires_grad", False):
+    if not getattr(fake(match.root), "requires_grad", False):
         return None
     inputs = [n for n in match.bound.values() if isinstance(n, Node)]
     for node in writes:
@@ -158,7 +157,7 @@ def _changed(match: Match, writes: list[Node]) -> Refusal | None:
 def _widens(node: Node) -> bool:
     """Does ``node`` cast to float64? The op would compute in float32."""
     double = (torch.float64, torch.complex128)
-    result, *inputs = (_dtype(value(n)) for n in (node, *node.all_input_nodes))
+    result, *inputs = (_dtype(fake(n)) for n in (node, *node.all_input_nodes))
     return result in double and not any(dtype in double for dtype in inputs)
 
 
@@ -170,13 +169,13 @@ def _dtype(known: object) -> torch.dtype | None:
 
 def _fake(arg: object) -> object:
     if isinstance(arg, Flat):
-        return value(arg.node).reshape(-1)
-    return value(arg) if isinstance(arg, Node) else arg
+        return fake(arg.node).reshape(-1)
+    return fake(arg) if isinstance(arg, Node) else arg
 
 
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     """Run the op on the recorded fake values: its result must be like the idiom's."""
-    want = value(match.root)
+    want = fake(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:
         if isinstance(want, torch.Tensor):

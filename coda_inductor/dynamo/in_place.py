@@ -33,10 +33,11 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator
-from coda_inductor.dynamo.nodes import run
-from coda_inductor.graph.read import read
+from coda_inductor.graph.edit import run
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.read import of_torch, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import bodies, changes_mode, memory, of_torch, value
+from coda_inductor.matching import bodies, changes_mode, memory
 from coda_inductor.record import Record
 
 _OPERATORS = {
@@ -106,15 +107,15 @@ def _owned(target: Node) -> bool:
 
 def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
     """Is the result of ``call`` like that of ``node``, which is its first argument?"""
-    want = value(node)
+    want = fake(node)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:
         return False
     if node.target in _WIDENED and want.element_size() < 4:
         return False
-    if any(value(n) is None for n in node.all_input_nodes):
+    if any(fake(n) is None for n in node.all_input_nodes):
         return False
     with mode:
-        have = run(*torch.fx.node.map_arg(call, value))
+        have = run(*torch.fx.node.map_arg(call, fake))
     like = have.dtype == want.dtype and same(tuple(have.shape), tuple(want.shape))
     return like and same(have.stride(), want.stride())

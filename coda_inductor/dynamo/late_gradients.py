@@ -36,11 +36,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
-from coda_inductor.dynamo.nodes import Put
-from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
-from coda_inductor.matching import Idiom, changes, first_match, target_name, value
+from coda_inductor.matching import Idiom, changes, first_match
 from coda_inductor.record import Record
 
 #: Two slices of logits, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
@@ -126,13 +127,13 @@ def _read(node: Node, ends: set[Node]) -> set[Node]:
 def _shared(logits: Node, results: list[Any]) -> bool:
     """Does another result share the memory? AOTAutograd recreates a returned view from its base,
     and Inductor takes the base and the detached result for one output."""
-    known = [value(r) for r in results if isinstance(r, Node)]
+    known = [fake(r) for r in results if isinstance(r, Node)]
     places = [storage(t) for t in known if isinstance(t, Tensor)]
-    return places.count(storage(value(logits))) > 1
+    return places.count(storage(fake(logits))) > 1
 
 
 def _is_large(node: Node) -> bool:
-    known = value(node)
+    known = fake(node)
     if not isinstance(known, Tensor) or not known.requires_grad:
         return False
     return hint(known.numel()) * known.element_size() >= LEAST_BYTES
@@ -142,10 +143,11 @@ def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
     """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped by ``cap`` unless that is
     0; else None."""
     match = first_match(_heads(), logits)
-    layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
+    layer = None if match is None else next(n for n in match.nodes if op_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None
-    cap, (h, w, b) = match.bound.get("cap", 0.0), arguments(layer).values()
+    cap = match.bound.get("cap", 0.0)
+    h, w, b = (arguments(layer)[name] for name in ("input", "weight", "bias"))
     capped = isinstance(cap, (int, float)) and bool(cap)
     known = all(isinstance(n, Node | None) for n in (h, w, b))
     return (h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None

@@ -38,28 +38,18 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put, erase
-from coda_inductor.graph.read import Call, read
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import fake, is_cast, is_view, plain
+from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
-from coda_inductor.matching import (
-    Hazards,
-    bodies,
-    is_cast,
-    is_view,
-    normalize,
-    plain,
-    target_name,
-    value,
-)
+from coda_inductor.matching import Hazards, bodies, erase, normalize
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
 #: A target of no class, in 32 bits too.
 _NOTHING = -(2**31)
 _READ = ("cross_entropy", "gather", "take_along_dim")
-#: Methods that copy to another layout or to float32.
-_COPIES = ("contiguous", "to", "float", "double", "type", "type_as")
 
 
 def respell_losses(graph: Graph, record: Record) -> None:
@@ -69,7 +59,7 @@ def respell_losses(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         hazards = Hazards(body.graph)
         for node in list(body.graph.nodes):
-            call = read(node) if target_name(node) in _READ else None
+            call = read(node) if op_name(node) in _READ else None
             if call is not None and call.op != "cross_entropy":
                 call = read(_gathered(call, hazards))
             if call is not None:
@@ -83,7 +73,7 @@ def _gathered(gather: Call, hazards: Hazards) -> Node | None:
         return None
     put = Put(node)
     how = {"ignore_index": _NOTHING, "reduction": "none"}
-    loss = _of_all_rows(put, logits, put("flatten", index), value(softmax).dtype, how)
+    loss = _of_all_rows(put, logits, put("flatten", index), fake(softmax).dtype, how)
     node.replace_all_uses_with(put("view_as", put("neg", loss), index))
     erase(node)
     return loss
@@ -92,10 +82,10 @@ def _gathered(gather: Call, hazards: Hazards) -> Node | None:
 def _under_softmax(gather: Call) -> Node | None:
     """The logits whose log-softmax is gathered, one element per row; None for other gathers."""
     softmax = gather["input"]
-    canon = normalize(softmax)
-    if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
+    call = normalize(softmax)
+    if call is None or call.op != "log_softmax_last" or len(softmax.users) > 1:
         return None
-    (logits,) = canon.args
+    logits = call["input"]
     known = plain(logits, softmax, gather["index"])
     if known is None or known[2].dtype != torch.int64:
         return None
@@ -137,7 +127,7 @@ def _of_classes(given: Call) -> bool:
 def _classes_second(node: Node) -> Node | None:
     """The tensor (B, T, ..., V) that ``node`` transposes to (B, V, T, ...), if it does."""
     source = next(iter(node.all_input_nodes), None)
-    logits = value(source)
+    logits = fake(source)
     turns = isinstance(logits, torch.Tensor) and logits.dim() > 2
     return source if turns and is_view(node, logits.movedim(-1, 1)) else None
 
@@ -147,21 +137,20 @@ def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
     the nodes between them, first the slice; None for another loss."""
     node: Node = given["input"]
     chain: tuple[Node, ...] = ()
-    rows, target = value(node), value(given["target"])
+    rows, target = fake(node), fake(given["target"])
     if rows.dim() != 2 or target.dim() != 1:
         return None, ()
     while len(node.users) == 1 and node.all_input_nodes:
         chain, source = (node, *chain), node.all_input_nodes[0]
-        logits = value(source)
+        logits = fake(source)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and is_view(node, logits[:, :-1]):
             known = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
             apart = known and rows.shape[1] == logits.shape[2]
             # Infinite logits in unread rows would give NaNs in the gradient.
-            overflows = value(base(source, is_cast)).dtype == torch.float16
+            overflows = fake(base(source, is_cast)).dtype == torch.float16
             return (source, chain) if apart and not overflows else (None, ())
-        canon = normalize(node)
-        viewed = canon is not None and canon.op in ("view", "flatten")
-        if not viewed and not (target_name(node) in _COPIES and _copied(source, node)):
+        copied = kind(node) in ("casts", "copies") and _copied(source, node)
+        if not copied and kind(node) != "names":
             break
         node = source
     return None, ()
@@ -169,7 +158,7 @@ def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
 
 def _copied(source: Node, copy: Node) -> bool:
     """Does ``copy`` have the values of ``source``, without loss, on the same device?"""
-    before, after = value(source), value(copy)
+    before, after = fake(source), fake(copy)
     tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if not tensors or before.device != after.device or not before.is_floating_point():
         return False
@@ -181,12 +170,12 @@ def _replace(given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
     the last row of each sequence, if there is one, and what follows it."""
     node, put, classes = given.node, Put(given.node), given["target"]
     if chain:
-        rows = value(chain[0]).shape[:2]
+        rows = fake(chain[0]).shape[:2]
         padding = (0, 1), "constant", given["ignore_index"]
         classes = put(F.pad, put("view", classes, *rows), *padding)
     how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
     # Autocast casts the logits to float32, but nodes here are recorded without autocast.
-    found = _of_all_rows(put, logits, put("flatten", classes), value(node).dtype, how)
+    found = _of_all_rows(put, logits, put("flatten", classes), fake(node).dtype, how)
     if given["reduction"] == "none":
         found = put("view_as", found, classes)
         if chain:

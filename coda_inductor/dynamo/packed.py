@@ -36,11 +36,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
-from coda_inductor.dynamo.nodes import Put, erase
-from coda_inductor.graph.nodes import arguments, place
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import arguments, fake, place, plain
+from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
-from coda_inductor.matching import Hazards, bodies, normalize, plain, target_name, value
+from coda_inductor.matching import Hazards, bodies, erase, normalize
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 
 #: Products that may be split: linear layers, and those of experts (``experts``).
 _PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
-#: Ops that may be between a product and its halves.
-_BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
+#: Kinds of ops that may be between a product and its halves.
+_BETWEEN = ("names", "parts")
 
 
 def split_packed(graph: Graph, record: Record) -> None:
@@ -58,7 +59,7 @@ def split_packed(graph: Graph, record: Record) -> None:
     shares a tile counts."""
     plan = None
     for body in bodies(graph):
-        named = [n for n in body.graph.nodes if target_name(n) == "linear"]
+        named = [n for n in body.graph.nodes if op_name(n) == "linear"]
         products = [n for n in named if _product(n) and (_units(n) or _halves(n))]
         if products:
             plan = plan or _plan(graph, record)
@@ -67,16 +68,16 @@ def split_packed(graph: Graph, record: Record) -> None:
 
 def _plan(graph: Graph, record: Record) -> Plan:
     """The plan of the later aten graph, as far as the linear layers of this graph determine it."""
-    linears = [n for body in bodies(graph) for n in body.graph.nodes if target_name(n) == "linear"]
+    linears = [n for body in bodies(graph) for n in body.graph.nodes if op_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
-    training = any(value(node).requires_grad for node in linears)
+    training = any(fake(node).requires_grad for node in linears)
     times = 3 if training else 1  # two more products for the gradients of a layer's factors
     return record.plan.of_products(pairs * times, training=training)
 
 
 def _product(node: Node) -> bool:
     """Is ``node`` a product of matrices (..., 2F)?"""
-    if target_name(node) not in _PRODUCTS or not (known := plain(node)) or not known[0].dim():
+    if op_name(node) not in _PRODUCTS or not (known := plain(node)) or not known[0].dim():
         return False
     width = known[0].shape[-1]
     return isinstance(width, int) and width > 0 and width % 2 == 0
@@ -95,13 +96,13 @@ def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
 
 def _layer(node: Node) -> tuple[Any, ...]:
     """The input, weight and bias of a linear layer."""
-    return tuple(arguments(node).values())
+    return tuple(arguments(node)[name] for name in ("input", "weight", "bias"))
 
 
 def _halves(product: Node) -> dict[Node, int]:
     """Nodes that select the lower (0) or the upper (1) half of the columns of ``product``; empty
     unless both are selected."""
-    half = value(product).shape[-1] // 2
+    half = fake(product).shape[-1] // 2
     ends = {(0, half, 1): 0, (half, None, 1): 1}
     found = {n: ends[own] for n, own in _columns(product).items() if own in ends}
     return found if len(set(found.values())) == 2 else {}
@@ -109,9 +110,9 @@ def _halves(product: Node) -> dict[Node, int]:
 
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
     """Nodes that select columns of ``product``, each with start, stop and step."""
-    gets = [n for n in _near(product) if target_name(n) == "getitem"]
-    canons = [(n, canon) for n in gets if (canon := normalize(n)) and canon.op == "columns"]
-    return {node: canon.args[1:] for node, canon in canons if canon.args[0] is product}
+    near = _near(product)
+    calls = [call for n in near if (call := normalize(n)) and call.op == "columns"]
+    return {c.node: (c["start"], c["stop"], c["step"]) for c in calls if c["input"] is product}
 
 
 def cut_in_halves(product: Node) -> dict[Node, int]:
@@ -127,20 +128,20 @@ def cut_in_columns(product: Node) -> dict[Node, slice]:
 
 def _of_all(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
     """``parts``, if nothing else of ``product`` is read except its size; else empty."""
-    others = [n for n in _near(product) if n not in parts and target_name(n) != "size"]
-    return parts if all(n.users and target_name(n) in _BETWEEN for n in others) else {}
+    others = [n for n in _near(product) if n not in parts and op_name(n) != "size"]
+    return parts if all(n.users and kind(n) in _BETWEEN for n in others) else {}
 
 
 def _near(product: Node) -> list[Node]:
     """The readers of ``product``, or of views and splits of it."""
-    views, users = readers(product, lambda n: target_name(n) in _BETWEEN)
+    views, users = readers(product, lambda n: kind(n) in _BETWEEN)
     return [*views[1:], *users]
 
 
 def _units(product: Node) -> list[Node]:
     """The gated linear units of the columns of ``product``."""
-    units = [node for node in product.users if target_name(node) == "glu"]
-    last = (-1, value(product).dim() - 1)
+    units = [node for node in product.users if op_name(node) == "glu"]
+    last = (-1, fake(product).dim() - 1)
     return [node for node in units if arguments(node)["dim"] in last]
 
 
@@ -163,13 +164,13 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
     """May ``product`` be split, and does that pay?"""
     pair = _operands(product)
-    if pair is None or value(product).dtype not in FLOATS:
+    if pair is None or fake(product).dtype not in FLOATS:
         return False
     if not same(pair[1].stride(0), 1) or not _meet(halves) or not _of_all(product, halves):
         return False
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
-    training = value(product).requires_grad and value(_layer(product)[1]).requires_grad
+    training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
     why = plan.takes(*pair) or plan.split_loses(pair[0], training)
     if why is not None:
         record.refuse("packed projection", place(product), why)
@@ -188,8 +189,8 @@ def _behind(node: Node) -> list[Node]:
 
 def _elementwise(node: Node) -> bool:
     """Is the aten op with its normalized name elementwise?"""
-    canon = normalize(node)
-    name = target_name(node) if canon is None else canon.op
+    call = normalize(node)
+    name = op_name(node) if call is None else call.op
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
     return name == "cast" or any(torch.Tag.pointwise in op.tags for op in overloads)
@@ -197,7 +198,7 @@ def _elementwise(node: Node) -> bool:
 
 def _split(product: Node) -> list[Node]:
     """The products with the halves of its weight, inserted before ``product``."""
-    put, dtype = Put(product), value(product).dtype
+    put, dtype = Put(product), fake(product).dtype
     # Cast once, where autocast would cast each half.
     x, *factors = (put.cast(node, dtype) for node in _layer(product) if node is not None)
     pairs = [_chunk(put, node, 0) for node in factors]
@@ -211,9 +212,9 @@ def _chunk(put: Put, node: Node, dim: int) -> list[Node]:
 
 def _expand(product: Node, unit: Node) -> None:
     """Write out a gated linear unit, unless the result would have another layout."""
-    with value(product).fake_mode:
-        lower, upper = value(product).chunk(2, -1)
-        if not same((lower * torch.sigmoid(upper)).stride(), value(unit).stride()):
+    with fake(product).fake_mode:
+        lower, upper = fake(product).chunk(2, -1)
+        if not same((lower * torch.sigmoid(upper)).stride(), fake(unit).stride()):
             return
     put = Put(unit)
     gate = _chunk(put, product, -1)

@@ -29,12 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK as MOST
 from coda_inductor.graph.gemms import LOW_RANK_RATIO
-from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.nodes import arguments, fake, plain
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, plain, target_name, value
+from coda_inductor.matching import Hazards, bodies
 from coda_inductor.record import Record
 
 #: The least number of rows of x: reading fewer is faster than starting a kernel.
@@ -46,9 +47,9 @@ def share_inputs(graph: Graph, _record: Record) -> None:
     for body in bodies(graph):
         found: dict[object, list[Node]] = defaultdict(list)
         for node in body.graph.nodes:
-            if target_name(node) == "linear" and _small(node):
-                weight = value(arguments(node)["weight"])
-                alike = weight.dtype, weight.device, value(node).dtype
+            if op_name(node) == "linear" and _small(node):
+                weight = fake(arguments(node)["weight"])
+                alike = weight.dtype, weight.device, fake(node).dtype
                 found[arguments(node)["input"], alike].append(node)
         groups = [nodes for nodes in found.values() if len(nodes) > 1 and _fit(nodes)]
         hazards = Hazards(body.graph) if groups else None
@@ -59,19 +60,20 @@ def share_inputs(graph: Graph, _record: Record) -> None:
 
 def _small(node: Node) -> bool:
     """Is ``node`` a low-rank layer whose weight is a graph input?"""
-    x, weight, bias = arguments(node).values()
+    layer = arguments(node)
+    x, weight = layer["input"], layer["weight"]
     known = plain(weight, x, node)
-    if bias is not None or weight.op not in ("placeholder", "get_attr"):
+    if layer["bias"] is not None or weight.op not in ("placeholder", "get_attr"):
         return False
     if known is None or known[0].dim() != 2:
         return False
     rank, width = map(hint, known[0].shape)
-    return rank > 0 and hint(value(x).numel()) >= LEAST * width and LOW_RANK_RATIO * rank <= width
+    return rank > 0 and hint(fake(x).numel()) >= LEAST * width and LOW_RANK_RATIO * rank <= width
 
 
 def _fit(nodes: list[Node]) -> bool:
     """Are all of ``nodes`` together of low rank?"""
-    weights = [value(arguments(node)["weight"]) for node in nodes]
+    weights = [fake(arguments(node)["weight"]) for node in nodes]
     rank, width = sum(hint(w.shape[0]) for w in weights), hint(weights[0].shape[1])
     return rank <= MOST and LOW_RANK_RATIO * rank <= width
 
@@ -81,7 +83,7 @@ def _merge(nodes: list[Node]) -> None:
     put = Put(nodes[0])
     weights = [arguments(node)["weight"] for node in nodes]
     product = put(F.linear, arguments(nodes[0])["input"], put(torch.cat, weights))
-    cut = put(torch.split, product, [value(w).shape[0] for w in weights], -1)
+    cut = put(torch.split, product, [fake(w).shape[0] for w in weights], -1)
     parts = [put(getitem, cut, i) for i in range(len(nodes))]
     for node, part in zip(nodes, parts, strict=True):
         node.replace_all_uses_with(part)

@@ -15,29 +15,25 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.read import Call, called, read, target_name
+from coda_inductor.graph.nodes import fake, is_cast
+from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, only_reader
-from coda_inductor.matching import is_cast, value
-
-#: Ops that only rename the same numbers, or cast them.
-_NAMES = ("view", "reshape", "flatten", "contiguous", "to", "long", "int", "float", "type",
-          "detach", "bfloat16", "half", "type_as", "unsqueeze", "squeeze")  # fmt: skip
 
 
 def _name(node: Node) -> bool:
-    if target_name(node) == "getitem" and isinstance(node.args[0], Node):  # w[:, None]
-        index = node.args[1]
-        whole = (slice(None), None, Ellipsis)
+    """Does ``node`` only rename the same numbers, or cast them?"""
+    if (call := called(node, "getitem")) is not None:  # w[:, None]
+        index, whole = call["index"], (slice(None), None, Ellipsis)
         return isinstance(index, tuple) and all(any(i is w or i == w for w in whole) for i in index)
-    return target_name(node) in _NAMES
+    return kind(node) in ("names", "copies", "casts", "detaches")
 
 
 def _passes(node: Node) -> bool:
     """``_name`` for numbers with a gradient: it passes the gradient on, and truncates nothing."""
-    if not _name(node) or target_name(node) == "detach":
+    if not _name(node) or kind(node) == "detaches":
         return False
-    return all(value(n).is_floating_point() for n in (node, node.args[0]))
+    return all(fake(n).is_floating_point() for n in (node, node.all_input_nodes[0]))
 
 
 @dataclass
@@ -56,7 +52,7 @@ class Pairs:
         """The pairs for which ``index`` is the token of each: ``perm // top_k``."""
         perm, top_k = tokens(index)
         ids = _sorted(perm)
-        known = value(ids)
+        known = fake(ids)
         if ids is None or known is None or known.dim() != 1 or known.is_floating_point():
             return None
         return Pairs(ids, perm, top_k)
@@ -71,7 +67,7 @@ class Pairs:
         edges = counts["bins"], counts["min"], counts["max"]
         fits = edges in ((experts, 0, experts - 1), (experts, 0, experts))
         own = self.are_ids(base(counts["input"], _name))
-        return fits and own and value(offs).dtype == torch.int32
+        return fits and own and fake(offs).dtype == torch.int32
 
     def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
         """Is ``node`` the expert of each pair; ``in_order``: sorted by expert?"""
@@ -100,7 +96,7 @@ class Pairs:
         """(A matrix, an index) if ``node`` holds, for each sorted pair, the matrix's row of its
         expert; rows of no expert may hold anything."""
         call = called(node, "getitem")
-        if call is None or value(call["input"]).dim() != 2:
+        if call is None or fake(call["input"]).dim() != 2:
             return None
         index = base(call["index"], lambda n: _name(n) or self.clamps(n))
         return (call["input"], call["index"]) if self.are_ids(index, in_order=True) else None
@@ -110,12 +106,15 @@ class Pairs:
         node = base(node, _name)
         if (call := called(node, "argsort")) is not None:
             return base(call["input"], _name) is self.perm
-        writes = [u for u in node.users if target_name(u) in ("setitem", "index_put_", "scatter_")]
+        writes = [u for u in node.users if op_name(u) in ("setitem", "index_put_", "scatter_")]
         made = called(node, "empty_like", "zeros_like", "empty", "zeros")
-        if made is None or [*map(target_name, writes)] != ["setitem"]:
+        if made is None or [*map(op_name, writes)] != ["setitem"]:
             return False
-        _, index, count = writes[0].args
-        return self.is_perm(index) and target_name(count) == "arange" and len(count.args) == 1
+        call = called(writes[0], "setitem")
+        counts = None if call is None else called(call["value"], "arange")
+        if call is None or counts is None or not self.is_perm(call["index"]):
+            return False
+        return counts.get("start") in (None, 0) and counts.get("step") in (None, 1)
 
     def is_perm(self, node: Any) -> bool:
         """Is ``node`` the permutation, in any dtype?"""
@@ -125,11 +124,11 @@ class Pairs:
 def tokens(index: Any) -> tuple[Any, int]:
     """(perm, top_k) if ``index`` is ``perm // top_k``, maybe repeated along rows (:func:`by_row`);
     else itself and 1."""
-    index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
-    call = called(index, "floordiv", "floor_divide", "div")
+    index = base(index, lambda n: _name(n) or op_name(n) in ("expand", "expand_as"))
+    call = called(index, "floor_divide", "div")
     if call is None:
         return index, 1
-    left, right = list(call.args.values())[:2]
+    left, right = call["input"], call["other"]
     whole = isinstance(right, int) and not isinstance(right, bool)
     if not whole or (call.op == "div" and call.get("rounding_mode") != "floor"):
         return index, 1
@@ -138,8 +137,8 @@ def tokens(index: Any) -> tuple[Any, int]:
 
 def by_row(index: Node, rows: Node) -> bool:
     """Does ``index`` have one number per row of ``rows`` (M, d): is it (M,), or that repeated?"""
-    known = value(index)
-    return known.dim() == 1 or (same(known.shape, value(rows).shape) and known.stride(1) == 0)
+    known = fake(index)
+    return known.dim() == 1 or (same(known.shape, fake(rows).shape) and known.stride(1) == 0)
 
 
 def _index(call: Call) -> Any:
@@ -182,15 +181,15 @@ class Sum:
         self.bias: Node | None = None
         self.back = False  # in the order of tokens
         self.emptied = self.done = False
-        self.dtype = value(product).dtype
+        self.dtype = fake(product).dtype
 
     def follow(self) -> bool:
         """Walk down to the result; False if there is none."""
         while not self.done:
             if not self._step(only_reader(self.node)):
                 return False
-        dtype, rounded = value(self.node).dtype, only_reader(self.node)
-        if is_cast(rounded) and value(rounded).dtype == self.dtype != dtype:
+        dtype, rounded = fake(self.node).dtype, only_reader(self.node)
+        if is_cast(rounded) and fake(rounded).dtype == self.dtype != dtype:
             self.node = rounded  # summed in float32, then rounded
             return True
         return torch.promote_types(dtype, self.dtype) == dtype
@@ -201,7 +200,7 @@ class Sum:
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
-        known = empties or is_cast(user) or (_passes(user) and self.back and value(user).dim() == 3)
+        known = empties or is_cast(user) or (_passes(user) and self.back and fake(user).dim() == 3)
         if not known and (takes is None or not takes(call)):
             return False
         self.emptied = self.emptied or empties
@@ -228,7 +227,7 @@ class Sum:
     def _weights(self, node: Node) -> Node | None:
         """The weights of pairs in the order of tokens; ``node`` (M, 1) or (T, top_k, 1) has them in
         the current order."""
-        known = value(node)
+        known = fake(node)
         if known is None or not same(known.shape[-1], 1):
             return None
         node = base(node, _passes)
@@ -236,12 +235,12 @@ class Sum:
             call = called(node, "getitem")
             if call is None or not self.pairs.is_perm(_index(call)):
                 return None
-            return call["input"] if value(call["input"]).dim() == 1 else None
+            return call["input"] if fake(call["input"]).dim() == 1 else None
         return node if self._of_pairs(node) else None
 
     def _of_pairs(self, node: Node) -> bool:
         """Is ``node`` (M,) or (T, top_k)?"""
-        known = value(node)
+        known = fake(node)
         return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
 
     def _getitem(self, call: Call) -> bool:
@@ -252,12 +251,17 @@ class Sum:
 
     def _setitem(self, call: Call) -> bool:
         """rows[perm] = y, where rows were zeros."""
-        rows, index, y = call.node.args
+        rows, index = call["input"], call["index"]
         users = [u for u in rows.users if u is not call.node]
-        zeros = target_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
-        if self.back or y is not self.node or not zeros or not self.pairs.is_perm(index):
+        zeros = op_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
+        if self.back or call["value"] is not self.node or not zeros:
             return False
-        if len(users) != 1 or not call.node < users[0] or not _passes(users[0]):
+        if (
+            not self.pairs.is_perm(index)
+            or len(users) != 1
+            or not call.node < users[0]
+            or not _passes(users[0])
+        ):
             return False
         self.node, self.back = users[0], True
         return True
@@ -265,27 +269,29 @@ class Sum:
     def _sum(self, call: Call) -> bool:
         dims = call.get("dim")
         dims = [dims] if isinstance(dims, int) else list(dims or ())
-        x = value(self.node)
+        x = fake(self.node)
         fits = self.back and x.dim() == 3 and same(x.shape[1], self.pairs.top_k)
         self.done = fits and dims in ([1], [-2]) and not call.get("keepdim")
         return self.done
 
     def _scatter_add(self, call: Call) -> bool:
         """Rows added to the row of their token."""
-        onto, dim, index, rows = list(call.args.values())[:4]
-        plain = call.get("alpha") in (None, 1) and dim in (0, -2) and rows is self.node
-        if self.back or not plain or not by_row(index, rows):
+        onto, index = call["input"], call["index"]
+        plain = call.get("alpha") in (None, 1) and call["dim"] in (0, -2)
+        if self.back or not plain or call["source"] is not self.node:
+            return False
+        if not by_row(index, self.node):
             return False
         if tokens(index) != (self.pairs.perm, self.pairs.top_k):
             return False
-        zeros = target_name(onto) in ("zeros", "zeros_like", "new_zeros") and len(onto.users) == 1
+        zeros = op_name(onto) in ("zeros", "zeros_like", "new_zeros") and len(onto.users) == 1
         self.onto, self.done = None if zeros else onto, True
         return True
 
     def _bmm(self, call: Call) -> bool:
         """Weights (T, 1, top_k) times rows (T, top_k, d)."""
         w = call["input"]
-        known = value(w)
+        known = fake(w)
         if self.weights is not None or not self.back or call["mat2"] is not self.node:
             return False
         if known.dim() != 3 or not same(known.shape[1:], (1, self.pairs.top_k)):

@@ -29,11 +29,10 @@ from coda_inductor.compat import (
 )
 from coda_inductor.errors import ExplainError
 from coda_inductor.options import Options
-from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import GraphReport
 from coda_inductor.select.device import Gpu
-from coda_inductor.tracing import Traced, trace
+from coda_inductor.tracing import Traced, dry_run, trace
 
 
 @dataclass
@@ -60,12 +59,11 @@ class _Backend:
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stock = trace(gm, inputs)
         record = Record(self.options, f"graph {len(self.found)}", dry=True, **self.how)
-        around = on_dynamo(gm, record)
-        ours = trace(gm, inputs, lambda graph: on_aten(graph, record))
+        ours = dry_run(gm, inputs, record)
         self.found.append(Captured(stock, ours, record.report))
         if self.stop:
             raise _Enough
-        return around(gm.forward)
+        return ours.around(gm.forward)
 
 
 def capture(

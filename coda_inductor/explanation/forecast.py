@@ -133,9 +133,8 @@ def _mask(node: Node) -> bool:
 
 
 def _attention_us(node: Node, gpu: Gpu) -> float:
-    backward = "backward" in str(node.target)
-    first = int(backward and "flex" not in str(node.target))  # after the result's gradient
-    q, k = node.args[first : first + 2]
+    backward, given = "backward" in str(node.target), arguments(node)
+    q, k = (given[name] for name in (("query", "key") if "query" in given else ("input", "index")))
     *batch, rows, width = map(hint, fake(q).shape)
     work = 4.0 * math.prod(batch) * rows * hint(fake(k).shape[-2]) * width
     work *= (_BACKWARD if backward else 1) * (_MASKED if _mask(node) else 0.5)  # half of it causal

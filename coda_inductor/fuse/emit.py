@@ -22,7 +22,8 @@ from torch.fx import Node
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import Put, replace_parts, settle
-from coda_inductor.graph.nodes import VIEWS, arguments, aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import base
@@ -170,7 +171,7 @@ def _sizes(node: Node, region: Region) -> list[Any]:
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     for view in region.values:
-        makes_shape = view.target in VIEWS and same(fake(view).shape, shape)
+        makes_shape = op_name(view) == "view" and same(fake(view).shape, shape)
         if makes_shape:
             return list(arguments(view)["size"])
     text = f"no view in the region makes the symbolic shape {tuple(shape)}"

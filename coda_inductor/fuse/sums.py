@@ -24,8 +24,8 @@ from coda_inductor.fuse.region import Region, in_place
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import (
     Legal,
+    addends,
     gemm_inputs,
-    is_sum,
     producer,
     routes_of,
     terms,
@@ -45,7 +45,7 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
         if node.op != "call_function":
             break
         if not renames_or_casts(node):
-            found = terms(node) if is_sum(node) else None
+            found = terms(node) if addends(node) else None
             if found is None:
                 break
             ordered = tuple(sorted(found))

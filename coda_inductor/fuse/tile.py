@@ -18,15 +18,16 @@ from coda_inductor.graph.gemms import (
     bias_of_groups,
     producer,
     scales_of,
+    unscaled,
 )
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
-    called,
     constant,
     fake,
     renames_or_casts,
     told,
+    words_for,
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -66,8 +67,7 @@ class Tile:
         for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
             if operand is None:
                 continue
-            plain = all(value == 1 for value in node.kwargs.values())
-            if not plain or self._check(operand, shape) is not None:
+            if not unscaled(node) or self._check(operand, shape) is not None:
                 return refuse("bias-form", "its bias, scales or alpha/beta are not supported")
             self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
             through = base if operand in scales else source  # unfused, it takes float32
@@ -79,20 +79,20 @@ class Tile:
         """Why ``node`` is not an op on the tile, or None."""
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
-            text = f"{called(node)} is not elementwise"
+            text = f"{words_for(node)} is not elementwise"
             if str(node.target).startswith("coda_inductor.gemm_epilogue"):
                 text = "the epilogue of the next fused GEMM reads it"
             return refuse("not-on-tile", text)
         if node.target is aten.permute.default:
             return refuse("no-neighbours", "it transposes the tile")
         if operands.wider(node, self.anchor):
-            text = f"{called(node)} is computed in float64, its GEMM is not"
+            text = f"{words_for(node)} is computed in float64, its GEMM is not"
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
-            return refuse("not-on-tile", f"{called(node)} changes the tile's shape")
+            return refuse("not-on-tile", f"{words_for(node)} changes the tile's shape")
         known = node.target in LOWERINGS or node.target is rotate_heads
         if not known and not renames_or_casts(node):
-            text = f"{called(node)} is not in the epilogue vocabulary"
+            text = f"{words_for(node)} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         return None
 
@@ -126,25 +126,25 @@ class Tile:
         if node.target is rotate_heads:
             return self._of_heads(node, pull)
         lowering, full = LOWERINGS.get(node.target), fake(node).shape
-        inputs = [*node.args, *node.kwargs.values()]
-        for arg in inputs:
-            if isinstance(arg, Node) and self._value(arg) is None:
+        for arg in node.all_input_nodes:
+            if self._value(arg) is None:
                 yield self._pull(arg, node)
         self.origin = str(node.target)
         if lowering is None:
-            value = self._value(inputs[0])
+            value = self._value(node.all_input_nodes[0])
             if value is None:
-                return refuse("not-on-tile", f"{called(node)} is not elementwise")
+                return refuse("not-on-tile", f"{words_for(node)} is not elementwise")
             self._note(node, value, pull)
             return None
-        reason = next((why for a in inputs if (why := self._check(a, full))), None)
+        given = arguments(node)
+        reason = next((why for a in given.values() if (why := self._check(a, full))), None)
         if reason is not None:
             return reason
-        args = [self._argument(node, i, a, full) for i, a in enumerate(node.args)]
-        kwargs = {k: self._operand(a, full) for k, a in node.kwargs.items()}
-        result = lowering(self._emit, *args, **kwargs)
+        args = [self._argument(node, name, a, full) for name, a in given.items()]
+        result = lowering(self._emit, *args)
         if result is None:
-            text = f"{called(node)} with {node.args[1:]} is not in the epilogue vocabulary"
+            others = tuple(item for name, item in given.items() if name != "input")
+            text = f"{words_for(node)} with {others} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         if fake(node).dtype == torch.bool and not self.region.is_truth(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
@@ -217,11 +217,12 @@ class Tile:
         (self.region.pulled if pull else self.region.values)[node] = value
 
     def _reduction(self, node: Node) -> Refusal | None:
-        axis_text = f"{called(node)} does not reduce one row or column of the tile"
+        axis_text = f"{words_for(node)} does not reduce one row or column of the tile"
         (source,) = node.all_input_nodes
         dims = arguments(node).get("dim", [-1])
         value = self.region.values.get(source)
-        if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
+        cast = arguments(node).get("dtype") is not None
+        if value is None or not isinstance(dims, (list, tuple)) or cast:
             return refuse("not-on-tile", axis_text)
         rank = fake(source).dim()
         reduced = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
@@ -229,7 +230,7 @@ class Tile:
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
             return refuse("not-on-tile", axis_text)
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
-            text = f"{called(node)} is not a reduction of floating values"
+            text = f"{words_for(node)} is not a reduction of floating values"
             return refuse("not-on-tile", text)
         if self.region.heads is not None:
             return heads.UNREDUCED
@@ -271,13 +272,13 @@ class Tile:
             self.beside
         )
 
-    def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:
+    def _argument(self, node: Node, name: str, arg: Any, full: tuple) -> Any:
         """``arg`` as the op needs it: aten converts between bools and numbers, programs do not."""
         value = self._operand(arg, full)
         if not isinstance(arg, Node) or not isinstance(value, str):
             return value
         logical = node.target in LOGICAL
-        wants_bool = logical or (node.target is aten.where.self and position == 0)
+        wants_bool = logical or name == "condition"
         is_bool = fake(arg).dtype == torch.bool
         if is_bool and not wants_bool:
             return self._emit("where", value, 1.0, 0.0)

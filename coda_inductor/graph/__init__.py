@@ -8,7 +8,7 @@ sizes      sizes that may be symbolic
 vocabulary which ops an epilogue computes, and as which steps of a program
 gemms      what a GEMM is: its operands, sums of GEMMs, which GEMM computes a tensor
 sides      forward or backward
-edit       put nodes in, take them out
+edit       put nodes in, run and erase calls
 splice     insert the ops of a function
 snapshots  restore a graph
 collectives  what follows a collective

@@ -7,7 +7,6 @@ Tracing through DTensor gives local tensors and torch's functional collectives: 
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch.fx import Node
@@ -19,16 +18,14 @@ from coda_inductor.compat import (
     reduce_scatter_tensor,
     wait_tensor,
 )
-from coda_inductor.graph.nodes import aten, renames_or_casts
+from coda_inductor.graph.nodes import renames_or_casts
+from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.walk import base
 from coda_inductor.refusal import Refusal, refuse
 
 #: Collectives whose result is a sum over ranks if their second argument says so.
 SUMS = (all_reduce, reduce_scatter_tensor)
 COLLECTIVES = (*SUMS, all_gather_into_tensor)
-#: Ops that move elements and compute nothing: DTensor puts them around a collective whose dimension
-#: is not the first.
-_MOVES = (aten.split.Tensor, aten.cat.default, aten.permute.default, aten.clone.default)
 _FAR = 64
 
 
@@ -38,11 +35,12 @@ def is_wait(node: Any) -> bool:
 
 
 def moves(node: Any) -> bool:
-    """Does ``node`` only move or rename elements, or wait for them?"""
-    if not isinstance(node, Node):
-        return False
-    picks = node.target is operator.getitem and node.all_input_nodes[0].target is aten.split.Tensor
-    return picks or node.target in _MOVES or is_wait(node) or renames_or_casts(node)
+    """Does ``node`` only move or rename elements, or wait for them? DTensor moves them around a
+    collective whose dimension is not the first."""
+    if op_name(node) == "getitem":
+        node = node.all_input_nodes[0]
+    moved = kind(node) in ("turns", "parts", "joins", "copies")
+    return moved or is_wait(node) or renames_or_casts(node)
 
 
 def ahead(node: Node) -> Node | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Insert nodes into aten graphs and remove them, in order and with meta."""
+"""Insert nodes into graphs and remove them, in order and with meta."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, symbolic_trace
 from torch.fx.node import map_arg
 
-from coda_inductor.compat import storage, tree_leaves
-from coda_inductor.graph.nodes import arguments, aten, erased, fake, prims
+from coda_inductor.compat import enable_python_dispatcher, storage, tree_leaves
+from coda_inductor.graph.nodes import DYNAMO, arguments, aten, erased, fake, prims
 from coda_inductor.graph.walk import closure
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
@@ -28,11 +28,22 @@ def put_into(graph: Graph) -> list[Node]:
     return vars(graph).setdefault("coda_put", [])
 
 
+def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a function, or of the method of that name, for values."""
+    if isinstance(target, str):
+        tensor, *args = args
+        target = getattr(tensor, target)
+    return target(*args, **kwargs)
+
+
 def computed(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
     """What a call of ``target`` returns for the recorded values of its arguments."""
-    mode = fake_mode(args) or fake_mode((like,))
-    with contextlib.nullcontext() if mode is None else mode:
-        return getattr(target, "fake", target)(*map_arg(args, fake), **map_arg(kwargs, fake))
+    mode = fake_mode(args) or fake_mode((like,)) or contextlib.nullcontext()
+    # As Dynamo does: in C++, torch 2.11's matmul asks for numbers where sizes are symbolic.
+    dispatcher = enable_python_dispatcher if DYNAMO in like.meta else contextlib.nullcontext
+    with mode, dispatcher():
+        target = getattr(target, "fake", target)
+        return run(target, map_arg(args, fake), map_arg(kwargs, fake))
 
 
 def fake_mode(args: Sequence[Any]) -> Any:
@@ -45,27 +56,34 @@ def fake_mode(args: Sequence[Any]) -> Any:
 
 
 class Put:
-    """Puts calls in front of ``like``, or of another node, ``before``, with the meta of ``like``.
-    ``pattern``, a name and an occurrence, counts as fired when an epilogue absorbs one of them."""
+    """Puts calls in front of ``like``, or of another node, ``before``, with the meta of ``like``
+    and in the dialect of its graph. ``pattern``, a name and an occurrence, counts as fired when an
+    epilogue absorbs one of them."""
 
     def __init__(
         self, like: Node, before: Node | None = None, *, pattern: tuple[str, str] | None = None
     ):
         self.like, self.before, self.pattern = like, before or like, pattern
+        self.on_dynamo = DYNAMO in like.meta
 
-    def __call__(self, target: Any, *args: Any) -> Node:
-        """A call of ``target``, with meta for the partitioner and the source line.
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call of a function, or of the method of that name, with meta for the partitioner and
+        the source line.
 
         A reshape that copies nothing becomes a view, because the partitioner does not know
         reshapes: it would save a tensor and its view as two, and let the backward pass overwrite
         one while the other is still needed (seen in GPT-2 on a CPU, torch 2.13).
         """
-        graph = self.like.graph
+        graph, recorded = self.like.graph, computed(target, args, kwargs, like=self.like)
         with graph.inserting_before(self.before):
-            node = graph.call_function(target, args)
+            make = graph.call_method if isinstance(target, str) else graph.call_function
+            node = make(target, args, kwargs)
+        if self.on_dynamo:
+            node.meta = {**self.like.meta, DYNAMO: recorded}
+            return node
         put_into(graph).append(node)
         node.meta = {key: self.like.meta[key] for key in KEPT_META if key in self.like.meta}
-        node.meta["val"] = computed(target, args, {}, like=self.like)
+        node.meta["val"] = recorded
         if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
             node.target = aten.view.default
         if self.pattern is not None:
@@ -102,7 +120,19 @@ class Put:
         """``node`` in ``dtype``; itself if that is its dtype."""
         if fake(node).dtype == dtype:
             return node
+        if self.on_dynamo:
+            return self("to", node, dtype)
         return self(prims.convert_element_type.default, node, dtype)
+
+    def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
+        """The nodes that ``function``, plain torch code, returns for ``source``."""
+        made: dict[Node, Node] = {}
+        for step in symbolic_trace(function).graph.nodes:
+            args, kwargs = map_arg((step.args, step.kwargs), made.__getitem__)
+            if step.op == "output":
+                return args[0]
+            made[step] = source if step.op == "placeholder" else self(step.target, *args, **kwargs)
+        raise AssertionError("a traced function has an output")
 
     def sizes(self, node: Node) -> list[Any]:
         """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""

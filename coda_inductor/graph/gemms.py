@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,6 +24,15 @@ GEMMS = (*DENSE, grouped_mm)
 #: The products in a traced graph, before a pass raises scaled ones.
 TRACED = (*GEMMS, aten_scaled_mm)
 
+#: What schemas call A and B.
+_FACTORS = {
+    aten.mm.default: ("input", "mat2"),
+    aten.addmm.default: ("mat1", "mat2"),
+    aten.bmm.default: ("input", "mat2"),
+    aten_scaled_mm: ("input", "mat2"),
+    **dict.fromkeys((scaled_mm, grouped_mm), ("a", "b")),
+}
+
 #: Meta key of a scaled product that computes a weight gradient; its factors do not show that.
 WEIGHT_GRADIENT = "coda_weight_gradient"
 
@@ -37,8 +47,9 @@ Legal = Callable[[Node], Refusal | None]
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
     """(A, B) of a GEMM's node. For a grouped one, B is (E, K, N), and rows may be gathered from A:
     M and N are those of the node itself."""
-    first = 1 if gemm.target is aten.addmm.default else 0
-    return gemm.args[first], gemm.args[first + 1]
+    given = arguments(gemm)
+    left, right = _FACTORS[gemm.target]
+    return given[left], given[right]
 
 
 def low_rank(gemm: Node) -> bool:
@@ -87,15 +98,26 @@ def bias_of(gemm: Node) -> Node | None:
 def plain_bias(gemm: Node) -> bool:
     """Does ``gemm`` add one value per column, unscaled?"""
     bias = bias_of(gemm)
-    return bias is not None and not gemm.kwargs and fake(bias).dim() == 1
+    return bias is not None and unscaled(gemm) and fake(bias).dim() == 1
 
 
-def is_sum(node: Node) -> bool:
-    """Is ``node`` a sum of two tensors of one shape, without broadcasting?"""
-    if node.target is not aten.add.Tensor or node.kwargs or len({*node.args}) < 2:
-        return False
-    tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
-    return len(tensors) == 2 and all(same(x.numel(), fake(node).numel()) for x in tensors)
+def unscaled(gemm: Node) -> bool:
+    """Does ``gemm`` multiply neither its product nor what it adds by a number?"""
+    given = arguments(gemm)
+    return given.get("alpha", 1) == given.get("beta", 1) == 1
+
+
+def addends(node: Any) -> list[Node]:
+    """The two tensors of one shape that ``node`` is the sum of, without broadcasting; empty if it
+    is none."""
+    if not isinstance(node, Node) or node.target is not aten.add.Tensor:
+        return []
+    given = arguments(node)
+    both = [given["input"], given["other"]]
+    plain = given["alpha"] == 1 and both[0] is not both[1]
+    if not plain or not all(isinstance(fake(x), torch.Tensor) for x in both):
+        return []
+    return both if all(same(fake(x).numel(), fake(node).numel()) for x in both) else []
 
 
 def terms(node: Node) -> list[Node] | None:
@@ -111,8 +133,8 @@ def terms(node: Node) -> list[Node] | None:
             found.append(top)
         elif renames(top) or (is_cast(top) and fake(top).dtype != torch.float64):
             todo.append(top.all_input_nodes[0])
-        elif is_sum(top):
-            todo += top.args
+        elif parts := addends(top):
+            todo += parts
         else:
             return None
     return found

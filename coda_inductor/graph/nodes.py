@@ -10,40 +10,51 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.compat import schema, to_copy, unsafe_view, unset_fake_temporarily
-from coda_inductor.graph.read import read
+from coda_inductor.compat import schema, storage, unset_fake_temporarily
+from coda_inductor.graph.read import kind, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: Ops that only rename a value: same memory, same elements in the same order. Not clones: their
-#: purpose is new memory.
-ALIASES = frozenset(
-    {
-        aten.view.default, aten.reshape.default, unsafe_view, aten.alias.default,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default,
-    }
-)  # fmt: skip
-
 #: A part of an op's name -> what people call the op; the first one counts.
-_CALLED = {
+_WORDS = {
     "attention_backward": "the gradient of attention", "attention": "attention",
     "gemm_epilogue": "a fused GEMM", "grouped_mm": "a product of experts", "bmm": "a product",
     "addmm": "a product", "mm": "a product", "view": "a reshape", "reshape": "a reshape",
     "permute": "a transpose", "transpose": "a transpose", "rotary": "a rotary embedding",
     "rotate": "a rotary embedding", "clone": "a copy", "convert_element_type": "a cast",
 }  # fmt: skip
-_CASTS = (prims.convert_element_type.default, to_copy)
-#: Views with explicit sizes, of row-major tensors.
-VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
+#: Kinds of ops whose results have the same elements in the same order.
+_NAMES = ("names", "detaches")
+#: Meta key of the value that Dynamo records; AOTAutograd's is "val".
+DYNAMO = "example_value"
 
 
 def fake(node: Any) -> Any:
-    """The fake value that AOTAutograd recorded for a node; anything else passes through. Nodes of
-    Dynamo's graphs keep theirs under another key: see :func:`coda_inductor.matching.value`."""
-    return node.meta.get("val") if isinstance(node, Node) else node
+    """The fake value that Dynamo or AOTAutograd recorded for a node; None if neither did. Anything
+    else passes through."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta[DYNAMO] if DYNAMO in node.meta else node.meta.get("val")
+
+
+def plain(*nodes: Any) -> list[Any] | None:
+    """The values of ``nodes``, if all of them are recorded and plain tensors; else None."""
+    known = [fake(node) for node in nodes]
+    return known if all(hasattr(each, "fake_mode") for each in known) else None
+
+
+def is_view(node: Node, tensor: Any) -> bool:
+    """Does ``node``, in any spelling, have exactly the elements of ``tensor``: the same memory,
+    sizes and strides?"""
+    both = fake(node), tensor
+    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in both):
+        return False
+    one, other = ((*t.shape, *t.stride(), t.storage_offset()) for t in both)
+    alike = storage(both[0]) == storage(tensor) and both[0].dtype == tensor.dtype
+    return alike and same(one, other)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -91,17 +102,17 @@ def place(node: Node) -> str:
     return module_path(node) or node.name
 
 
-def called(node: Node) -> str:
+def words_for(node: Node) -> str:
     """What ``node`` does, for people: "attention", "a reshape", or the name of its op."""
     if node.op != "call_function":
         return {"output": "the caller", "placeholder": "an input"}.get(node.op, node.op)
     name = getattr(node.target, "__name__", "").split(".")[0] or str(node.target)
-    return next((words for part, words in _CALLED.items() if part in name), name)
+    return next((words for part, words in _WORDS.items() if part in name), name)
 
 
 def told(node: Node) -> str:
     """``node`` for people: "attention in blocks.0.attn", a product by its module alone."""
-    path, what = module_path(node), called(node)
+    path, what = module_path(node), words_for(node)
     return what if not path else path if what == "a product" else f"{what} in {path}"
 
 
@@ -121,30 +132,40 @@ def row_major(tensor: torch.Tensor) -> bool:
 
 
 def renames(node: Any) -> bool:
-    """Does ``node`` only rename what it reads?"""
-    return isinstance(node, Node) and node.target in ALIASES
+    """Does ``node`` only rename what it reads: the same elements in the same order?"""
+    return kind(node) in _NAMES
 
 
 def converts(node: Any) -> bool:
     """Does ``node`` change the dtype of what it reads, and nothing else?"""
-    if not isinstance(node, Node) or node.target not in _CASTS:
+    if kind(node) != "casts":
         return False
     before, after = fake(node.all_input_nodes[0]), fake(node)
     return before.device == after.device and before.dtype != after.dtype  # else a copy to a device
 
 
 def is_cast(node: Any) -> bool:
-    """Does ``node`` convert between float types that epilogues compute through? One that narrows
-    float64 is not such a cast: programs of float64 GEMMs compute in float64 and do not round."""
-    if not converts(node):
+    """Does ``node`` convert between float types, and do nothing else?
+
+    In a joint graph one that narrows float64 is not such a cast: programs of float64 GEMMs compute
+    in float64 and do not round.
+    """
+    if kind(node) != "casts":
         return False
-    before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
-    return {before, after} <= {*FLOATS} and before != torch.float64
+    before, after = fake(node.all_input_nodes[0]), fake(node)
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.dtype not in FLOATS or after.dtype not in FLOATS or before.device != after.device:
+        return False
+    if DYNAMO in node.meta:
+        return before.stride() == after.stride()
+    return before.dtype not in (after.dtype, torch.float64)
 
 
 def renames_or_casts(node: Any) -> bool:
     """Does ``node`` only rename what it reads, or change its dtype?"""
-    return renames(node) or is_cast(node)
+    found = kind(node)
+    return found in _NAMES or (found == "casts" and is_cast(node))
 
 
 def is_transpose(node: Any) -> bool:

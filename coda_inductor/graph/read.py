@@ -28,14 +28,35 @@ from coda_inductor.compat import OpOverload, OpOverloadPacket, schema
 
 aten = torch.ops.aten
 
+#: What ops do that compute nothing, by their names. The results of "names" have the elements of a
+#: tensor in the same order, those of "turns" in another one; "parts" divide a tensor, "selects"
+#: have a part of it, "repeats" have elements several times, and "joins" those of several tensors.
+#: "copies" may be new memory, "casts" are numbers of another type, "detaches" have no gradient.
+_OPS_OF_KINDS = {
+    "names": "view view_as flatten unflatten unsqueeze squeeze alias",
+    "turns": "permute transpose t mT flip",
+    "parts": "chunk split split_with_sizes unbind",
+    "selects": "narrow select slice",
+    "repeats": "expand expand_as repeat repeat_interleave",
+    "joins": "cat stack",
+    "copies": "clone contiguous",
+    "casts": "convert_element_type _to_copy to type type_as float double half bfloat16 int long",
+    "detaches": "detach",
+}
+KINDS = {op: kind for kind, ops in _OPS_OF_KINDS.items() for op in ops.split()}
+
 #: Other names of an op, and of an argument. Any other name is its own.
-_OPS = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "view"}
+_OPS = {
+    "multiply": "mul", "truediv": "div", "true_divide": "div", "floordiv": "floor_divide",
+    "reshape": "view", "_unsafe_view": "view", "sym_size": "size",
+}  # fmt: skip
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
     "split_sizes": "split_size", "sections": "index", "indices": "index", "from": "start",
+    "train": "training", "src": "source", "mat_a": "input", "mat_b": "mat2",
 }  # fmt: skip
 #: Names of the first arguments of a function without signature; the others are named by number.
-_UNTOLD = ("input", "index")
+_UNTOLD = ("input", "index", "value")
 #: Type of a literal -> the argument types that accept it.
 _LITERALS: dict[type, tuple[str, ...]] = {
     bool: ("bool", "number", "Tensor"),
@@ -48,11 +69,17 @@ _LITERALS: dict[type, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Call:
-    """What ``node`` calls: ``op`` of ``args``, in the signature's order, defaults filled in."""
+    """What ``node`` calls: ``op`` of ``args``, in the signature's order, defaults filled in.
+    ``through``: nodes between ``node`` and its arguments that are part of the op."""
 
     node: Node
     op: str
     args: dict[str, Any]
+    through: tuple[Node, ...] = ()
+
+    def be(self, op: str, *through: Node, **args: Any) -> Call:
+        """The same node, read as ``op`` of ``args``."""
+        return Call(self.node, op, args, through)
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -70,11 +97,25 @@ def read(node: Any) -> Call | None:
     if not known:
         names = (*_UNTOLD, *map(str, range(len(_UNTOLD), len(node.args))))
         return Call(node, name, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
-    kwargs = {_ARGUMENTS.get(key, key): item for key, item in node.kwargs.items()}
+    args, kwargs = node.args, node.kwargs
+    if kwargs:
+        kwargs = {_ARGUMENTS.get(key, key): item for key, item in kwargs.items()}
     for signature in known:
-        if (given := signature.bind(node.args, kwargs, choose=len(known) > 1)) is not None:
+        if (given := signature.bind(args, kwargs, choose=len(known) > 1)) is not None:
             return Call(node, name, given)
     return None
+
+
+def change(node: Node, **new: Any) -> None:
+    """Change arguments of ``node``, which are ``new`` by their names."""
+    call = read(node)
+    assert call is not None, f"{node.name} is a call that its signature allows"
+    names = list(call.args)
+    for name, item in new.items():
+        if (place := names.index(name)) < len(node.args):
+            node.update_arg(place, item)
+        else:
+            node.update_kwarg(name, item)
 
 
 def called(node: Any, *ops: str) -> Call | None:
@@ -83,11 +124,28 @@ def called(node: Any, *ops: str) -> Call | None:
     return call if call is not None and call.op in ops else None
 
 
-def target_name(node: Node) -> str:
-    """The name of the function or method that ``node`` calls; empty if it calls nothing. Names that
-    are neither torch's nor Python's have their module's name in front, because a custom op may be
-    called ``chunk`` too."""
-    return str(node.target) if node.op == "call_method" else _function_name(node.target)
+def op_name(node: Any) -> str:
+    """The op that ``node`` calls, without its arguments; empty if it calls nothing. Names that are
+    neither torch's nor Python's have their module's name in front, because a custom op may
+    be called ``chunk`` too."""
+    calls = isinstance(node, Node) and node.op in ("call_function", "call_method")
+    return _told(node.target)[0] if calls else ""
+
+
+def kind(node: Any) -> str:
+    """The kind of ``node`` in :data:`KINDS`; empty if it has none."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    if node.target == "view" and torch.dtype in map(type, node.args):  # the same bits
+        return ""
+    return _kind(node.target)
+
+
+@functools.lru_cache(4096)
+def _kind(target: Any) -> str:
+    bits = target is aten.view.dtype
+    number = isinstance(target, type)  # int(x), of Python
+    return "" if bits or number else KINDS.get(_told(target)[0], "")
 
 
 def _function_name(function: Any) -> str:
@@ -122,11 +180,12 @@ class _Signature:
                 return None
             args = (*args[:last], args[last:])  # sizes, one by one
         given = dict(zip(self.names, args, strict=False), **kwargs)
-        if not self.needed <= given.keys() <= self.defaults.keys():
+        everything = {**self.defaults, **given}
+        if len(everything) > len(self.defaults) or not self.needed <= given.keys():
             return None
         if choose and not all(_fits(self.types[name], item) for name, item in given.items()):
             return None
-        return {**self.defaults, **given}
+        return everything
 
 
 def _fits(kind: Any, given: Any) -> bool:
@@ -150,8 +209,9 @@ def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
     function = getattr(torch.Tensor, target, None) if method else target
     name = target if method else _function_name(target)
     if isinstance(target, OpOverload):
-        own = target.namespace in ("aten", "prims", "coda_inductor")
-        return target.overloadpacket.__name__ if own else name, (_of_schema(target),)
+        if target.namespace in ("aten", "prims"):
+            name = target.overloadpacket.__name__
+        return _OPS.get(name, name), (_of_schema(target),)
     name = _OPS.get(name, name)
     if isinstance(function, types.FunctionType):
         found = inspect.signature(function).parameters.values()

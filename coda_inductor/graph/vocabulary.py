@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which aten ops can run on an accumulator tile, and as which steps of a program.
 
-Each row maps an op to a function ``(emit, *args) -> value``: ``emit(op, *args)`` appends a step and
-returns its name; an argument is the name of a value or a Python number.
+Each row maps an op to a function ``(emit, *args) -> value`` of its arguments, in its schema's order
+and with all defaults: ``emit(op, *args)`` appends a step and returns its name; an argument is the
+name of a value or a Python number.
 """
 
 from __future__ import annotations

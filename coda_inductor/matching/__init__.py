@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matching plain PyTorch functions in Dynamo graphs.
 
-canon      what the matcher reads of one node
 columns    columns that are selected from a tensor and joined, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     which nodes change memory or a mode
@@ -10,12 +9,12 @@ match      the matcher
 bodies     the graphs inside a graph
 """
 
-from coda_inductor.graph.read import of_torch, target_name
+from coda_inductor.graph.nodes import fake as value
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import is_view, plain, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
+    erase,
     forward_mode,
     memory,
     mutates,
@@ -23,10 +22,10 @@ from coda_inductor.matching.guards import (
 )
 from coda_inductor.matching.hazards import Hazards
 from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
-from coda_inductor.matching.normalize import is_cast, normalize
+from coda_inductor.matching.normalize import normalize
 
 __all__ = [
-    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
-    "forward_mode", "is_cast", "is_view", "memory", "mutates", "normalize", "of_torch", "ops_of",
-    "plain", "target_name", "value", "writes_to",
+    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "erase",
+    "first_match", "forward_mode", "memory", "mutates", "normalize", "ops_of", "value",
+    "writes_to",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.graph.read import target_name
+from coda_inductor.graph.read import op_name
 
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _REGIONS = (*_CHECKPOINTS, "invoke_subgraph")
@@ -41,7 +41,7 @@ def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
     yield body
     callers: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if target_name(node) in _REGIONS:
+        if op_name(node) in _REGIONS:
             for target in nested(node):
                 callers.setdefault(target, []).append(node)
     for target, calls in callers.items():
@@ -75,6 +75,6 @@ def passed(call: Node, child: GraphModule) -> dict[Node, Node] | None:
     calls of checkpointed regions are certain."""
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
     given = call.args[1:]
-    if target_name(call) not in _CHECKPOINTS or len(given) != len(placeholders):
+    if op_name(call) not in _CHECKPOINTS or len(given) != len(placeholders):
         return None
     return {p: a for p, a in zip(placeholders, given, strict=True) if isinstance(a, Node)}

@@ -5,7 +5,7 @@
 ``x.view(..., 2, h)[..., 0, :]`` are all ``columns(x, 0, h, 1)``; ``x[..., ::2]`` and
 ``x.unflatten(-1, (-1, 2)).unbind(-1)[0]`` are both ``columns(x, 0, None, 2)``. Of the ways to join,
 ``stack(parts, -1)`` with its last two dimensions merged is ``interleave``, and ``stack(parts, -2)``
-is a ``cat``. The nodes between are skipped, and listed in ``Canon.through``.
+is a ``cat``. The nodes between are skipped, and listed in ``Call.through``.
 """
 
 from __future__ import annotations
@@ -17,43 +17,50 @@ from torch import Tensor
 from torch.fx import Node
 
 from coda_inductor.compat import storage
-from coda_inductor.graph.read import Call, called, read
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.read import Call, called, kind, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching.canon import Canon, value
-
-#: Ops that show a tensor in another form, of which an item may be columns.
-_FORMS = ("chunk", "split", "unbind", "view", "unflatten")
 
 
-def item(call: Call) -> Canon | None:
+def item(call: Call) -> Call | None:
     """``source[index]``: columns of ``source``, or of what it shows in another form; or None. What
     is recorded tells, however it is written; in an idiom, where nothing is, ``x[..., a:b:c]``."""
-    source, index, part = call["input"], call["index"], value(call.node)
+    source, part = call["input"], fake(call.node)
     if part is None:
+        index = call.get("index")
         if not isinstance(index, tuple) or index[:-1] != (Ellipsis,):
             return None
-        own = index[-1]
-        fits = isinstance(own, slice)
-        return Canon("columns", (source, own.start or 0, own.stop, own.step or 1)) if fits else None
+        at = index[-1]
+        if not isinstance(at, slice):
+            return None
+        return call.be("columns", input=source, **_columns(at.start or 0, at.stop, at.step or 1))
     through: list[Node] = []
     while isinstance(part, Tensor):
-        whole, above = value(source), read(source)
+        whole, above = fake(source), read(source)
         if isinstance(whole, Tensor) and (taken := _taken(part, whole)) is not None:
-            return Canon("columns", (source, *taken), tuple(through))
-        if above is None or above.op not in _FORMS:
+            return call.be("columns", *through, input=source, **taken)
+        if above is None or kind(source) not in ("names", "parts"):
             break
         through.append(source)
         source = above["input"]
     return None
 
 
-def _taken(part: Tensor, whole: Tensor) -> tuple[int, int | None, int] | None:
+def _columns(start: Any, stop: Any, step: Any) -> dict[str, Any]:
+    return {"start": start, "stop": stop, "step": step}
+
+
+def _taken(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
     """Start, stop and step of the columns of ``whole`` that ``part`` is a view of, or None. The
     stop is None if they go on to the end, and do not begin there too."""
     strided = part.layout == whole.layout == torch.strided
     if not strided or part.dim() != whole.dim() or not part.dim() or part.dtype != whole.dtype:
         return None
-    if storage(part) != storage(whole) or not same(part.shape[:-1], whole.shape[:-1]):
+    try:
+        shared = storage(part) == storage(whole)
+    except NotImplementedError:  # vmap's tensors have none
+        return None
+    if not shared or not same(part.shape[:-1], whole.shape[:-1]):
         return None
     first: Any = part.storage_offset() - whole.storage_offset()
     unit, n, width = whole.stride(-1), part.shape[-1], whole.shape[-1]
@@ -67,10 +74,10 @@ def _taken(part: Tensor, whole: Tensor) -> tuple[int, int | None, int] | None:
         return None
     last = start + step * (n - 1)
     ends = last + step >= width and (start or step > 1)
-    return start, None if ends else last + 1, step
+    return _columns(start, None if ends else last + 1, step)
 
 
-def joined(call: Call) -> Canon | None:
+def joined(call: Call) -> Call | None:
     """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors.
     Empty parts of a ``cat`` are left out."""
     tensors, dim = call["tensors"], _from_end(call["dim"], call.node)
@@ -78,10 +85,10 @@ def joined(call: Call) -> Canon | None:
         return None
     if call.op == "cat":
         tensors = [part for part in tensors if not _empty(part, dim)]
-    return Canon(call.op, (dim, *tensors))
+    return call.be(call.op, dim=dim, **{str(i): part for i, part in enumerate(tensors)})
 
 
-def merged(call: Call) -> Canon | None:
+def merged(call: Call) -> Call | None:
     """A stack, or the two parts of complex numbers, with the last two dimensions merged; None for
     any other ``flatten``, ``view`` or ``reshape``."""
     source = read(call["input"])
@@ -89,30 +96,30 @@ def merged(call: Call) -> Canon | None:
     if source is None or not _unfolds(call.node, source.node, written):
         return None
     if source.op == "view_as_real":
-        return Canon("complex_as_columns", (source["input"],), (source.node,))
+        return call.be("complex_as_columns", source.node, input=source["input"])
     stacked = joined(source) if source.op == "stack" else None
-    if stacked is None or stacked.args[0] not in (-1, -2):
+    if stacked is None or stacked["dim"] not in (-1, -2):
         return None
-    dim, *tensors = stacked.args
-    if dim == -1:
-        return Canon("interleave", tuple(tensors), (source.node,))
-    return Canon("cat", (-1, *tensors), (source.node,))
+    tensors = {name: part for name, part in stacked.args.items() if name != "dim"}
+    if stacked["dim"] == -1:
+        return call.be("interleave", source.node, **tensors)
+    return call.be("cat", source.node, dim=-1, **tensors)
 
 
-def complex_columns(call: Call) -> Canon:
+def complex_columns(call: Call) -> Call:
     """``view_as_complex`` of columns as pairs."""
     view = called(call["input"], "view", "unflatten")
     if view is not None:
         written = (view.get("dim"), view.get("sizes")) == (-1, (-1, 2))
         if _unfolds(view["input"], view.node, written):
-            return Canon("columns_as_complex", (view["input"],), (view.node,))
-    return Canon("view_as_complex", (call["input"],))
+            return call.be("columns_as_complex", view.node, input=view["input"])
+    return call.be("view_as_complex", input=call["input"])
 
 
 def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
     """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size? Of nodes
     of an idiom, of which nothing is recorded, ``written`` tells."""
-    before, after = value(folded), value(unfolded)
+    before, after = fake(folded), fake(unfolded)
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return written
     if before.dtype != after.dtype or not before.dim() or after.dim() != before.dim() + 1:
@@ -122,7 +129,7 @@ def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
 
 
 def _empty(part: Any, dim: int) -> bool:
-    known = value(part)
+    known = fake(part)
     return isinstance(known, Tensor) and known.dim() >= -dim and same(known.shape[dim], 0)
 
 
@@ -130,5 +137,5 @@ def _from_end(dim: Any, tensor: Any) -> int | None:
     """``dim`` counted from the last dimension of ``tensor``; None if its rank is unknown."""
     if not isinstance(dim, int) or dim < 0:
         return dim if isinstance(dim, int) else None
-    known = value(tensor)
+    known = fake(tensor)
     return dim - known.dim() if isinstance(known, Tensor) else None

@@ -18,10 +18,11 @@ from coda_inductor.compat import (
     storage,
     tree_leaves,
 )
+from coda_inductor.graph.edit import prune
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bodies, nested, passed
-from coda_inductor.matching.canon import value
 
 _STATE = frozenset(
     {
@@ -77,7 +78,8 @@ def written(node: Node) -> set[Node]:
     if isinstance(node.target, HigherOrderOperator):
         inputs = _written_inside(node)
     elif node.op == "call_method" or node.target in _INPLACE_OPERATORS:
-        inputs = {a for a in node.args[:1] if isinstance(a, Node)}
+        call = read(node)
+        inputs = {*node.all_input_nodes} if call is None else {call["input"]}
     else:
         inputs = set(node.all_input_nodes)
     return {node}.union(*map(_bases, inputs))
@@ -100,6 +102,12 @@ def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
 def changes_mode(node: Node) -> bool:
     """Does ``node`` switch gradients, autocast or inference mode?"""
     return getattr(node.target, "__name__", "") in _STATE
+
+
+def erase(node: Node) -> None:
+    """Erase ``node``, if nothing reads it, and then what only it read, except for nodes that change
+    memory."""
+    prune([node], mutates)
 
 
 def _bases(node: Node) -> set[Node]:
@@ -144,7 +152,7 @@ def _may_view(node: Node, source: Node) -> bool:
 
 def memory(node: Node) -> set[int] | None:
     """The storages of the recorded value, which views share; None without one."""
-    known = value(node)
+    known = fake(node)
     if known is None:
         return None
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.matching.canon import value
+from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.matching.guards import changes, changes_mode, memory, mutates, writes_to
 
 _GRADIENTS = ("_set_grad_enabled", "set_grad_enabled")
@@ -77,11 +77,11 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
     found: list[tuple[Node, Hashable]] = [(nodes[0], (gradients, (), others))]
     for node in changing:
         name = getattr(node.target, "__name__", "")
-        if name in _GRADIENTS and isinstance(node.args[0], bool):
-            gradients = node.args[0]
+        if name in _GRADIENTS and isinstance(enabled := arguments(node).get("input"), bool):
+            gradients = enabled
         elif name in _ENTER and not node.all_input_nodes:
             regions.append((node, (name, *map(str, node.args), str(node.kwargs))))
-        elif name in _EXIT and regions and regions[-1][0] is node.args[0]:
+        elif name in _EXIT and regions and regions[-1][0] in node.all_input_nodes:
             regions.pop()
         else:
             others += 1
@@ -91,6 +91,6 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
 
 def _differentiated(node: Node) -> bool:
     """Is ``node`` computed with a gradient? Then gradients are enabled there."""
-    known = value(node)
+    known = fake(node)
     computed = isinstance(known, torch.Tensor) and node.op in ("call_function", "call_method")
     return computed and known.requires_grad and not known.is_leaf

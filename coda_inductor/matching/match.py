@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.nodes import fake, is_cast, is_view
 from coda_inductor.graph.walk import base, chain
-from coda_inductor.matching.canon import is_view, value
-from coda_inductor.matching.normalize import COMMUTATIVE, as_written, is_cast, normalize
+from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Idiom:
         self.root: Node = graph.output_node().args[0]
         self.parameters = {n: n.target for n in graph.nodes if n.op == "placeholder"}
         self.known = {n: normalize(n) for n in graph.nodes}
-        canon = self.known[base(self.root, self._is_cast)]
-        self.op = None if canon is None else canon.op
+        call = self.known[base(self.root, self._is_cast)]
+        self.op = None if call is None else call.op
         self.ops = self._needed()
 
     def _needed(self) -> frozenset[str | None]:
@@ -59,9 +59,9 @@ class Idiom:
         while left:
             node = base(left.pop(), self._is_cast)
             if node not in self.parameters and self._negated(node) is None:
-                canon = self.known[node]
-                found.add(None if canon is None else canon.op)
-                left += [] if canon is None else [n for n in canon.args if isinstance(n, Node)]
+                call = self.known[node]
+                found.add(None if call is None else call.op)
+                left += [n for n in call.args.values() if isinstance(n, Node)] if call else []
         return frozenset(found)
 
     def match(self, root: Node) -> Match | None:
@@ -72,8 +72,8 @@ class Idiom:
         return found if self._all([(self.root, root)], found) else None
 
     def _is_cast(self, pattern: Any) -> bool:
-        canon = self.known[pattern] if isinstance(pattern, Node) else None
-        return canon is not None and canon.op == "cast"
+        call = self.known[pattern] if isinstance(pattern, Node) else None
+        return call is not None and call.op == "cast"
 
     def _all(self, pairs: list[tuple[Any, Any]], found: Match) -> bool:
         """Do all ``pairs`` (pattern, target) match, in this order? If one order of a commutative
@@ -94,15 +94,15 @@ class Idiom:
         want, have = self.known[pattern], normalize(target)
         if want is not None and have is not None and want.op != have.op:
             have = as_written(target, have)
-        if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
+        if want is None or have is None or (want.op, {*want.args}) != (have.op, {*have.args}):
             return False
         found.nodes.update(dict.fromkeys((target, *have.through)))
-        orders = [have.args]
-        if want.op in COMMUTATIVE and len(have.args) == 2:
-            orders.append(have.args[::-1])
-        for args in orders:
+        orders = [[(want[name], have[name]) for name in want.args]]
+        if want.op in COMMUTATIVE:
+            orders.append([(want["input"], have["other"]), (want["other"], have["input"])])
+        for pairs in orders:
             saved = [dict(d) for d in (found.bound, found.nodes, found.casts, found.twins)]
-            if self._all([*zip(want.args, args, strict=True), *rest], found):
+            if self._all([*pairs, *rest], found):
                 return True
             found.bound, found.nodes, found.casts, found.twins = saved
         return False
@@ -110,8 +110,8 @@ class Idiom:
     def _negated(self, pattern: Node) -> str | None:
         """The parameter that ``pattern`` negates, or None. If the parameter is a number, the graph
         has the negated number."""
-        canon = self.known[pattern]
-        return self.parameters.get(canon.args[0]) if canon and canon.op == "neg" else None
+        call = self.known[pattern]
+        return self.parameters.get(call["input"]) if call and call.op == "neg" else None
 
     def _minus(self, pattern: Node, target: Any, found: Match) -> bool:
         name = self._negated(pattern)
@@ -129,20 +129,15 @@ class Idiom:
         return True
 
 
-def ops_of(nodes: Iterable[Node]) -> set[str]:
-    """What ``nodes`` may be matched as: an idiom with another op cannot occur among them."""
-    return {op for node in nodes for op in _ops(node)}
-
-
-def _ops(node: Node) -> set[str]:
-    canon = normalize(node)
-    return {each.op for each in (canon, as_written(node, canon)) if each is not None}
+def ops_of(node: Node) -> set[str]:
+    """The ops that ``node`` may be matched as: no idiom with another op ends there."""
+    call = normalize(node)
+    return {each.op for each in (call, as_written(node, call)) if each is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
     """The occurrence with result ``root`` of the first of ``idioms`` that has one, or None."""
-    ops = _ops(root)
-    return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
+    return next((m for i in idioms if (m := i.match(root))), None)
 
 
 def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
@@ -150,7 +145,7 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
     if not (isinstance(left, Node) and isinstance(right, Node)):
         return type(left) is type(right) and left == right
     if left is not right:
-        if not is_view(left, value(right)):
+        if not is_view(left, fake(right)):
             return False
         twins[left, right] = None
     return True
@@ -159,7 +154,7 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
 def _widens(node: Any) -> bool:
     if not is_cast(node):
         return False
-    source, result = value(node.all_input_nodes[0]), value(node)
+    source, result = fake(node.all_input_nodes[0]), fake(node)
     if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     return torch.promote_types(source.dtype, result.dtype) == result.dtype

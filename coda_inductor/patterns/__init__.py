@@ -4,7 +4,6 @@
 Each file imports only from those above it::
 
     conditions side conditions that several patterns share
-    spellings  norms as people write them
     meaning    a plain torch function -> a semantic op with its gradient
     spellings  how people write the norms of rows
     pattern    Pattern, what a file defines

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.matching import Flat, Match, value
+from coda_inductor.graph.nodes import fake
+from coda_inductor.matching import Flat, Match
 from coda_inductor.refusal import Refusal, refuse
 
 
@@ -41,7 +42,7 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     has is one value per column, (d,) or (1, ..., 1, d)."""
 
     def condition(match: Match) -> Refusal | None:
-        x, result = value(match.bound["x"]), value(match.root)
+        x, result = fake(match.bound["x"]), fake(match.root)
         if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
             return refuse("idiom-form", "the shape of the input is unknown")
         if not x.is_floating_point():
@@ -51,7 +52,7 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
             return refuse("norm-result-shape", said)
         for name in vectors:
             if (node := match.bound.get(name)) is not None:
-                vector = value(node)
+                vector = fake(node)
                 row = isinstance(vector, torch.Tensor) and vector.shape[-1:] == x.shape[-1:]
                 if not row or any(n != 1 for n in vector.shape[:-1]):
                     said = f"the {name} is not one value per column"
@@ -64,9 +65,9 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
 def row(match: Match, name: str) -> Node | Flat | None:
     """What is bound to ``name``, which is ``row_wise``, as (d,); None if it is absent."""
     bound = match.bound.get(name)
-    known = value(bound)
+    known = fake(bound)
     return Flat(bound) if isinstance(known, torch.Tensor) and known.dim() > 1 else bound
 
 
 def _recorded(bound: Any) -> Any:
-    return value(bound) if isinstance(bound, Node) else bound
+    return fake(bound) if isinstance(bound, Node) else bound

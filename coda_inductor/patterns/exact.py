@@ -20,17 +20,15 @@ from torch import Tensor
 
 from coda_inductor.compat import make_wrapper_subclass, tree_map
 from coda_inductor.errors import PatternError
+from coda_inductor.graph.read import KINDS
 from coda_inductor.patterns.formulas import FORMULAS, number
 from coda_inductor.semantic.define import DEFINITIONS, isolated
 
 aten = torch.ops.aten
 
 #: Operations that only move elements: torch performs them on the indices.
-_MOVES = frozenset({
-    "_unsafe_view", "alias", "as_strided", "cat", "detach", "expand", "flip", "gather",
-    "permute", "repeat", "reshape", "rev", "select", "slice", "split", "split_with_sizes",
-    "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "view",
-})  # fmt: skip
+_MOVES = {op for op, kind in KINDS.items() if kind not in ("casts", "copies")}
+_MOVES |= {"_unsafe_view", "as_strided", "gather", "reshape", "rev"}
 
 
 class Exact(Tensor):

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from coda_inductor.compat import OpOverload, tree_map
 from coda_inductor.errors import PatternError
-from coda_inductor.matching import Match, value
+from coda_inductor.graph.nodes import fake
+from coda_inductor.matching import Match
 from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.define import define
@@ -83,7 +84,7 @@ class Signature:
             return reason
         shapes = {}
         for name in self.tensors:
-            tensor = value(match.bound[name])
+            tensor = fake(match.bound[name])
             if not isinstance(tensor, Tensor):
                 return refuse("gate-shape", f"{name} is not a tensor")
             if not tensor.is_floating_point():

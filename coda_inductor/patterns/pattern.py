@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coda_inductor.errors import PatternError
-from coda_inductor.matching import Idiom, Match, value
+from coda_inductor.graph.nodes import fake
+from coda_inductor.matching import Idiom, Match
 from coda_inductor.patterns.conditions import constant, number, row, row_wise
 from coda_inductor.patterns.meaning import Signature, norm_of, op_of
 from coda_inductor.refusal import Refusal, refuse
@@ -99,7 +100,7 @@ class Pattern:
 
         def arguments(match: Match) -> tuple[Any, ...]:
             given = [number(match, n) for n in numbers]
-            return (match.bound["x"], row(match, "weight"), *given, value(match.root).dtype)
+            return (match.bound["x"], row(match, "weight"), *given, fake(match.root).dtype)
 
         return cls(
             name,

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import PatternError
-from coda_inductor.matching import Match, normalize, target_name
+from coda_inductor.graph.read import op_name
+from coda_inductor.matching import Match, normalize
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.semantic.define import DEFINITIONS, parameters
@@ -111,11 +112,11 @@ class _Idiom(torch.fx.Interpreter):
     """Runs an idiom; a norm in one call is over the last dimension, as for the matcher."""
 
     def run_node(self, n: Node) -> Any:
-        canon = normalize(n) if n.op == "call_function" else None
-        if canon is None or canon.op not in ("rms_norm", "layer_norm"):
+        call = normalize(n) if n.op == "call_function" else None
+        if call is None or call.op not in ("rms_norm", "layer_norm"):
             return super().run_node(n)
-        x, *others = torch.fx.node.map_arg(canon.args, self.env.__getitem__)
-        return getattr(torch, canon.op)(x, x.shape[-1:], *others)
+        how = dict(torch.fx.node.map_arg(call.args, self.env.__getitem__))
+        return getattr(torch, call.op)(normalized_shape=how["input"].shape[-1:], **how)
 
 
 def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
@@ -154,24 +155,24 @@ def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
         raise PatternError(f"idiom {idiom.__name__} must return one tensor")
     for node in graph.nodes:
         call = node.op in ("call_function", "call_method")
-        if call and pattern.meaning is not None and target_name(node) in _OF_ROWS:
+        if call and pattern.meaning is not None and op_name(node) in _OF_ROWS:
             raise PatternError(
-                f"{idiom.__name__} computes {target_name(node)} of rows, and a meaning is of "
+                f"{idiom.__name__} computes {op_name(node)} of rows, and a meaning is of "
                 "single elements. A norm x * scale * weight is written as "
                 "Pattern.norm(name, scale, idioms): docs/patterns_for_models.md, 'A norm'"
             )
         read = {n.target if n.op == "placeholder" else None for n in node.all_input_nodes}
-        alone = read and read <= numbers and target_name(node) != "neg"  # which the matcher reads
+        alone = read and read <= numbers and op_name(node) != "neg"  # which the matcher reads
         if call and alone and idiom in pattern.idioms:
             raise PatternError(
-                f"idiom {idiom.__name__} computes with numbers alone ({target_name(node)} of "
+                f"idiom {idiom.__name__} computes with numbers alone ({op_name(node)} of "
                 f"{', '.join(sorted(map(str, read)))}), which is never found: Dynamo computes it "
                 "and puts one number into the graph. Use that number as the parameter"
             )
         if call and normalize(node) is None:
             options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
             raise PatternError(
-                f"idiom {idiom.__name__} uses {target_name(node)}(...{options}), which the matcher "
+                f"idiom {idiom.__name__} uses {op_name(node)}(...{options}), which the matcher "
                 "cannot read: write it without in-place forms and unusual options"
             )
         if node.op == "placeholder" and not node.users:

@@ -29,8 +29,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.gemms import is_sum, low_rank
-from coda_inductor.graph.nodes import aten, fake, is_transpose, renames
+from coda_inductor.graph.gemms import addends, gemm_inputs, low_rank
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, only_reader, readers
@@ -46,13 +46,13 @@ def unburden(graph: Graph, record: Record) -> None:
     del record
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
         _scale_products(node)
-    for node in [n for n in graph.nodes if is_sum(n)]:
+    for node in [n for n in graph.nodes if addends(n)]:
         _full_rank_first(node)
 
 
 def _scale_products(scaled: Node) -> None:
     """Scale the products of ``scaled``, a tensor times a number, instead of the tensor."""
-    x, number = scaled.args
+    x, number = (arguments(scaled)[name] for name in ("input", "other"))
     if not isinstance(number, (int, float)) or fake(scaled).dtype == torch.float16:
         return
     names, products = readers(scaled, lambda n: renames(n) or is_transpose(n))
@@ -60,7 +60,8 @@ def _scale_products(scaled: Node) -> None:
         return
     most = hint(fake(scaled).numel()) // _SMALLER
     for product in products:
-        once = product.target is aten.mm.default and sum(a in names for a in product.args) == 1
+        mm = product.target is aten.mm.default
+        once = mm and sum(factor in names for factor in gemm_inputs(product)) == 1
         if not once or hint(fake(product).numel()) > most:
             return
     scaled.replace_all_uses_with(x)
@@ -73,7 +74,7 @@ def _scale_products(scaled: Node) -> None:
 def _full_rank_first(total: Node) -> None:
     """Let ``total`` begin with its terms of full rank."""
     reader = only_reader(total)
-    if reader is not None and is_sum(reader) and _alike(total, reader):
+    if reader is not None and addends(reader) and _alike(total, reader):
         return  # a part of a longer sum
     terms = _terms(total, total)
     products = [t for t in terms if base(t).target is aten.mm.default]
@@ -96,11 +97,11 @@ def _dropped(term: Node) -> bool:
 def _terms(node: Node, total: Node) -> list[Node]:
     """What is summed in ``node``, from left to right."""
     found: list[Node] = []
-    todo = list(reversed(node.args))
+    todo = addends(node)[::-1]
     while todo:
         term = todo.pop()
-        if is_sum(term) and len(term.users) == 1 and _alike(term, total):
-            todo += reversed(term.args)
+        if (inner := addends(term)) and len(term.users) == 1 and _alike(term, total):
+            todo += reversed(inner)
         else:
             found.append(term)
     return found

@@ -39,7 +39,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import micro_pipeline, wait_tensor
 from coda_inductor.graph.collectives import COLLECTIVES, SUMS, is_wait, moves
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.gemms import is_sum
+from coda_inductor.graph.gemms import addends
 from coda_inductor.graph.nodes import arguments, aten, fake, renames
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
@@ -55,7 +55,7 @@ def merge_collectives(graph: Graph, record: Record) -> None:
     scope = Scope(graph)
     saved = _merge_equal(graph, scope)
     for node in [] if micro_pipeline() else list(graph.nodes):
-        if is_sum(node) and _merge_sum(node, scope):
+        if addends(node) and _merge_sum(node, scope):
             scope.refresh()
             saved += 1
     record.fire("collective", saved)
@@ -93,7 +93,7 @@ def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
 
 def _merge_sum(total: Node, scope: Scope) -> bool:
     """Replace ``total``: add first, then reduce over ranks. True if that was possible."""
-    names = [_unnamed(term) for term in total.args]
+    names = [_unnamed(term) for term in addends(total)]
     waits = [term for term in names if term is not None]
     if len(waits) < 2 or not same(*(fake(wait).shape for wait in waits)):
         return False
@@ -110,7 +110,7 @@ def _merge_sum(total: Node, scope: Scope) -> bool:
     if fake(terms[0]).dtype != fake(terms[1]).dtype or fake(total).dtype != fake(left).dtype:
         return False
     put = Put(total)
-    reduced = Put(left, total)(left.target, _added(put, *terms), *hows[0].values())
+    reduced = Put(left, total)(left.target, _added(put, *terms), **hows[0])
     result = Put(waits[0], total)(wait_tensor, reduced)
     if not same(fake(result).shape, fake(total).shape):
         result = put.reshape(result, put.sizes(total))
@@ -129,27 +129,29 @@ def _added(put: Put, left: Node, right: Node) -> Node:
     """``left + right``; if both were split and joined in the same way, added before that."""
     first, second = _rearranged(left), _rearranged(right)
     if first is not None and second is not None:
-        (one, cut, joined), (other, *how) = first, second
-        if [cut, joined] == how and same(fake(one).shape, fake(other).shape):
-            whole = put(aten.split.Tensor, put.add(one, other), *cut)
+        (one, *how), (other, *others) = first, second
+        if how == others and same(fake(one).shape, fake(other).shape):
+            size, dim, joined = how
+            whole = put(aten.split.Tensor, put.add(one, other), size, dim)
             parts = [put(operator.getitem, whole, i) for i in range(len(fake(whole)))]
-            return put(aten.cat.default, parts, *joined)
+            return put(aten.cat.default, parts, joined)
     return put.add(left, right)
 
 
-def _rearranged(node: Node) -> tuple[Node, tuple, tuple] | None:
-    """(x, cut, joined) if ``node`` is cat(split(x, *cut), *joined), else None. DTensor does this to
-    scatter another dimension than the first."""
+def _rearranged(node: Node) -> tuple[Node, int, int, int] | None:
+    """(x, size, dim, joined) if ``node`` is cat(split(x, size, dim), joined), else None. DTensor
+    does this to scatter another dimension than the first."""
     if node.target is not aten.cat.default or len(node.users) != 1:
         return None
-    tensors, joined = arguments(node).values()
+    tensors = arguments(node)["tensors"]
     wholes = {n for part in tensors for n in part.all_input_nodes}
     whole = next(iter(wholes), node)
     if whole.target is not aten.split.Tensor or len(whole.users) != len(tensors):
         return None
     if parts(whole) != dict(enumerate(tensors)):
         return None
-    source, *cut = arguments(whole).values()
-    if not all(isinstance(size, int) for size in cut):
+    given = arguments(whole)
+    size, dim = given["split_size"], given["dim"]
+    if not isinstance(size, int) or not isinstance(dim, int):
         return None
-    return source, tuple(cut), (joined,)
+    return given["input"], size, dim, arguments(node)["dim"]

@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_index_put, unsafe_masked_index_put_accumulate
 from coda_inductor.graph.edit import prune
-from coda_inductor.graph.gemms import is_sum
+from coda_inductor.graph.gemms import addends
 from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, is_zeros
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.splice import splice
@@ -108,8 +108,8 @@ def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
     reader = only_reader(node)
     result = reader if reader is not None and is_cast(reader) else node
     added = only_reader(result)
-    for other in added.args if added is not None and is_sum(added) else ():
-        if other is not result and _can_take(other, result):
+    for other in addends(added):
+        if added is not None and other is not result and _can_take(other, result):
             return added, (tokens, dy, mask, other, rows, fake(result).dtype)
     return None if result is node else (result, (tokens, dy, mask, None, rows, fake(result).dtype))
 

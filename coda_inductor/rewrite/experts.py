@@ -23,8 +23,9 @@ import operator
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.gemms import gemm_inputs, is_sum, routes_of
+from coda_inductor.graph.gemms import addends, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.walk import parts
 from coda_inductor.record import Record
 from coda_inductor.semantic.experts import grouped_mm
@@ -32,9 +33,10 @@ from coda_inductor.semantic.experts import grouped_mm
 
 def finish_experts(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to the remaining grouped products, in place."""
-    for node in [n for n in graph.nodes if is_sum(n)]:
-        if all(isinstance(t, Node) and t.target is grouped_mm for t in node.args):
-            _merge_terms(node)
+    for node in list(graph.nodes):
+        terms = addends(node)
+        if terms and all(term.target is grouped_mm for term in terms):
+            _merge_terms(node, terms)
     for node in [n for n in graph.nodes if n.target is aten.split.Tensor]:
         _merge_columns(node)
 
@@ -64,10 +66,10 @@ def _merge_columns(split: Node) -> None:
     prune(products)
 
 
-def _merge_terms(total: Node) -> None:
+def _merge_terms(total: Node, terms: list[Node]) -> None:
     """Merge the sum of products with both parts of one weight's rows."""
-    turned = {gemm_inputs(t)[1]: t for t in total.args}
-    halves = {n.args[0]: t for n, t in turned.items() if n.target is aten.permute.default}
+    turned = {gemm_inputs(t)[1]: t for t in terms}
+    halves = {n.all_input_nodes[0]: t for n, t in turned.items() if op_name(n) == "permute"}
     splits = {n for half in halves for n in half.all_input_nodes}
     split = splits.pop() if len(splits) == 1 else total
     if split.target is not aten.split.Tensor or {*halves} != {*_parts(split)} or len(halves) != 2:

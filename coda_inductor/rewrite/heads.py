@@ -35,7 +35,6 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import (
-    VIEWS,
     arguments,
     aten,
     fake,
@@ -45,6 +44,7 @@ from coda_inductor.graph.nodes import (
     renames,
     told,
 )
+from coda_inductor.graph.read import called, op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
@@ -55,9 +55,9 @@ from coda_inductor.rewrite.tables import KEEP
 from coda_inductor.semantic.rotary import each_column, rotate, rotate_heads, turn
 
 #: Views of any layout.
-_MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
+_VIEWS = ("unsqueeze", "expand", "permute")
 
-_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_CONTIGUOUS = torch.contiguous_format
 
 #: What is rotated: rows (..., H * d); the same as heads (..., H, d); and how these are permuted.
 Place = tuple[Node, Node, list[int]]
@@ -82,11 +82,11 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     """Where the rows of ``x``, which is rotated, are computed."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
-        heads, order = arguments(heads).values()
+        order, heads = arguments(heads)["dims"], heads.all_input_nodes[0]
     shape = fake(heads).shape[-2:]
     rows = base(heads, lambda n: renames(n) and not same(fake(n).shape[-1], shape.numel()))
     symbolic = any(isinstance(n, torch.SymInt) for n in shape)
-    views = heads.target in VIEWS and len(order) > 2 and order[-1] == len(order) - 1
+    views = op_name(heads) == "view" and len(order) > 2 and order[-1] == len(order) - 1
     gemm = producer(rows)
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("no-gemm", "no GEMM computes rows of the heads that it reads")
@@ -101,8 +101,8 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
 def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
     """Apply the rewrite to ``node``, or return why not."""
     rows, heads, order = found
-    _, cos, sin, distance, paired, inverse, joined, _ = node.args
-    size, form, reader = fake(heads).shape[-1], (distance, paired, inverse), only_reader(node)
+    given, reader, size = arguments(node), only_reader(node), fake(heads).shape[-1]
+    cos, sin, *form = (given[n] for n in ("cos", "sin", "distance", "paired", "inverse"))
     root = reader if reader is not None and is_cast(reader) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
@@ -125,7 +125,7 @@ def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
             made[key].append(free(KEEP, free.reshape(each, [-1, size])))
     if not same(fake(rows).shape[:-1], fake(heads).shape[:-2]):
         rows = put.reshape(rows, [*lead, fake(rows).shape[-1]])
-    args = (rows, *tables, *made[key], *form, joined, fake(root).dtype)
+    args = (rows, *tables, *made[key], *form, given["joined"], fake(root).dtype)
     rotated = Put(node, pattern=("rotary", node.name))(rotate_heads, *args)
     new = put(aten.view.default, rotated, [*lead, *fake(heads).shape[-2:]])
     if order != sorted(order):
@@ -141,9 +141,9 @@ def _any_layout(node: Node) -> bool:
     for moved in todo:
         for user in moved.users:
             name = str(user.target)
-            if user.target in _MOVES:
+            if op_name(user) in _VIEWS:
                 todo.append(user)
-            elif user.target is aten.clone.default and user.kwargs == _CONTIGUOUS:
+            elif (call := called(user, "clone")) and call["memory_format"] == _CONTIGUOUS:
                 continue
             elif "scaled_dot_product" not in name and "flex_attention" not in name:
                 return False
@@ -154,7 +154,7 @@ def _spelled(table: Node) -> tuple[Node | str, ...]:
     """What ``table`` is a view of, and in which shape: equal for equal tables."""
     *views, made = chain(table, may_view)
     moves = (v for v in views if not renames(v))
-    found = (f"{v.target} {v.args[1:]} {fake(v.all_input_nodes[0])}" for v in moves)
+    found = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)
     return made, str(fake(table).shape), *found
 
 

@@ -15,6 +15,7 @@ from coda_inductor.compat import remove_noop_ops
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.nodes import aten, fake, is_transpose
+from coda_inductor.graph.read import change
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain
@@ -54,4 +55,4 @@ def _ask_inputs(graph: Graph) -> None:
     for node in asked:
         where = next(((n, dim) for n, dim, size in known if same(size, fake(node))), None)
         if where is not None:
-            node.args = where
+            change(node, input=where[0], dim=where[1])

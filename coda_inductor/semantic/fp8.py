@@ -102,6 +102,8 @@ def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after, bias=None):  # n
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+#: The arguments of ``quantize`` that say how, by their names.
+KIND = ("dtype", "power_of_two", "divides")
 quantize = define(
     "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides) "
     "-> (Tensor q, Tensor inverse)",

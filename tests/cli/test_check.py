@@ -10,7 +10,7 @@ import torch
 from zoo.users import MISH, SQUARED_SIGMOID, SWISH, write
 
 import coda_inductor
-from coda_inductor import patterns
+from coda_inductor import patterns, tracing
 from coda_inductor.__main__ import main
 from coda_inductor.cli import steps, trial
 
@@ -73,7 +73,7 @@ def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
     """Each step fails when what it checks is broken: here the pattern is not used at all."""
     path = write(tmp_path, MISH)
     pattern = load(path)
-    monkeypatch.setattr(trial, "on_dynamo", lambda *args: lambda compiled: compiled)
+    monkeypatch.setattr(tracing, "on_dynamo", lambda *args: lambda compiled: compiled)
     found = outcomes(pattern, path)
     assert found["match mish_glu"].outcome == "fail"
     assert found["fires mish_glu"].outcome == "fail"

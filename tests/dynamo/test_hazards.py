@@ -27,8 +27,7 @@ from torch import nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.utils.checkpoint import checkpoint
 
-from coda_inductor.dynamo.nodes import erase
-from coda_inductor.matching import mutates
+from coda_inductor.matching import erase, mutates
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16

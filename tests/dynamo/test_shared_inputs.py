@@ -8,7 +8,8 @@ from checking import Weights, check, check_gradients, randn
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.dynamo import shared_inputs
-from coda_inductor.matching import bodies, target_name
+from coda_inductor.graph.read import op_name
+from coda_inductor.matching import bodies
 
 ROWS, K = 48, 32
 
@@ -77,7 +78,7 @@ CASES = {
 def linears(harness):
     return [
         node for body in bodies(harness.raised) for node in body.graph.nodes
-        if target_name(node) == "linear"
+        if op_name(node) == "linear"
     ]  # fmt: skip
 
 

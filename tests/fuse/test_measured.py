@@ -22,7 +22,6 @@ from coda_inductor.compat import BackendCompilerFailed
 from coda_inductor.fusing import driver
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
-from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
 from coda_inductor.select.choice import MANY, SOME
@@ -30,7 +29,7 @@ from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store
-from coda_inductor.tracing import trace
+from coda_inductor.tracing import dry_run
 
 CUDA = torch.device("cuda", 0)
 M, D, HIDDEN = 5000, 2560, 6912
@@ -137,8 +136,7 @@ def plan(monkeypatch, tmp_path):
         seen = []
 
         def backend(gm, inputs):
-            on_dynamo(gm, record)
-            seen.append(trace(gm, inputs, lambda graph: on_aten(graph, record)).whole)
+            seen.append(dry_run(gm, inputs, record).whole)
             return gm.forward
 
         with torch.device("meta"):

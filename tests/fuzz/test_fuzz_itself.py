@@ -24,11 +24,11 @@ return [a, d + b]"""
 class Planted(Harness):
     """Takes every sine for a cosine."""
 
-    def _rewrite(self, graph):
+    def _rewrite(self, graph, record, **how):
         for node in graph.nodes:
             if node.target is torch.ops.aten.sin.default:
                 node.target = torch.ops.aten.cos.default
-        super()._rewrite(graph)
+        super()._rewrite(graph, record, **how)
 
 
 def test_a_wrong_value_is_found_and_reduced():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.fx import Graph
 
 from coda_inductor.graph.nodes import arguments
-from coda_inductor.graph.read import read
+from coda_inductor.graph.read import change, kind, read
 from coda_inductor.semantic import rms_norm
 
 aten = torch.ops.aten
@@ -65,7 +65,8 @@ SPELLINGS = [
     (lambda x, _: x[..., 0], ("getitem", {"input": "x", "index": (Ellipsis, 0)})),
     (lambda x, _: x.float(), ("float", {"input": "x"})),
     (lambda x, y: rms_norm(x, y, 1e-6, DTYPE),
-     ("rms_norm", {"x": "x", "weight": "y", "eps": 1e-6, "out_dtype": DTYPE})),
+     ("torch._ops.coda_inductor.rms_norm.default",
+      {"x": "x", "weight": "y", "eps": 1e-6, "out_dtype": DTYPE})),
 ]  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def test_what_tells_no_signature_is_read_by_place():
     graph = Graph()
     x = graph.placeholder("x")
     node = graph.call_function(custom, (x, 1, 2), {"how": 3})
-    assert arguments(node) == {"input": x, "index": 1, "2": 2, "how": 3}
+    assert arguments(node) == {"input": x, "index": 1, "value": 2, "how": 3}
     assert read(node).op == f"{custom.__module__}.custom"
     assert read(node).get("alpha") is None
 
@@ -127,3 +128,35 @@ def test_each_reading_is_its_own():
     node = graph.call_method("sum", (graph.placeholder("x"),))
     arguments(node).clear()
     assert arguments(node)["dtype"] is None
+
+
+KINDS = [
+    (lambda x, _: x.view(2, -1), "names"),
+    (lambda x, _: aten.view.default(x, [2, -1]), "names"),
+    (lambda x, _: x.view(DTYPE), ""),  # the same bits
+    (lambda x, _: aten.view.dtype(x, DTYPE), ""),
+    (lambda x, _: aten.to.dtype(x, DTYPE), "casts"),
+    (lambda x, _: x.float(), "casts"),
+    (lambda x, _: x[0], ""),
+    (lambda x, y: torch.cat([x, y]), "joins"),
+]
+
+
+@pytest.mark.parametrize(("function", "want"), KINDS)
+def test_what_computes_nothing_has_a_kind(function, want):
+    assert kind(call(function).node) == want
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, _: aten.sum.dim_IntList(x, [-1], False),
+        lambda x, _: torch.sum(x, dim=-1, keepdim=False),
+        lambda x, _: x.sum(-1),
+    ],
+)
+def test_arguments_change_by_name(function):
+    node = call(function).node
+    change(node, keepdim=True)
+    assert read(node)["keepdim"] is True
+    assert read(node)["dim"] in (-1, [-1])

@@ -29,10 +29,10 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 class Raised(Harness):
     """Stops after the pass that raises FP8: the graph is that of semantic ops."""
 
-    def _rewrite(self, graph):
+    def _rewrite(self, graph, record, **_how):
         for each in ON_ATEN:
             if each.name in ("plan", "noops", "fp8"):
-                each.run(graph, self.record)
+                each.run(graph, record)
         graph.lint()
 
 

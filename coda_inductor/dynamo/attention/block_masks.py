@@ -34,14 +34,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
-from coda_inductor.dynamo.nodes import Put
-from coda_inductor.matching import Body, Hazards, bodies, forward_mode, plain, value, writes_to
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import fake, plain
+from coda_inductor.matching import Body, Hazards, bodies, forward_mode, writes_to
 from coda_inductor.matching.bodies import nested
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -54,7 +54,6 @@ DEVICE, DTYPES = "cuda", HALF
 #: for the lists.
 LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
-_SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
 #: The most elements of a mask: kernels count them in 32 bits.
 INDICES = 2**31
@@ -75,7 +74,7 @@ def _hand(node: Node, home: Body, body: Body, given: Given) -> Node:
         last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
         with body.graph.inserting_after(last):
             inside = given[body, node] = body.graph.placeholder(f"coda_{outside.name}")
-        inside.meta["example_value"] = value(outside)
+        inside.meta["example_value"] = fake(outside)
         for region in regions:
             region.args = (*region.args, outside)
     return given[body, node]
@@ -104,7 +103,7 @@ class _Site:
     @property
     def lengths(self) -> tuple[int, int]:
         """Queries and keys."""
-        query, key, _ = (value(self.arguments[name]) for name in _TENSORS)
+        query, key, _ = (fake(self.arguments[name]) for name in _TENSORS)
         return query.shape[2], key.shape[2]
 
 
@@ -116,7 +115,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for body in bodies(graph):
         for call in body.graph.nodes:
-            arguments = arguments_of(call) if call.target is _SDPA else None
+            arguments = arguments_of(call)
             if arguments is None or arguments.get("attn_mask") is None:
                 continue
             found = _why_not(call, arguments, dual) or _site(call, arguments, body)
@@ -185,7 +184,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
         return refuse("mask-region", "it is passed to a region that is called several times")
     if _written_to(mask, home.graph):
         return refuse("mask-mutated", "an in-place op changes it")
-    known = value(mask)
+    known = fake(mask)
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
         return refuse("mask-heads", "each head has its own mask")
     site = _Site(call, body, home, mask)
@@ -201,7 +200,7 @@ def _written_to(mask: Node, graph: Graph) -> bool:
 
 def _too_small(group: list[_Site], record: Record) -> Refusal | None:
     queries, keys = group[0].lengths
-    heads = sum(math.prod(value(site.arguments["query"]).shape[:2]) for site in group)
+    heads = sum(math.prod(fake(site.arguments["query"]).shape[:2]) for site in group)
     if record.options.gate == "always":
         return None
     if min(queries, keys) >= SHORTEST and heads * queries * keys >= LEAST:
@@ -217,8 +216,8 @@ def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
     while before.op == "placeholder":
         before = before.next
     put = Put(mask, before)
-    plane = put.traced(lambda mask: _plane(mask, value(group[0].mask), lengths), mask)
-    batch = len(value(plane)) if value(plane).dim() == 3 else 1
+    plane = put.traced(lambda mask: _plane(mask, fake(group[0].mask), lengths), mask)
+    batch = len(fake(plane)) if fake(plane).dim() == 3 else 1
     lists = put.traced(lambda plane: block_lists(plane, batch, *lengths), plane)
     for site in group:
         inside = [_hand(node, site.home, site.body, given) for node in (plane, *lists)]

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, symbolic_trace
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import laid_out_alike
-from coda_inductor.matching import value
 
 #: Queries and keys of a block. The kernels' tiles divide it.
 BLOCK = 128
@@ -120,16 +120,16 @@ def attend(
         plane: the mask, (Tq, Tk) or (B, Tq, Tk), bool.
         lists: ``block_lists`` of it.
     """
-    graph, known = call.graph, value(call)
+    graph, known = call.graph, fake(call)
     # As autocast casts them for SDPA.
     query, key, val = (Put(call).cast(t, known.dtype) for t in tensors)
-    queries, keys = value(query).shape[-2], value(key).shape[-2]
+    queries, keys = fake(query).shape[-2], fake(key).shape[-2]
     score_mod = _function(call, _score_mod)
-    mask_mod = _function(call, _mask_mod_b if value(plane).dim() == 3 else _mask_mod)
-    widths = {value(query).shape[-1], value(val).shape[-1]}
+    mask_mod = _function(call, _mask_mod_b if fake(plane).dim() == 3 else _mask_mod)
+    widths = {fake(query).shape[-1], fake(val).shape[-1]}
     args = (
         query, key, val, score_mod, _block_mask(lists, mask_mod, queries, keys),
-        1 / math.sqrt(value(query).shape[-1]) if scale is None else scale,
+        1 / math.sqrt(fake(query).shape[-1]) if scale is None else scale,
         OPTIONS | (WIDTH_64 if widths == {64} else {}), (), (plane,),
     )  # fmt: skip
     with graph.inserting_before(call):
@@ -144,9 +144,9 @@ def attend(
 
 def _known(node: Node) -> Any:
     """The recorded value of a tensor, and the graph behind a function's name."""
-    if node.op == "get_attr" and value(node) is None:
+    if node.op == "get_attr" and fake(node) is None:
         return getattr(node.graph.owning_module, str(node.target))
-    return value(node)
+    return fake(node)
 
 
 def _function(call: Node, function: Callable[..., Any]) -> Node:
@@ -187,11 +187,11 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) 
 
 def _strided(result: Node, like: Tensor, call: Node) -> Node:
     """``result``, whose strides follow the queries', with the strides of ``like``."""
-    if laid_out_alike(value(result), like):
+    if laid_out_alike(fake(result), like):
         return result
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = [order.index(d) for d in range(like.dim())]
     moved = Put(call).traced(lambda t: t.permute(order).contiguous().permute(back), result)
-    assert laid_out_alike(value(moved), like), "SDPA's result is dense"
+    assert laid_out_alike(fake(moved), like), "SDPA's result is dense"
     return moved

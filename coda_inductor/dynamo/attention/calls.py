@@ -33,15 +33,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants
-from coda_inductor.dynamo.nodes import Put, run
-from coda_inductor.graph.read import read
+from coda_inductor.graph.edit import Put, run
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.read import called, kind, op_name
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Body, Hazards, bodies, value, writes_to
+from coda_inductor.matching import Body, Hazards, bodies, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, refuse
@@ -57,11 +57,8 @@ Verdicts = dict[tuple[Node, str, str], Verdict]
 
 _TENSORS = ("query", "key", "value")
 _MAX_HEAD = 256
-#: Views that only rearrange or repeat the elements of one tensor.
-_VIEWS = frozenset(
-    {"getitem", "expand", "view", "unsqueeze", "repeat_interleave", "transpose",
-     "contiguous", "permute", "flatten"}
-)  # fmt: skip
+#: Kinds of ops that only rearrange or repeat the elements of one tensor.
+_MOVES = ("names", "turns", "repeats", "copies", "selects")
 
 
 def simplify_attention(graph: Graph, record: Record) -> None:
@@ -77,7 +74,7 @@ def simplify_attention(graph: Graph, record: Record) -> None:
 
 def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Record) -> None:
     hazards = Hazards(graph)
-    for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
+    for node in list(graph.nodes):
         arguments = arguments_of(node)
         if arguments is None:
             continue
@@ -100,9 +97,10 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:
-    """The arguments of an SDPA, by name; None unless its tensors have 3 dimensions or more."""
-    call = read(node)
-    tensors = [] if call is None else [value(call[name]) for name in _TENSORS]
+    """The arguments of an SDPA, by name; None for anything else, or unless its tensors have 3
+    dimensions or more."""
+    call = called(node, "scaled_dot_product_attention")
+    tensors = [] if call is None else [fake(call[name]) for name in _TENSORS]
     if call is None or not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors):
         return None
     return call.args
@@ -112,12 +110,12 @@ def _verdict(
     call: Node, arguments: dict[str, Any], constants: Constants, verdicts: Verdicts
 ) -> Verdict:
     mask = arguments["attn_mask"]
-    if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
+    if not isinstance(mask, Node) or not isinstance(fake(mask), torch.Tensor):
         return refuse("mask-form", "it is not a tensor of this graph")
     if arguments.get("is_causal"):
         return refuse("mask-form", "is_causal is set too")
-    query, key = (value(arguments[name]) for name in ("query", "key"))
-    if widened(value(call), query, key):
+    query, key = (fake(arguments[name]) for name in ("query", "key"))
+    if widened(fake(call), query, key):
         return refuse("mask-shape", "scores are broadcast to it")
     mask, constants = constants.home(mask)  # evaluated once for all layers
     lengths = query.shape[-2], key.shape[-2]
@@ -175,7 +173,7 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
 
 def _flash(arguments: dict[str, Any]) -> bool:
     """Would SDPA run flash attention, without grouping heads already?"""
-    query, key, val = (value(arguments[name]) for name in _TENSORS)
+    query, key, val = (fake(arguments[name]) for name in _TENSORS)
     return (
         arguments.get("attn_mask") is None
         and not arguments.get("enable_gqa")
@@ -204,7 +202,7 @@ def grouped(
     found = [_repetition(arguments[name]) for name in ("key", "value")]
     made = [each for each in found if each is not None]
     sources, between = [r[0] for r in made], [node for r in made for node in r[2]]
-    if len(made) < 2 or not same(*(tuple(value(source).shape) for source in sources)):
+    if len(made) < 2 or not same(*(tuple(fake(source).shape) for source in sources)):
         return None
     after = [node for node in hazards.writes if node > call]
     if hazards.between((*between, call)) or any(writes_to(node, sources) for node in after):
@@ -218,13 +216,13 @@ def grouped(
 def _repetition(repeated: Any) -> _Repetition | None:
     """How ``repeated`` repeats the heads of another tensor, each n times in a row; None if it does
     not."""
-    full = value(repeated).shape
+    full = fake(repeated).shape
     chain: list[Node] = []
     node = repeated
-    while (call := read(node)) is not None and call.op in _VIEWS and call.get("input") is not None:
+    while kind(node) in _MOVES or op_name(node) == "getitem":
         chain.append(node)
-        node = call["input"]
-        known = value(node)
+        node = node.all_input_nodes[0]
+        known = fake(node)
         if not isinstance(known, torch.Tensor) or known.dim() != 4:
             continue
         static = all(isinstance(size, int) for size in known.shape)

@@ -17,10 +17,11 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
-from coda_inductor.dynamo.nodes import run
+from coda_inductor.graph.edit import run
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import of_torch, read
 from coda_inductor.graph.walk import closure
-from coda_inductor.matching import Body, changes, value
+from coda_inductor.matching import Body, changes
 from coda_inductor.refusal import Refusal, Refused, refuse
 
 #: Ops for which only dtype, device and shape of this argument matter, if it is a tensor.
@@ -60,7 +61,7 @@ class Constants:
         if node in self._outer and self._around is not None:
             elsewhere = refuse("mask-form", "it comes from outside of the graph")
             return self._around._why.get(self._outer[node], elsewhere)
-        known = value(node)
+        known = fake(node)
         sizes = known.shape if isinstance(known, torch.Tensor) else [known]
         symbolic = any(isinstance(size, _SYMBOLS) for size in sizes)
         if symbolic and not isinstance(known, torch.Tensor):
@@ -106,7 +107,7 @@ class Constants:
         for step in order:
 
             def known(source: Node) -> Any:
-                return values[source] if source in values else _sample(value(source))
+                return values[source] if source in values else _sample(fake(source))
 
             args = torch.fx.node.map_arg((step.args, step.kwargs), known)
             args, kwargs = tree_map(_on_cpu, args)
@@ -128,7 +129,7 @@ def _sources(node: Node) -> list[Node]:
     """The nodes whose values ``node`` depends on."""
     call = read(node)
     at = None if call is None else _LIKE.get(call.op)
-    if call is None or at is None or not isinstance(value(call.get(at)), torch.Tensor):
+    if call is None or at is None or not isinstance(fake(call.get(at)), torch.Tensor):
         return node.all_input_nodes
     sources: list[Node] = []
     torch.fx.node.map_arg([call[name] for name in call.args if name != at], sources.append)

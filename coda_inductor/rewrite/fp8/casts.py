@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.gemms import producer
+from coda_inductor.graph.gemms import gemm_inputs, producer
 from coda_inductor.graph.nodes import arguments, aten, is_transpose
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.walk import parts
@@ -130,7 +130,7 @@ def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
     if (q := parts(node).get(0)) is not None:
         for name in (q, *filter(is_transpose, q.users)):
             for user in name.users:
-                right = user.target is scaled_mm and user.args[int(name is q)] is name
+                right = user.target is scaled_mm and gemm_inputs(user)[name is q] is name
                 if not is_transpose(user):
                     found[right].append((user, name))
     return found

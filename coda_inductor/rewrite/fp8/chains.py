@@ -18,9 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import select_decomp_table, unset_fake_temporarily
 from coda_inductor.graph.nodes import arguments, aten, converts, fake, is_transpose, renames
+from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, parts
-from coda_inductor.semantic.fp8 import quantize, quantize_by
+from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by
 
 #: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the dtype does
 #: not matter, because the maxima are cast to float64.
@@ -30,7 +31,6 @@ _KINDS = (
     (False, True, torch.float32),
     (False, True, torch.bfloat16),
 )
-_REPEATS = (aten.repeat.default, aten.expand.default, aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Chain:
 
 def relaid(node: Any) -> bool:
     """Does ``node`` only repeat or rearrange the vector or number that it reads?"""
-    if isinstance(node, Node) and node.target in _REPEATS:
+    if kind(node) in ("repeats", "copies"):
         return single(node.all_input_nodes[0])
     return renames(node) or (is_transpose(node) and 1 in fake(node).shape)
 
@@ -77,8 +77,9 @@ def chain_of(q: Node) -> Chain | None:
     """The quantization that ends in ``q``, torchao's or ours; None if there is none."""
     if q.target is operator.getitem and q.all_input_nodes[0].target is quantize:
         both = q.all_input_nodes[0]
-        x, dims, *how = arguments(both).values()
-        return Chain(q, x, tuple(dims), tuple(how), parts(both).get(1), True)
+        given = arguments(both)
+        kind = tuple(given[name] for name in KIND)
+        return Chain(q, given["x"], tuple(given["dims"]), kind, parts(both).get(1), True)
     for power_of_two, divides, dtype in _KINDS if converts(q) else ():
         wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
         found: dict[Node, Any] = {}

@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.gemms import WEIGHT_GRADIENT
+from coda_inductor.graph.gemms import WEIGHT_GRADIENT, gemm_inputs
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
@@ -100,8 +100,8 @@ def _product(node: Node) -> _Product | Refusal:
     """What the product ``node`` means, or why it stays as it is."""
     given = arguments(node)
     if node.target is scaled_mm:
-        a, b, rows, columns, _, fast, after, bias = given.values()
-        return _Product(a, b, node, rows, columns, fast, after, bias)
+        a, b, rows, columns = (given[name] for name in ("a", "b", "inv_a", "inv_b"))
+        return _Product(a, b, node, rows, columns, given["fast"], given["after"], given["bias"])
     if given["scale_result"] is not None:
         return refuse("fp8-form", f"{told(node)} has a scale_result")
     if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -109,7 +109,8 @@ def _product(node: Node) -> _Product | Refusal:
     rows, columns = fake(node).shape
     if not isinstance(columns, int):
         return refuse("symbolic-features", f"{told(node)} has a symbolic width")
-    a, b, *scales, bias, _, _, fast = given.values()
+    (a, b), bias, fast = gemm_inputs(node), given["bias"], given["use_fast_accum"]
+    scales = given["scale_a"], given["scale_b"]
     ones = bias is None and constant(scales[0]) == constant(scales[1]) == 1
     if ones and (found := _multiplied(node)) is not None:
         return _Product(a, b, *found, fast, True, bias)
@@ -128,14 +129,14 @@ def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
     end = only_reader(scaled)
     if scaled is None or end is None or scaled.target is not aten.mul.Tensor:
         return None
-    outer = next((x for x in scaled.args if x is not node), None)
-    if not is_cast(end) or fake(end).dtype != fake(node).dtype:
+    outer = next((x for x in scaled.all_input_nodes if x is not node), None)
+    if not is_cast(end) or fake(end).dtype != fake(node).dtype or outer is None:
         return None
-    if not isinstance(outer, Node) or outer.target is not aten.mul.Tensor:
+    if outer.target is not aten.mul.Tensor or len(outer.all_input_nodes) != 2:
         return None
-    m, n = fake(node).shape
-    shapes = [fake(x).shape for x in outer.args if isinstance(x, Node)]
-    return (end, *outer.args) if same(shapes, [(m, 1), (1, n)]) else None
+    (m, n), (rows, columns) = fake(node).shape, outer.all_input_nodes
+    fit = same(fake(rows).shape, (m, 1)) and same(fake(columns).shape, (1, n))
+    return (end, rows, columns) if fit else None
 
 
 def _raise(node: Node, found: _Product, factors: _Factors) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph
 
 from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.read import change
 from coda_inductor.record import Record
 from coda_inductor.semantic.fp8 import scaled_mm
 
@@ -31,4 +32,4 @@ def finish_fp8(graph: Graph, record: Record) -> None:
         half = fake(node).dtype == torch.bfloat16
         later = arguments(node)["after"]
         if half and later and record.plan.scales_vectors(fake(node).device):
-            node.update_arg(6, False)
+            change(node, after=False)

@@ -18,7 +18,7 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
-from coda_inductor.semantic.fp8 import scale_of
+from coda_inductor.semantic.fp8 import KIND, scale_of
 from coda_inductor.semantic.fp8_casts import AMAX
 
 Kind = tuple[int, ...]
@@ -59,7 +59,7 @@ def scales(
     made: dict[str, Node] = {}
     found: dict[Node, Node] = {}
     for node, how in given.items():
-        x, dims, *kind = how.values()
+        x, dims, kind = how["x"], how["dims"], [how[name] for name in KIND]
         if (key := str((dims, kind))) not in made:
             amax = maxima[tuple(dims)]
             if how["divides"]:  # in the dtype of x, as its definition says

@@ -25,7 +25,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import aten, fake, renames_or_casts
+from coda_inductor.graph.nodes import fake, renames_or_casts
+from coda_inductor.graph.read import called
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import bare, base, only_reader
 
@@ -34,12 +35,12 @@ def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node]
     """(total, (a, b)) if ``total`` is ``gradient + a * exp(logits - b)`` with a and b (..., 1);
     else ``gradient`` itself and None."""
     total, columns = only_reader(gradient, renames_or_casts), fake(logits).shape[-1]
-    others = [x for x in map(bare, _args(total, aten.add.Tensor)) if x is not gradient]
+    others = [x for x in map(bare, _args(total, "add")) if x is not gradient]
     if total is None or len(others) != 1:
         return gradient, None
-    for a, p in itertools.permutations(_args(others[0], aten.mul.Tensor), 2):
-        for exponent in _args(bare(p), aten.exp.default):
-            x, b = _args(bare(exponent), aten.sub.Tensor) or (None, None)
+    for a, p in itertools.permutations(_args(others[0], "mul"), 2):
+        for exponent in _args(bare(p), "exp"):
+            x, b = _args(bare(exponent), "sub") or (None, None)
             columnar = _is_column(a, p, columns) and _is_column(b, x, columns)
             if columnar and bare(x) is base(logits):
                 return total, (a, b)
@@ -55,7 +56,7 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     scaled = only_reader(gradient, renames_or_casts)
     turned = only_reader(scaled, renames_or_casts)
     last = only_reader(turned, renames_or_casts)
-    if not cap or not _args(t, aten.tanh.default) or last is None or _factor(scaled) != cap:
+    if not cap or not _args(t, "tanh") or last is None or _factor(scaled) != cap:
         return gradient, 0.0
     back = _factor(last)
     if back is None or not math.isclose(back * cap, 1, rel_tol=1e-12):
@@ -72,9 +73,9 @@ def through_factor(gradient: Node) -> tuple[Node, float]:
 
 def _is_times_slope(node: Any, t: Node) -> bool:
     """Is ``node`` something ``* (1 - t * t)``?"""
-    for slope in _args(node, aten.mul.Tensor)[1:]:
-        one, square = _args(bare(slope), aten.sub.Tensor) or (None, None)
-        factors = _args(bare(square), aten.mul.Tensor)
+    for slope in _args(node, "mul")[1:]:
+        one, square = _args(bare(slope), "sub") or (None, None)
+        factors = _args(bare(square), "mul")
         if one == 1 and factors and all(bare(factor) is t for factor in factors):
             return True
     return False
@@ -88,18 +89,20 @@ def _is_column(node: Any, rows: Any, columns: Any) -> bool:
     return same(shape[-1], columns) and same(fake(node).shape, (*shape[:-1], 1))
 
 
-def _args(node: Any, target: Any) -> tuple[Any, ...]:
-    """The arguments of ``node`` if it is a plain call of ``target``; else empty."""
-    plain = isinstance(node, Node) and node.target is target and not node.kwargs
-    return node.args if plain else ()
+def _args(node: Any, op: str) -> list[Any]:
+    """The operands of ``node`` if it is a plain call of ``op``; else empty."""
+    call = called(node, op)
+    if call is None or call.get("alpha") not in (None, 1) or call.get("rounding_mode") is not None:
+        return []
+    return [call[name] for name in ("input", "other") if name in call.args]
 
 
 def _factor(node: Any) -> float | None:
     """The number that ``node`` multiplies with, or divides by, if it is one."""
-    for target in (aten.mul.Tensor, aten.div.Tensor):
-        for number in _args(node, target)[1:]:
+    for op in ("mul", "div"):
+        for number in _args(node, op)[1:]:
             if isinstance(number, (int, float)) and math.isfinite(number):
-                if target is aten.mul.Tensor:
+                if op == "mul":
                     return float(number)
                 return 1 / number if number else None
     return None

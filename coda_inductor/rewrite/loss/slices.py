@@ -106,11 +106,12 @@ def _slice(node: Node) -> Refusal | None:
     results: dict[Node, Node] = {}
     dlse = None if penalty is None else _times_softmax(put, given["lse"], *penalty)
     wide = fake(given["lse"]).dtype
-    dloss, *of_rows, ignored, smoothing, reduction = given.values()
+    dloss, *of_rows = (given[name] for name in ("dloss", "logits", "target", "lse", "number"))
+    how = [given[name] for name in ("ignore_index", "label_smoothing", "reduction")]
     if factor != 1:
         dloss = put.mul(put.cast(dloss, wide), factor)
         dlse = None if dlse is None else put.mul(dlse, factor)
-    args = (dloss, *of_rows, weight, x, dlse, ignored, smoothing, reduction, cap, bool(sums))
+    args = (dloss, *of_rows, weight, x, dlse, *how, cap, bool(sums))
     call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
     for i, found in enumerate((dgrads, wgrads, sums)):
         if found:
@@ -137,7 +138,7 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
 
 def _sums_rows(node: Node, columns: Any) -> bool:
     """Is ``node`` the sum of each column of a gradient with ``columns`` columns (a bias's)?"""
-    if node.target is not aten.sum.dim_IntList or node.kwargs:
+    if node.target is not aten.sum.dim_IntList or arguments(node)["dtype"] is not None:
         return False
     given = arguments(node)
     source = fake(given["input"])

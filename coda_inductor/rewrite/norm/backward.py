@@ -37,6 +37,7 @@ from torch.fx import Node
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
+from coda_inductor.graph.read import change
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.rewrite.norm.forward import Deferred, Product
@@ -59,8 +60,7 @@ def differentiate(
         _weight_gradient(wgrad, n_is_left, norm, scaled)
     early = found.early
     for dgrad in found.dgrads if early else ():
-        dz, weight = gemm_inputs(dgrad)
-        dgrad.args = (scaled(dz, dgrad), weight)
+        change(dgrad, input=scaled(gemm_inputs(dgrad)[0], dgrad))
     if (backward := found.backward) is not None:
         results = _gradients(backward, norm, early, products if early else None)
         for place, part in parts(backward).items():
@@ -99,7 +99,7 @@ def _weight_gradient(wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scal
     dz = right if n_is_left else base(left, is_transpose)
     zs = scaled(dz, wgrad)
     left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
-    wgrad.args = (Put(wgrad).transpose(left), right)
+    change(wgrad, input=Put(wgrad).transpose(left), mat2=right)
 
 
 def _gradients(

@@ -135,7 +135,7 @@ def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
 
 
 def _biased(put: Put, gemm: Node, z: Node) -> Node:
-    bias, _, _, beta, alpha = arguments(gemm).values()
+    bias, alpha, beta = (arguments(gemm)[name] for name in ("input", "alpha", "beta"))
     z = z if alpha == 1 else put.mul(z, alpha)
     if beta == 0:
         return z  # torch reads no bias then, be it NaN

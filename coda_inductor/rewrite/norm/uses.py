@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.gemms import DENSE, gemm_inputs, producer, terms
+from coda_inductor.graph.gemms import DENSE, bias_of, gemm_inputs, producer, terms
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
@@ -108,7 +108,7 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
     while todo:
         node = todo.pop()
         for user in node.users:
-            if user.target in DENSE and user.args.count(node) > 1:
+            if user.target in DENSE and [*gemm_inputs(user), bias_of(user)].count(node) > 1:
                 return refuse("no-gemm", f"{told(user)} reads it twice")
             if user.target in DENSE and gemm_inputs(user)[0] is node and user in scope.forward:
                 found.gemms.append(user)
