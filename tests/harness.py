@@ -39,9 +39,9 @@ class Harness:
         self.graphs = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.graphs += 1
         traced = self._trace(gm, inputs)
         self.raised = gm.graph
-        self.graphs += 1
         self.graph, self.saved = traced.whole, traced.saved
         if traced.training:
             self.parts += traced.graphs

@@ -49,7 +49,8 @@ def graph_of(gemms, dtypes=(BF16, BF16), b_stride=None, on="cuda", op=aten.mm.de
             a.meta["val"] = torch.empty(m, k, dtype=dtypes[0], device=on)
             stride = b_stride or ((n, 1) if dtypes[1].itemsize == 2 else (1, k))
             b.meta["val"] = torch.empty_strided((k, n), stride, dtype=dtypes[1], device=on)
-            product = graph.call_function(op, (a, b))
+            scales = [a, a] if op is aten._scaled_mm.default else []  # any tensors
+            product = graph.call_function(op, (a, b, *scales))
             product.meta["val"] = torch.empty(m, n, dtype=BF16, device=on)
     graph.output(())
     return graph
