@@ -32,7 +32,6 @@ from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
-from coda_inductor.dynamo.shared_inputs import share_inputs
 from coda_inductor.errors import CodaError, FallbackError, OptionError, meant
 from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
@@ -130,7 +129,6 @@ ON_DYNAMO = (
     Pass("in_place", change_copies),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
-    Pass("shared_inputs", share_inputs),
     Pass("dropouts", multiply_dropped, counts=("adapter_dropout",)),
     Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms),

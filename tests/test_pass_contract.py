@@ -19,10 +19,7 @@ from zoo import experts as mixture
 from zoo import idioms as of
 
 from coda_inductor import pipeline
-from coda_inductor.dynamo import shared_inputs
 from coda_inductor.dynamo.attention import block_masks
-from coda_inductor.graph.read import op_name
-from coda_inductor.matching import bodies
 from coda_inductor.patterns import builtin_folder
 from coda_inductor.rewrite import tables
 from coda_inductor.semantic.loss import cross_entropy
@@ -43,12 +40,6 @@ def found(op: Any) -> Callable[[Harness], int]:
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
     )
-
-
-def linears(harness: Harness) -> int:
-    """How many layers are left."""
-    nodes = [n for body in bodies(harness.raised) for n in body.graph.nodes]
-    return sum(op_name(n) == "linear" for n in nodes)
 
 
 def removed(harness: Harness) -> bool:
@@ -219,10 +210,6 @@ CASES = {
         (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
         ("clamped_swiglu_backward",), but={"inference": 0},
     ),
-    "shared_inputs": Case(
-        lambda x, a, b: F.linear(x, a).sin() + F.linear(x, b).cos(), 2 * ((1, D),),
-        lambda harness: 2 - linears(harness), "shared_inputs", ("shared_inputs",),
-    ),
     "experts": Case(
         of.experts, EXPERTS, fired("experts"), "experts", ("experts",),
     ),
@@ -263,7 +250,6 @@ NO_CASE = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     count_as_large(monkeypatch)
-    monkeypatch.setattr(shared_inputs, "LEAST", 1)
     monkeypatch.setattr(block_masks, "DEVICE", "cpu")
     monkeypatch.setattr(block_masks, "DTYPES", (torch.float64, torch.float32, torch.bfloat16))
 

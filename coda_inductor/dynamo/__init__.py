@@ -5,7 +5,6 @@ assertions      assertions of exported programs that hold are removed
 in_place        ops in place become ops out of place where nothing sees the difference
 losses          losses as people write them become cross entropies
 packed          a packed weight of gate and up becomes two
-shared_inputs   low-rank layers that read one input become one
 dropouts        adapters behind dropout become products that draw their masks
 experts         a mixture over grouped products; summed_pairs: how its rows are summed by token
 idioms          what pattern files describe becomes semantic ops

@@ -38,7 +38,6 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.dynamo.shared_inputs import LEAST
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
 from coda_inductor.graph.nodes import arguments, fake, is_cast, place, plain
@@ -52,6 +51,8 @@ from coda_inductor.semantic.dropout import DRAWS, FORWARD, dropped
 
 #: The most layers of one op: its kernel holds a gradient of each.
 MOST = 4
+#: The least number of rows of x: reading fewer is faster than starting a kernel.
+LEAST = 1024
 
 
 def multiply_dropped(graph: Graph, record: Record) -> None:
