@@ -174,6 +174,8 @@ class _Signature:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, choose: bool
     ) -> dict[str, Any] | None:
         """All arguments by name; None if they do not fit. With ``choose``, types must fit too."""
+        if len(args) == len(self.names) == len(self.types) and not (kwargs or choose):
+            return dict(zip(self.names, args, strict=True))
         last = len(self.names) - 1
         if len(args) > last + 1:
             if not self.several:
