@@ -88,7 +88,8 @@ def after_fusing(record: Record) -> None:
     told.update(f"disable {name}" for name in record.stopped)
     for name in options.disable if sites and not record.dry else ():
         text = f"option 'disable' has no effect on {record.name}: nothing in it is called {name!r}"
-        _tell(f"disable {name}", text)
+        if name.removesuffix("_backward") not in record.stopped:  # else there is no gradient of it
+            _tell(f"disable {name}", text)
 
 
 def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refusal | None:
