@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ TITLES = {"forward": "Forward", "backward": "Backward", "step": "Forward and bac
 BASELINE = ("compile", "max_autotune")
 COLORS = {"eager": "#c9ced6", "liger": "#e3b673", "flashinfer": "#b7a5d3", "quack": "#93c59b",
           "paper": "#e08a8a", "torch_fused": "#d9c58a", "coda": "#4f8fd0"}  # fmt: skip
-_HEAD = """# The paper's kernels
-
+_HEAD = """
 CODA (arXiv 2605.19269) cuts a Llama layer into kernels. This page times the same cuts, which coda
 compiles from plain torch: *residual* is GEMM, residual, RMSNorm, GEMM; *swiglu* RMSNorm, the GEMMs
 of gate and up, SwiGLU; *rotary* the GEMMs of q and k and their rotation; *head* the LM head with
@@ -56,8 +56,8 @@ def markdown(found: dict[str, Any], source: str) -> str:
     if own := where.get("versions of the paper's kernels"):
         versions += f" (the paper's kernels: quack-kernels {own['quack-kernels']})"
     run = f"{where['gpu']}, {where['date'][:10]}, commit {where['commit']}, {versions}"
-    lines = [_HEAD, f"`{source}`: one {run}: `{where['command']}`.", ""]
-    lines.append("![Speed over torch.compile](paper.svg)")
+    lines = ["# The paper's kernels", "", _summary(results), "", "![Speed](paper.svg)"]
+    lines += [_HEAD, f"`{source}`: one {run}: `{where['command']}`."]
     names = list(dict.fromkeys(v for result in results.values() for v in result["variants"]))
 
     def rows(mode: str, key: str, form: str, unit: float = 1) -> list[list[str]]:
@@ -80,9 +80,23 @@ def markdown(found: dict[str, Any], source: str) -> str:
         lines.append(table(rows(mode, "error", ".2e"), ["", *names], "github"))
     lines += ["", "## Peak GiB of a forward and backward, weights and inputs not included", ""]
     lines.append(table(rows("step", "peak_mib", ".2f", 1024), ["", *names], "github"))
-    missing = [f"- {case}, {what}: {why}" for case, result in results.items()
-               for what, why in result["errors"].items()]  # fmt: skip
+    cases: dict[tuple[str, str], list[str]] = {}
+    for case, result in results.items():
+        for error in result["errors"].items():
+            cases.setdefault(error, []).append(case)
+    missing = [f"- {what} of {', '.join(of)}: {why[:100]}" for (what, why), of in cases.items()]
     return "\n".join([*lines, *(["", "## Not measured", "", *missing] if missing else [])]) + "\n"
+
+
+def _summary(results: dict[str, Any]) -> str:
+    """The result in one sentence."""
+    said = []
+    for mode, title in TITLES.items():
+        ours = {case: r["variants"].get("coda", {}).get(mode) for case, r in results.items()}
+        speeds = [best / time["median_ms"] for case, time in ours.items()
+                  if time and (best := baseline(results[case], mode))]  # fmt: skip
+        said += [f"{title.lower()} {statistics.geometric_mean(speeds):.2f}x"] if speeds else []
+    return f"coda over torch.compile, geometric means of all cuts: {', '.join(said)}."
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

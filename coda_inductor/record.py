@@ -47,6 +47,7 @@ class Record:
             graph decides it.
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name of its counter.
+        stopped: names in ``options["disable"]`` that kept something from being rewritten.
         changed: passes that changed the graph, in order, without those that are needed.
         around: wrappers for the compiled graph, first one innermost.
         limit: what the joint graph that is compiled now may keep for its backward pass, a
@@ -66,6 +67,7 @@ class Record:
     folder: DebugFolder = field(init=False)
     plan: Plan = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
+    stopped: set[str] = field(default_factory=set)
     changed: dict[str, None] = field(default_factory=dict)
     around: list[Around] = field(default_factory=list)
     limit: Any = None
@@ -78,8 +80,11 @@ class Record:
         self.report.folder = self.folder.path
 
     def enabled(self, name: str) -> bool:
-        """Is ``name``, a pass, a pattern or a counter, not disabled?"""
-        return name not in self.options.disable
+        """Is ``name``, a pass, a pattern or a counter, not disabled? To be asked where the rewrite
+        was found, because a disabled name that nobody asks for has no effect, which is said."""
+        if name in self.options.disable:
+            self.stopped.add(name)
+        return name not in self.stopped
 
     def fire(self, name: str, times: int = 1) -> None:
         """Count that a rewrite fired."""

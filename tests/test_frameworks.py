@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/frameworks.md, loop.md and liger.md, word for word: each block runs with a small Llama,
-and trains or computes as without us.
+and trains or computes as without us. So do recipes that the page has in a sentence.
 
 Inductor's generated code is swapped for eager execution of the graphs: what is tested is that our
 passes are reached, and that frameworks take what they return.
@@ -28,6 +28,33 @@ from coda_inductor.backend import coda
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("frameworks", "loop", "liger"))
 BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+SAID = {
+    "trainer_inductor": """
+import coda_inductor
+coda_inductor.enable()
+""" + BLOCKS["trainer"].replace("model.compile(backend=\"coda\")", "").replace(
+        'report_to="none"', 'report_to="none", torch_compile=True'),
+    "accelerate": """
+from accelerate import Accelerator
+accelerator = Accelerator()
+model.compile(backend="coda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "torchao": """
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+quantize_(model, Int8WeightOnlyConfig())
+model.compile(backend="coda")
+with torch.no_grad():
+    logits = model(tokens).logits
+""",
+}  # fmt: skip
+ALL = BLOCKS | SAID
 ROWS, LENGTH, WORDS = 8, 16, 64
 #: Layers where one graph serves all of them, or each has its own; elsewhere there is one.
 SEVERAL = 2
@@ -84,16 +111,14 @@ def run(name, text=None, layers=1, **more):
     counters.clear()
     names = {**given(layers), **more}
     torch.manual_seed(1)
-    exec(compile(BLOCKS[name] if text is None else text, name, "exec"), names)  # noqa: S102
+    exec(compile(ALL[name] if text is None else text, name, "exec"), names)  # noqa: S102
     return names, Counter(counters["coda"])
 
 
 def plain(name):
     """The block as somebody would write it without us."""
     lines = [
-        line
-        for line in BLOCKS[name].splitlines()
-        if not re.search(r"\.compile\(b|\.enable\(", line)
+        line for line in ALL[name].splitlines() if not re.search(r"\.compile\(b|\.enable\(", line)
     ]
     return "\n".join(lines)
 
@@ -138,8 +163,8 @@ BLOCKS_THAT_TRAIN = {
     "trl": ("trl", "trl", {}, weights),
     "loop": ("torch", "loop", {**TRAINED, "cross_entropy": 1}, weights),
     "liger": ("torch", "liger", {**TRAINED, "cross_entropy": 1}, gradients),
-    "blocks": ("torch", "blocks", {**SHARED, "cross_entropy": 0}, weights),
-    "blocks_and_loss": ("torch", "blocks_and_loss", {**SHARED, "cross_entropy": 1}, weights),
+    "blocks": ("torch", "blocks", {**SHARED, "cross_entropy": 0}, gradients),
+    "blocks_and_loss": ("torch", "blocks_and_loss", {**SHARED, "cross_entropy": 1}, gradients),
     "torchao": (
         "torchao.quantization", "torchao", {"rms_norm": NORMS, "swiglu": GATES},
         lambda names: names["logits"],
@@ -150,8 +175,8 @@ IN_BLOCKS = ("deepspeed", "blocks", "blocks_and_loss")
 
 def test_every_block_is_run():
     text = Path(__file__).read_text()
-    ran = {name for name in BLOCKS if re.search(rf"""run\(\s*"{name}[",]""", text)}
-    assert {*ran, *BLOCKS_THAT_TRAIN, *GENERATES} == {*BLOCKS}
+    ran = {name for name in ALL if re.search(rf"""run\(\s*"{name}[",]""", text)}
+    assert {*ran, *BLOCKS_THAT_TRAIN, *GENERATES} == {*ALL}
     assert PAGE.count("```python") == len(BLOCKS) + 1  # the first shows one line
 
 
@@ -180,10 +205,10 @@ def test_it_trains_as_without_us(name, monkeypatch):
     needed, without, fires, compared = BLOCKS_THAT_TRAIN[name]
     pytest.importorskip(needed)
     more = {"layers": SEVERAL if name in IN_BLOCKS else 1, **given_to(name, monkeypatch)}
-    ours, fired = run(name, on_cpu(BLOCKS[name]), **more)
+    ours, fired = run(name, on_cpu(ALL[name]), **more)
     coda_inductor.disable()
     text = plain(without).replace("for block", "# ") if name == "deepspeed" else plain(without)
-    text = BLOCKS[name].replace('"coda"', '"eager"') if name.startswith("blocks") else text
+    text = ALL[name].replace('"coda"', '"eager"') if name.startswith("blocks") else text
     eager, _ = run(name, on_cpu(text), **more)
     assert {n: fired[n] for n in fires} == fires
     assert fired["rms_norm"]

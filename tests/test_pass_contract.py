@@ -314,6 +314,7 @@ def test_disabled(names, off):
     case, harness = CASES[names[0]], Harness(disable=[off], **CASES[names[0]].options)
     (harness.train if case.often else harness.run)(*model(case))
     assert not any(CASES[name].seen(harness) for name in names if off in CASES[name].off)
+    assert harness.record.stopped == {off}  # else it would be said to have no effect
 
 
 @pytest.mark.parametrize(("name", "why"), [(n, why) for n in CASES for why in CASES[n].broken])

@@ -172,8 +172,8 @@ def blocks() -> dict[str, str]:
 tensorwise one, without optimizer.
 
 - **Memory**: the peak of the step in bfloat16 falls {peaks}. Without optimizer {four} rows fit
-where torch.compile fits {two}. Where torch.compile must recompute to fit, a step with the same peak
-is {SHORT.gain} as fast.
+where torch.compile fits {two}. At a peak that torch.compile reaches by recomputation, the speedup
+is {SHORT.gain}.
 
 - **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory.
 

@@ -44,24 +44,6 @@ GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of 
 that did, weight gradients included in the total. The last column says what is missing.
 
 {table}
-
-## Norms that stay, measured
-
-Of one training step of 8192 tokens on an H200
-([h200_account_more.json](../benchmarks/results/h200_account_more.json); Gemma 3's of
-[h200_account_gemma3.json](../benchmarks/results/h200_account_gemma3.json)), Inductor's kernels of
-norms in the forward pass, and what their traffic takes at full bandwidth:
-
-| | kernel | calls | us | at full bandwidth | largest possible gain |
-| --- | --- | --- | --- | --- | --- |
-| OLMo 2 | norm after a projection, residual | 7 | 367 | 318 | 0.05 % of the step |
-| BERT large | residual, LayerNorm | 24 | 372 | 273 | 0.4 % |
-| Gemma 3 1B | norm after a projection, residual, norm before the next | 23 | 1136 | 393 | 1.3 % |
-
-OLMo 2 and BERT: the residual reads the norm's result, so it must be written, and the kernel that
-writes it moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
-over rows of 1152. Moving the second norm past the next GEMM
-left one or two loops, and took more time in the GEMMs than it saved, and more joules.
 """
 
 

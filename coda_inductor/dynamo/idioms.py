@@ -58,7 +58,7 @@ def raise_idioms(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         ops = {node: ops_of(node) for node in body.graph.nodes}
         for pattern in known:
-            if record.enabled(pattern.name) and _raise(body.graph, pattern, ops, record, dual):
+            if _raise(body.graph, pattern, ops, record, dual):
                 ops = {node: ops_of(node) for node in body.graph.nodes}
 
 
@@ -78,6 +78,8 @@ def _raise(
             continue
         try:  # a failure here affects only this match: the graph is unchanged
             match = first_match(idioms, root)
+            if match is not None and not record.enabled(pattern.name):
+                break
             why = None if match is None else _refusal(pattern, match, hazards, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"

@@ -54,12 +54,12 @@ _READ = ("cross_entropy", "gather", "take_along_dim")
 
 def respell_losses(graph: Graph, record: Record) -> None:
     """Apply the rewrites to ``graph`` and its checkpointed regions, in place."""
-    if not record.enabled("cross_entropy"):
-        return
     for body in bodies(graph):
         hazards = Hazards(body.graph)
         for node in list(body.graph.nodes):
             call = read(node) if op_name(node) in _READ else None
+            if call is not None and not record.enabled("cross_entropy"):
+                return
             if call is not None and call.op != "cross_entropy":
                 call = read(_gathered(call, hazards))
             if call is not None:

@@ -51,10 +51,8 @@ _PLAIN = (aten.index_put.default, unsafe_index_put)
 
 def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
-    if not record.enabled("embedding_backward"):
-        return
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
-        if (found := _lookup(node)) is not None:
+        if (found := _lookup(node)) is not None and record.enabled("embedding_backward"):
             old, args = found
             old.replace_all_uses_with(splice(old, _gradient, args))
             prune([old])

@@ -28,8 +28,8 @@ from coda_inductor.select.device import gpu_of
 if TYPE_CHECKING:
     from coda_inductor.record import Record
 
-#: The warnings that this process has logged: "kernels", "ddp"; and "fused", "memory" and names of
-#: patterns where a warning would be wrong since something was found.
+#: The warnings that this process has logged: "kernels", "ddp"; and "fused", "memory", "disable"
+#: with a name, and names of patterns where a warning would be wrong since something was found.
 told: set[str] = set()
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
@@ -70,8 +70,8 @@ def after_matching(gm: GraphModule, record: Record) -> None:
 
 
 def after_fusing(record: Record) -> None:
-    """Warn if none of a graph's GEMMs is fused, as in no graph before, and if there is nothing that
-    the option ``memory`` could limit."""
+    """Warn if none of a graph's GEMMs is fused, as in no graph before, if there is nothing that the
+    option ``memory`` could limit, and of disabled names that stopped nothing."""
     sites, options = record.report.sites, record.options
     if any(site.fused for site in sites) or options.gate == "never":
         told.add("fused")
@@ -85,6 +85,11 @@ def after_fusing(record: Record) -> None:
         told.add("memory")
     elif options.memory is not None:
         _tell("memory", f"option 'memory' has no effect on {record.name}, which has no gradients")
+    told.update(f"disable {name}" for name in record.stopped)
+    for name in options.disable if sites and not record.dry else ():
+        text = f"option 'disable' has no effect on {record.name}: nothing in it is called {name!r}"
+        if name.removesuffix("_backward") not in record.stopped:  # else there is no gradient of it
+            _tell(f"disable {name}", text)
 
 
 def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refusal | None:

@@ -47,6 +47,7 @@ def test_tutorial(capsys):
         seen.add(language)
         if language == "python" and text.startswith("# "):
             Path(text.split("\n")[0].removeprefix("# ")).write_text(text)
+            Path("wrong.py").write_text(text.replace("F.elu", "F.relu"))
         elif language == "python":
             torch._dynamo.utils.counters.clear()  # a reader's program is a process of its own
             Path("tutorial_program.py").write_text(text)

@@ -109,14 +109,12 @@ class _Site:
 
 def skip_blocks(graph: Graph, record: Record) -> None:
     """Rewrite the attention calls of ``graph`` and its checkpointed regions, in place."""
-    if not record.enabled(NAME):
-        return
     dual = forward_mode(graph)
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for body in bodies(graph):
         for call in body.graph.nodes:
             arguments = arguments_of(call)
-            if arguments is None or arguments.get("attn_mask") is None:
+            if arguments is None or arguments.get("attn_mask") is None or not record.enabled(NAME):
                 continue
             found = _why_not(call, arguments, dual) or _site(call, arguments, body)
             if isinstance(found, Refusal):

@@ -45,7 +45,7 @@ OPTIONS = {
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-#: The kernels' tiles for heads of 64 values, measured on an H200 (docs/attention.md): at all other
+#: The kernels' tiles for heads of 64 values, measured on an H200 (gotchas.md): at all other
 #: widths torch's own choice was best.
 WIDTH_64 = {
     "fwd_BLOCK_N": 64,

@@ -197,12 +197,12 @@ def grouped(
     """The keys and values of ``call``, (B, H, T, D), before their heads were repeated; None if they
     were not, or must stay repeated: later writes would change a view but not a copy, and what
     attention saves for the backward pass must not change."""
-    if not record.enabled("grouped_heads"):
-        return None
     found = [_repetition(arguments[name]) for name in ("key", "value")]
     made = [each for each in found if each is not None]
     sources, between = [r[0] for r in made], [node for r in made for node in r[2]]
     if len(made) < 2 or not same(*(tuple(fake(source).shape) for source in sources)):
+        return None
+    if not record.enabled("grouped_heads"):
         return None
     after = [node for node in hazards.writes if node > call]
     if hazards.between((*between, call)) or any(writes_to(node, sources) for node in after):
