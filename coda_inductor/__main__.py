@@ -16,8 +16,9 @@ import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
 from coda_inductor.mainloop.availability import identity
 
-ABOUT = "What the coda backend does with a model, checks of pattern files, and measuring."
+ABOUT = "What the coda backend does with a model, what makes a script fail, checks, measuring."
 COMMANDS = {
+    "bisect": "coda_inductor.cli.bisect",
     "check": "coda_inductor.cli.check",
     "explain": "coda_inductor.cli.explain",
     "tune": "coda_inductor.cli.tune",

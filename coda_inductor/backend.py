@@ -18,7 +18,7 @@ from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
 from coda_inductor.memory.partition import Partitioner, usable
-from coda_inductor.options import parse
+from coda_inductor.options import EVERYTHING, parse
 from coda_inductor.record import Record
 
 
@@ -91,6 +91,8 @@ def coda(
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
         return falls.Result(compiled, whole=not fallen)
 
+    if EVERYTHING in settings.disable:
+        return without_us().call
     return falls.compiled(gm, settings, name, attempt)
 
 

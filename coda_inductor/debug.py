@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from coda_inductor.log import logger
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GraphReport
 
+Render = Callable[[EpilogueProgram], str]
 _numbers = itertools.count()
 
 
@@ -60,9 +62,13 @@ class DebugFolder:
         except Exception as error:
             logger.warning("coda_inductor cannot write %s: %s", path, error)
 
-    def finish(self, report: GraphReport, render: Callable[[EpilogueProgram], str]) -> None:
-        """Write the table of GEMMs, and each program with the source that ``render`` makes."""
+    def finish(self, report: GraphReport, render: Render, changed: Iterable[str]) -> None:
+        """Write the table of GEMMs, names of what was done (``changed``: of passes), and each
+        program with the source that ``render`` makes."""
         self.write("gemms.txt", lambda: report.table() + "\n")
+        fused = [site.site for site in report.sites if site.fused]
+        names = {"changed": [*changed], "fired": report.fired, "fused": fused}
+        self.write("names.json", json.dumps(names))
         programs = {s.program.key: s.program for s in report.sites if s.program is not None}
         for key, program in programs.items():
             self.write(f"programs/{key}.txt", f"{program}\n")

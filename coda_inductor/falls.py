@@ -94,6 +94,26 @@ def cause(error: BaseException) -> str:
     return f"{type(inner).__name__}: {inner}".strip()
 
 
+def halve(
+    names: Sequence[str],
+    fails: Callable[[Sequence[str]], str],
+    out: dict[str, str],
+    error: str = "",
+) -> str:
+    """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)`` is
+    the error of a part of them, empty if there is none: then that part is used in all later calls.
+    Returns the error of all of them, which is ``error`` if that is known."""
+    error = error or fails(names)
+    if error and len(names) == 1:
+        out[names[0]] = error
+    elif error:
+        half = len(names) // 2
+        # If the first half does not fail, the second one does.
+        first = halve(names[:half], fails, out)
+        halve(names[half:], fails, out, "" if first else error)
+    return error
+
+
 class _Search:
     """For the passes of one graph that do not compile.
 
@@ -135,28 +155,15 @@ class _Search:
         """Compile with as many passes as possible; True if there are any. Without those that
         changed something, it is nearly the user's graph."""
         if error and self.changed and not self._error(()):
-            self._halve([n for n in self.changed if n not in self.good], error)
+            halve([n for n in self.changed if n not in self.good], self._error, self.out, error)
             while rest := [n for n in self.changed if n not in self.good | self.out.keys()]:
-                self._halve(rest)
+                halve(rest, self._error, self.out)
             return True
         self.out = {}
         self._try(None, {})
         if error and self.best[0].whole:
             warn_once(self.name, f"with our passes it does not compile: {error}")
         return False
-
-    def _halve(self, names: list[str], error: str = "") -> str:
-        """Add ``names``, which fail with ``error`` if there is one, to the good passes, or those of
-        them that compile. Returns the error of all of them."""
-        error = error or self._error(names)
-        if error and len(names) == 1:
-            self.out[names[0]] = error
-        elif error:
-            half = len(names) // 2
-            # If the first half compiles, it is the second one that does not.
-            first = self._halve(names[:half])
-            self._halve(names[half:], "" if first else error)
-        return error
 
     def _error(self, names: Sequence[str], *, first: bool = False) -> str:
         """Why the graph does not compile with the good passes and ``names``; empty if it does. A

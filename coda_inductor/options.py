@@ -27,6 +27,8 @@ _REMOVED = dict.fromkeys(
 )
 #: Values of ``CODA_DEBUG`` that do not turn it on.
 _OFF = ("", "0", "false", "no", "off")
+#: What ``disable`` calls the whole backend, and how it begins the name of a GEMM.
+EVERYTHING, GEMM = "*", "gemm:"
 #: Modes of torch.compile in which Inductor measures, and so do we.
 _MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
@@ -41,7 +43,9 @@ class Options:
         strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
         patterns: extra pattern files, or folders of them, tried before the built-in ones (also
             ``CODA_PATTERNS``, separated by ``os.pathsep``, but not under ``python -I``).
-        disable: names of patterns, passes or counters that must not fire.
+        disable: names of patterns, passes or counters that must not fire; ``"gemm:PATH"`` for the
+            GEMMs of a module, which are then not fused; ``"*"`` for stock Inductor (also
+            ``CODA_DISABLE``, separated by commas).
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
         tune: ``"auto"`` measures a site during compilation if no earlier measurement covers it
@@ -103,6 +107,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         "debug": os.environ.get("CODA_DEBUG", "0").lower() not in _OFF,
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
         "patterns": _env_patterns(),
+        "disable": env_disable(),
     }
     if chosen := os.environ.get("CODA_TUNE"):
         own["tune"] = _check("tune", chosen, "CODA_TUNE")
@@ -115,7 +120,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     inductor = dict(_mode_options(mode))
     known_to_inductor = set(list_options())
     for key, value in (options or {}).items():
-        if key == "patterns":  # before those of the environment
+        if key in ("patterns", "disable"):  # before those of the environment
             own[key] = tuple(dict.fromkeys((*_check(key, value), *own[key])))
         elif key in _OWN:
             own[key] = _check(key, value)
@@ -144,6 +149,11 @@ def _env_patterns() -> tuple[str, ...]:
     if sys.flags.ignore_environment:
         return ()
     return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
+
+
+def env_disable() -> tuple[str, ...]:
+    """The names in ``CODA_DISABLE``."""
+    return tuple(name for name in os.environ.get("CODA_DISABLE", "").split(",") if name)
 
 
 def _mode_options(mode: str | None) -> Mapping[str, Any]:

@@ -47,7 +47,7 @@ from coda_inductor.joint import Chained, begin, rewrite
 from coda_inductor.log import warn_once
 from coda_inductor.matching import value
 from coda_inductor.memory.partition import Partitioner, installed, usable
-from coda_inductor.options import Options, parse
+from coda_inductor.options import EVERYTHING, Options, parse
 from coda_inductor.pipeline import check_names
 from coda_inductor.record import Record
 
@@ -178,6 +178,8 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
             f"option {next(iter(settings.inductor))!r} is Inductor's: pass it to torch.compile, or "
             "set it in torch._inductor.config"
         )
+    if EVERYTHING in settings.disable:
+        return {}
     check_names(Record(dataclasses.replace(settings, debug=False)))
     theirs, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
     missing = lacking() or [

@@ -36,8 +36,9 @@ from coda_inductor.errors import CodaError, FallbackError, OptionError, meant
 from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
-from coda_inductor.log import count, logger, warn_once
+from coda_inductor.log import count, logger, say_once, warn_once
 from coda_inductor.matching import bodies
+from coda_inductor.options import GEMM, env_disable
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
@@ -166,7 +167,8 @@ def check_names(record: Record) -> None:
     """Load the patterns, and compare ``options["disable"]`` with what there is.
 
     Raises:
-        OptionError: the name does not exist, or is that of a needed pass.
+        OptionError: the name does not exist, but for one in ``CODA_DISABLE``, or is that of a
+            needed pass.
         PatternError: with ``strict``, when a pattern file does not load.
     """
     loaded = [p.name for p in patterns.load(record.options.patterns, strict=record.options.strict)]
@@ -177,11 +179,13 @@ def check_names(record: Record) -> None:
         if any(each.needed and each.name == name for each in passes):
             raise OptionError(f"option 'disable': the pass {name!r} cannot be disabled")
     names |= {each.name for each in passes if not each.needed}
-    if unknown := sorted(set(record.options.disable) - names):
+    given = {name for name in record.options.disable if not name.startswith(GEMM)}
+    if unknown := sorted(given - names):
         said = ", ".join(f"{name!r}{meant(name, names)}" for name in unknown)
-        raise OptionError(
-            f"option 'disable': there is no {said}; known names are {', '.join(sorted(names))}"
-        )
+        text = f"there is no {said}; known names are {', '.join(sorted(names))}"
+        if not set(unknown) <= set(env_disable()):
+            raise OptionError(f"option 'disable': {text}")
+        say_once(f"CODA_DISABLE: {text}")  # another graph may have other patterns
 
 
 @without_saved_tensors_hooks()  # a user's hooks would receive our fake tensors
@@ -220,8 +224,8 @@ def on_aten(graph: Graph, record: Record) -> None:
     record.plan = _undecided(record)
     _run(ON_ATEN, graph, record)
     record.folder.graph("4_fused", _owner(graph))
-    record.folder.finish(record.report, render)
     _count(record)
+    record.folder.finish(record.report, render, record.changed)
     if record.dry:
         return
     if keep_report(record.report) or len(record.report.sites) > before:
@@ -324,6 +328,7 @@ def _count(record: Record) -> None:
     if not record.dry:
         for name, times in record.fired.items():
             count(name, times)
+    record.report.fired.update(record.fired)
     record.fired = Counter()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -170,14 +170,16 @@ class MemoryReport:
 
 @dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs, what else was recognized but not rewritten, and, under a limit
-    of memory, what it keeps for the backward pass and computes again."""
+    """One compiled graph: its GEMMs, what else was recognized but not rewritten, how often each
+    rewrite fired, and, under a limit of memory, what it keeps for the backward pass and computes
+    again."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     folder: str = ""
     memory: MemoryReport | None = None
+    fired: Counter[str] = field(default_factory=Counter)
 
     @property
     def near_misses(self) -> list[str]:

@@ -86,6 +86,23 @@ def test_debug_folder(tmp_path):
         assert "def epilogue(acc" in text[site.program.key + ".py"]
 
 
+def test_gemms_and_everything_can_be_disabled(without_code):
+    fused = {}
+    for names in ("gemm:o", "gemm:up", "*"):
+        coda_inductor.report.forget()
+        torch._dynamo.reset()
+        torch.testing.assert_close(
+            *run(whole().double(), torch.randn(3, D).double(), disable=names)
+        )
+        found = [site for each in coda_inductor.reports() for site in each.sites]
+        fused[names] = {site.site: site.fused for site in found}
+    assert fused == {
+        "gemm:o": {"o": False, "gate + up": True},
+        "gemm:up": {"o": True, "gate": True, "up": False},
+        "*": {},
+    }
+
+
 def test_debug_folder_that_another_rank_makes_first_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(debug, "_numbers", itertools.count())
     (tmp_path / "graph_000").symlink_to("nowhere")  # mkdir meets what exists() has not seen

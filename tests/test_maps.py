@@ -17,7 +17,7 @@ FOLDERS = ("coda_inductor", "patterns", "docs", "tests", "tools", "benchmarks", 
 #: Names that are no files of ours: a reader's own, those that a run writes, another project's.
 NOT_OURS = {
     "CONTRIBUTING.md": "NAME.py", "debugging.md": "_before.py _raised.py _traced.py _rewritten.py "
-    "_fused.py KEY.py", "tutorial.md": "elu_glu.py wrong.py",
+    "_fused.py KEY.py names.json", "tutorial.md": "elu_glu.py wrong.py",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_a_removed_option_says_what_replaces_it(caplog):
 
 
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):
-    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_PATTERNS", "CODA_TUNE"):
+    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_DISABLE", "CODA_PATTERNS", "CODA_TUNE"):
         monkeypatch.delenv(name, raising=False)
     assert parse(None, None) == Options()
     assert parse("default", {}) == Options()
@@ -114,6 +114,16 @@ def test_debug_from_the_environment(monkeypatch, text):
     assert parse(None, None).debug is (text in ("1", "true", "on"))
     assert parse(None, None).debug_dir == "elsewhere"
     assert parse(None, {"debug": False, "debug_dir": "here"}) == Options(debug_dir="here")
+
+
+def test_disabled_from_the_environment(monkeypatch, caplog):
+    """A name that is unknown there may be another graph's."""
+    monkeypatch.setenv("CODA_DISABLE", "norm,swigul")
+    assert parse(None, {"disable": "rotary"}).disable == ("rotary", "norm", "swigul")
+    assert run_idiom(disable=["gemm:any.module"])[0] is False
+    assert "CODA_DISABLE: there is no 'swigul' (did you mean 'swiglu'?)" in caplog.text
+    with pytest.raises(Exception, match="option 'disable': there is no 'rotray'"):
+        run_idiom(disable=["rotray"])
 
 
 def test_patterns_from_the_environment(monkeypatch, tmp_path):

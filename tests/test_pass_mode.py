@@ -244,6 +244,8 @@ def test_the_backend_is_not_disturbed():
     model, x = whole(), torch.randn(3, D, requires_grad=True)
     want, _ = step(model, x, backend=coda)
     reports = len(coda_inductor.reports())
+    with coda_inductor.enabled(disable=["*"]):
+        assert hooks() == theirs
     with coda_inductor.enabled(disable=["swiglu"]):
         have, _ = step(model, x, backend=coda)
     assert have == want

@@ -42,6 +42,7 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import consumer, readers
 from coda_inductor.log import logger
+from coda_inductor.options import GEMM
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, failed, refuse
 from coda_inductor.report import SiteReport
@@ -256,7 +257,8 @@ class _Planner:
         """``region`` as it runs, or why it is not fused."""
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
-        own = patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns)
+        own = patterns if patterns == ["epilogue"] else [*_OF_SITE.intersection(patterns)]
+        own += [f"{GEMM}{module_path(anchor) or anchor.name}" for anchor in region.anchors]
         if off := [name for name in own if not self.record.enabled(name)]:
             return _disabled(off[0])
         site = replace(site, choice=self.record.plan.judge(site))
