@@ -257,7 +257,7 @@ class _Planner:
         """``region`` as it runs, or why it is not fused."""
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
-        own = patterns if patterns == ["epilogue"] else [*_OF_SITE.intersection(patterns)]
+        own = [*(patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns))]
         own += [f"{GEMM}{module_path(anchor) or anchor.name}" for anchor in region.anchors]
         if off := [name for name in own if not self.record.enabled(name)]:
             return _disabled(off[0])
