@@ -142,8 +142,9 @@ def dropout_linear_backward(
 def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
     """Rows, columns and warps of a tile forward, and backward: as many as fit into registers.
 
-    Of ten backward, (64, 32, 4) was within 6 % of the best for one to three masks of rank 8 to 64
-    and K from 2048 to 14336, and (32, 64, 4) up to 1.4 times as slow (H200)."""
+    Of ten backward, for one to three masks of rank 8 to 64 and K from 2048 to 14336, (64, 32, 4)
+    was within 13 % of the best, but for one mask at K = 2048 (29 %); others lost up to 40 %
+    elsewhere. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
     return (64, 64, 8 if rank > 128 else 4), (64, 32, 4 if count * max(16, rank) <= _WIDE else 8)
 
 

@@ -40,7 +40,7 @@ def add_halves(graph: Graph, backward: Collection[Node], gpu: Gpu) -> dict[Node,
         if not program.paired or program.grouped or program.fp8:
             continue
         for user in pair.users:
-            at = user.args[1]
+            at = arguments(user)["index"]
             if at < len(program.stores) and all(each in backward for each in user.users):
                 made = _half(pair, program, at, gpu)
                 added |= {} if made is None else {user: made}

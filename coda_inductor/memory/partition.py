@@ -83,9 +83,8 @@ class Partitioner(CustomPartitionerFn):
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)
         record.limit = None  # of this graph alone
         gm.graph.eliminate_dead_code()
-        gm.graph = fx_graph_cse(
-            gm.graph
-        )  # as torch's partitioner begins: the plan is of these nodes
+        # As torch's partitioner begins: the plan is of these nodes.
+        gm.graph = fx_graph_cse(gm.graph)
         with functorch_config.patch(activation_memory_budget=1.0):
             mark(gm.graph, limit, record, joint_inputs, how)
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)
