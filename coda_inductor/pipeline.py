@@ -46,6 +46,7 @@ from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.adapters import unburden
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
+from coda_inductor.rewrite.concatenated import add_products
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.experts import finish_experts
@@ -146,6 +147,7 @@ ON_ATEN = (
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("adapters", unburden, _fuses),
+    Pass("concatenated", add_products, _fuses, ("concatenated",)),
     Pass("norm", defer_norms),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),

@@ -202,10 +202,18 @@ class Plan:
         a, b = gemm_inputs(gemm)
         return self.takes(fake(a), fake(b), routes)
 
-    def absorbs(self, gemm: Node, x: Node, scope: Scope) -> bool:
-        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's?"""
+    def absorbs(self, gemm: Node, x: Node, scope: Scope, *, wins: bool = False) -> bool:
+        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: in a
+        kernel that is expected to win, or was measured to."""
         region = grow((gemm,), scope)
-        return x in region.values and same(fake(x).shape[-1], region.shape[1])
+        if x not in region.values or not same(fake(x).shape[-1], region.shape[1]):
+            return False
+        a, b = map(fake, gemm_inputs(gemm))
+        if not wins or not self._kernels(a.device):
+            return True
+        site = self.site(region.program, a, b, region.shape)
+        choice = select(site, gated=self.options.gate == "auto", store=self.store)
+        return choice.how != "unfused"
 
     def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
         """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if it has
