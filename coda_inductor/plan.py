@@ -262,13 +262,14 @@ class Plan:
         why = legality.unsupported(site) if self.dry or self._kernels(site.device) else None
         return why is None or why.code != "shared-memory"
 
-    def norm_loses(self, gemms: list[Node]) -> Refusal | None:
-        """Why deferring a LayerNorm past ``gemms`` costs more than it saves, or None."""
+    def norm_loses(self, gemms: list[Node], vectors: int = 1) -> Refusal | None:
+        """Why deferring a LayerNorm with ``vectors`` weights, one for each row of a batch, past
+        ``gemms`` costs more than it saves, or None."""
         a, _ = gemm_inputs(gemms[0])
         if self.options.gate != "auto" or not self._kernels(fake(a).device):
             return None
         m, k = fake(a).shape
-        n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
+        n = vectors * sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
         return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:

@@ -227,6 +227,14 @@ CASES = {
             ),
         },
     ),
+    "modulated": Case(
+        lambda x, w, scale, shift: F.layer_norm(F.linear(x, w), (D,)) * (1 + scale) + shift,
+        ((D, D), (D,), (D,)), fired("modulated"), "modulated", ("modulated",),
+        often=0, but={"inference": 1},  # the gradient of scale reads the norm
+        broken={"of a batch": lambda x, w, scale, shift: (
+            F.layer_norm(F.linear(x, w), (D,)) * torch.stack([scale, shift])[:, None]
+        )},
+    ),
     "noops": Case(
         lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),), removed, "noops", ("noops",),
     ),
