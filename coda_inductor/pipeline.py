@@ -47,6 +47,7 @@ from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.adapters import unburden
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
+from coda_inductor.rewrite.concatenated import add_products
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.experts import finish_experts
@@ -57,6 +58,7 @@ from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
+from coda_inductor.rewrite.norm.modulated import take_vectors
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views
@@ -147,6 +149,8 @@ ON_ATEN = (
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("adapters", unburden, _fuses),
+    Pass("concatenated", add_products, _fuses, ("concatenated",)),
+    Pass("modulated", take_vectors, _fuses, ("modulated",)),
     Pass("norm", defer_norms),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),

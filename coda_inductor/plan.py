@@ -202,10 +202,18 @@ class Plan:
         a, b = gemm_inputs(gemm)
         return self.takes(fake(a), fake(b), routes)
 
-    def absorbs(self, gemm: Node, x: Node, scope: Scope) -> bool:
-        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's?"""
+    def absorbs(self, gemm: Node, x: Node, scope: Scope, *, wins: bool = False) -> bool:
+        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: in a
+        kernel that is expected to win, or was measured to."""
         region = grow((gemm,), scope)
-        return x in region.values and same(fake(x).shape[-1], region.shape[1])
+        if x not in region.values or not same(fake(x).shape[-1], region.shape[1]):
+            return False
+        a, b = map(fake, gemm_inputs(gemm))
+        if not wins or not self._kernels(a.device):
+            return True
+        site = self.site(region.program, a, b, region.shape)
+        choice = select(site, gated=self.options.gate == "auto", store=self.store)
+        return choice.how != "unfused"
 
     def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
         """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if it has
@@ -254,13 +262,14 @@ class Plan:
         why = legality.unsupported(site) if self.dry or self._kernels(site.device) else None
         return why is None or why.code != "shared-memory"
 
-    def norm_loses(self, gemms: list[Node]) -> Refusal | None:
-        """Why deferring a LayerNorm past ``gemms`` costs more than it saves, or None."""
+    def norm_loses(self, gemms: list[Node], vectors: int = 1) -> Refusal | None:
+        """Why deferring a LayerNorm with ``vectors`` weights, one for each row of a batch, past
+        ``gemms`` costs more than it saves, or None."""
         a, _ = gemm_inputs(gemms[0])
         if self.options.gate != "auto" or not self._kernels(fake(a).device):
             return None
         m, k = fake(a).shape
-        n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
+        n = vectors * sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
         return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:

@@ -93,8 +93,8 @@ _DO = {
     "time: ops on different sides of it cannot share a kernel.",
     "not-in-vocabulary": "Write it with elementwise ops that the vocabulary has "
     "(coda_inductor/fuse/elementwise.py lists them), or leave it: Inductor runs it.",
-    "operand-broadcast": "Expand the operand to the full batch (.expand_as) or give it one value "
-    "per row: a per-batch operand is neither tile, row nor column.",
+    "operand-broadcast": "One vector for each row of a batch, (B, 1, N), needs 256 tokens or more "
+    "in each, of a static size (dynamic=False). Expand others to the full size (.expand_as).",
     "operand-dtype": "Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor.",
     "operand-device": "Move the operand to the GEMM's device.",
     "operand-kind": "Use a plain Python number or a tensor.",

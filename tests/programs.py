@@ -197,6 +197,21 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "y",
             "rows:y cols:y:col",
         ),
+        # What is behind an attention, and in front of a modulated norm; the sums need masks.
+        "gated": made(
+            "bias:row gate:batch residual:tile scale:batch:float32 mean:col:float32",
+            "z add acc bias; y mul z gate; x add residual y; v sub x mean; h mul v scale;"
+            "sq mul v v",
+            "x h",
+            "part0:v part1:sq",
+        ),
+        "paired_batches": made(
+            "rstd:col:float32 m:col:float32 sums:batch:float32 shift:batch",
+            "g0 mul m sums; g1 sub acc0 g0; g2 mul g1 rstd; g add g2 shift; u mul acc1 rstd;"
+            f"{_GATED}",
+            "y",
+            accs=("acc0", "acc1"),
+        ),
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
         "row_statistics": row_statistics(dtype),
@@ -348,12 +363,14 @@ def inputs(
     device: str = "cpu",
     integers: bool = False,
     terms: int = 1,
+    batch: int = 1,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Random (as_, bs, operands) for ``program``; products of order one. Of a program with heads
     ``n`` is rounded up to whole ones.
 
     With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
-    ``terms``: how many products, each over K, the accumulator is the sum of.
+    ``terms``: how many products, each over K, the accumulator is the sum of. ``batch``: of how many
+    equal parts the rows are.
     """
 
     def randn(*shape: int, dtype: str) -> torch.Tensor:
@@ -373,10 +390,11 @@ def inputs(
             b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": (), "table": (m, program.head)}
+    shapes["batch"] = (batch, n)
     operands = [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
     if program.paired:  # its rows are (2N,), every value twice
         operands = [
-            x.repeat_interleave(2) if o.kind == "row" else x
+            x.repeat_interleave(2, -1) if o.kind in ("row", "batch") else x
             for o, x in zip(program.operands, operands, strict=True)
         ]
     return as_, bs, operands

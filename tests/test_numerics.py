@@ -45,6 +45,8 @@ def test_layer_norm_after_an_update_with_a_large_mean(mean, start):
     inputs = randn(ROWS, D) + start, randn(ROWS, D)
     harness = hold(edges.Stream(mean, D, HIDDEN), *inputs, training=False)
     assert harness.counts["layer_norm"] == 1
+    harness = hold(edges.Modulated(mean, D, HIDDEN), *inputs, randn(6, D), training=False)
+    assert harness.counts == {"layer_norm": 1, "modulated": 2, "residual": 2}
 
 
 @KERNELS

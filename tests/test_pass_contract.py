@@ -217,6 +217,24 @@ CASES = {
         of.experts, EXPERTS, fired("experts_backward"), "fuse",
         ("experts_backward", "experts", "fuse"), but={"inference": 0},
     ),
+    "concatenated": Case(
+        of.joined, ((WIDE, D), (D, D + WIDE)), fired("concatenated"), "concatenated",
+        ("concatenated",), often=0, but={"inference": 1},  # a weight's gradient reads all of it
+        broken={
+            "no-gain": lambda x, up, down: of.joined(x, up, down.repeat(5, 1)),
+            "bias-form": lambda x, up, down: torch.addmm(
+                x[0, 0], torch.cat([x, F.linear(x, up)], -1)[0], down.T, alpha=2
+            ),
+        },
+    ),
+    "modulated": Case(
+        lambda x, w, scale, shift: F.layer_norm(F.linear(x, w), (D,)) * (1 + scale) + shift,
+        ((D, D), (D,), (D,)), fired("modulated"), "modulated", ("modulated",),
+        often=0, but={"inference": 1},  # the gradient of scale reads the norm
+        broken={"of a batch": lambda x, w, scale, shift: (
+            F.layer_norm(F.linear(x, w), (D,)) * torch.stack([scale, shift])[:, None]
+        )},
+    ),
     "noops": Case(
         lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),), removed, "noops", ("noops",),
     ),

@@ -109,9 +109,9 @@ def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
     if kind == "col" and region.grouped and fake(node).dtype in HALF:
         node = put.cast(node, torch.float32)
     row = [-1, n] if region.grouped else [n]
-    sizes = {"tile": [-1, n], "row": row, "col": [-1], "scalar": []}[kind]
-    if kind == "row" and len(region.accs) == 2:
-        return _twice(put, node, row)
+    sizes = {"tile": [-1, n], "row": row, "col": [-1], "scalar": [], "batch": [-1, n]}[kind]
+    if kind in ("row", "batch") and len(region.accs) == 2:
+        return _twice(put, node, sizes)
     if fake(node).dim() == len(sizes) and (kind != "tile" or same(fake(node).shape[1], n)):
         return node
     return put.reshape(node, sizes)

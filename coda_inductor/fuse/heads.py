@@ -76,7 +76,7 @@ def _swapped(x: str, region: Region, emit: Emit) -> Value | Refusal:
             other[top] = emit("swap", top, *map(float, region.heads[1:]))
         else:
             node, kind = loaded[top]
-            if kind in ("tile", "table", SWAPPED):
+            if kind in ("tile", "table", "batch", SWAPPED):
                 return refuse("heads-tile", f"{told(node)} has one value per element of the tile")
             other[top] = region.operand(node, SWAPPED) if kind == "row" else top
     return other[x]

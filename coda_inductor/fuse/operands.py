@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from coda_inductor.graph.gemms import routes_of
 from coda_inductor.graph.nodes import fake, told
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.refusal import Refusal, refuse
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
@@ -33,7 +35,8 @@ def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
 def classify(shape: tuple, full: tuple) -> str | None:
     """The operand kind of a tensor of ``shape`` broadcast against ``full`` = (*lead, N).
 
-    Returns None when it broadcasts over only part of the leading dimensions.
+    Returns None when it broadcasts over only part of the leading dimensions, except for the first
+    one: a vector for each row of a batch, whose parts must be as large as a kernel's tiles.
     """
     if len(shape) > len(full):
         return None
@@ -42,6 +45,10 @@ def classify(shape: tuple, full: tuple) -> str | None:
         return "scalar"
     if same(padded[-1], full[-1]) and all(same(size, 1) for size in padded[:-1]):
         return "row"
+    part = math.prod(full[1:-1])
+    of_batch = same(padded, (full[0], *[1] * (len(full) - 2), full[-1]))
+    if of_batch and isinstance(part, int) and part >= LEAST_PART:
+        return "batch"
     if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
         return "col"
     return "tile" if same(padded, full) else None
@@ -66,7 +73,7 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
         text = f"{told(node)} is on {tensor.device}, the GEMM on {fake(anchor).device}"
         return refuse("operand-device", text)
     kind = classify(tensor.shape, full)
-    if kind == "row" and routes_of(anchor)[0] is not None:
+    if kind in ("row", "batch") and routes_of(anchor)[0] is not None:
         return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
     if kind is None:
         text = f"{told(node)} broadcasts over part of the leading dimensions"

@@ -38,7 +38,7 @@ from coda_inductor.refusal import Refusal
 SWAPPED = "swapped row"
 
 _LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w",
-            "groups": "g", "index": "i"}  # fmt: skip
+            "batch": "b", "groups": "g", "index": "i"}  # fmt: skip
 
 
 @dataclass

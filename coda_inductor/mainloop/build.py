@@ -83,7 +83,7 @@ def dummy_arguments(program, tile_m, tile_n, m, n, device):
 
     lanes = len(program.accs)
     shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}
-    shapes["table"] = (m, program.head)
+    shapes |= {"table": (m, program.head), "batch": (2, lanes * n)}
     if program.grouped:  # a row of each group
         shapes["row"] = (2, lanes * n)
     values = {

@@ -32,7 +32,7 @@ from coda_inductor.mainloop.environment import environment
 from coda_inductor.mainloop.heads import HeadAccumulator, Swap
 from coda_inductor.mainloop.lean import LeanEpilogue
 from coda_inductor.mainloop.readings import reading_with
-from coda_inductor.mainloop.resources import DeviceScalar, Distance, reduction
+from coda_inductor.mainloop.resources import BatchLoad, DeviceScalar, Distance, reduction
 from coda_inductor.program import EpilogueProgram
 
 _LOADS = {
@@ -40,6 +40,7 @@ _LOADS = {
     "row": RowVecLoad,
     "col": ColVecLoad,
     "scalar": DeviceScalar,
+    "batch": BatchLoad,
     "table": RotaryCosSinTMALoad,  # which accepts any values
 }
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuACK epilogue resources of our own: masked reductions, scalars that live on the device, and the
-distance between two allocations; a maximum that keeps NaN.
+"""QuACK epilogue resources of our own: masked reductions, scalars that live on the device, a row
+for each part of a batch, the distance between two allocations; a maximum that keeps NaN.
 
 QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
 tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
@@ -15,7 +15,16 @@ import cutlass
 import cutlass.cute as cute
 import quack.epilogue.ops
 from cutlass import Int64, const_expr
-from quack.epilogue.ops import ColVecReduce, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, VecReduce
+from quack.compile_utils import make_fake_tensor
+from quack.epilogue.ops import (
+    ColVecReduce,
+    EpiOp,
+    OnlineLSEReduce,
+    RowVecLoad,
+    RowVecReduce,
+    Scalar,
+    VecReduce,
+)
 
 from coda_inductor.codegen.ports import Sink
 from coda_inductor.mainloop.tensors import DELTA_DIVISOR
@@ -79,6 +88,50 @@ class DeviceScalar(Scalar):
 
     def host_call_arg(self, value, key):
         return value.data_ptr()
+
+
+class BatchLoad(RowVecLoad):
+    """The row of (B, N) for each of B equal parts of M. A tile is in two parts at the most, for
+    none has more rows than a part (``program.ir``). The rows of both are in shared memory, and each
+    element takes that of its part."""
+
+    fn_port = "value"  # not the same for all rows
+
+    def host_fake_arg(self, key, fctx):
+        return make_fake_tensor(key[0], (cute.sym_int(), fctx.n), leading_dim=1, divisibility=4)
+
+    def _tile_size(self, cta_tile_shape_mnk):
+        return 2 * super()._tile_size(cta_tile_shape_mnk)
+
+    @cute.jit
+    def begin(self, gemm, param, smem_tensor, ctx):
+        parts = cute.size(param, mode=[0])
+        size = ctx.varlen_manager.len_m(ctx.batch_idx) // parts
+        start = ctx.tile_coord_mnkl[0] * ctx.tile_M
+        first = min(start // size, parts - 1)
+        second = min(first + 1, parts - 1)
+        layout = cute.make_layout(ctx.tile_N)
+        halves = [cute.make_tensor(smem_tensor.iterator + i * ctx.tile_N, layout) for i in (0, 1)]
+        own = RowVecLoad.begin(self, gemm, param[first, None], halves[0], ctx)
+        other = RowVecLoad.begin(self, gemm, param[second, None], halves[1], ctx)
+        tile = ctx.partition_for_epilogue_fn(cute.make_identity_tensor((ctx.tile_M, ctx.tile_N)))
+        if const_expr(ctx.tiled_copy_t2r is not None):
+            tile = ctx.tiled_copy_r2s.retile(tile)
+        found = cute.make_rmem_tensor(ctx.tRS_rD_layout, gemm.acc_dtype)
+        return own, other, tile, (first + 1) * size - start, found
+
+    @cute.jit
+    def begin_loop(self, gemm, state, epi_coord):
+        own, other, tile, rows, found = state
+        first = RowVecLoad.begin_loop(self, gemm, own, epi_coord)
+        second = RowVecLoad.begin_loop(self, gemm, other, epi_coord)
+        coords = cute.group_modes(tile, 3, cute.rank(tile))[None, None, None, epi_coord]
+        stride = cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(1, 0))
+        offsets = cute.composition(stride, coords.layout)
+        rows_here = rows - coords[0][0]
+        for i in cutlass.range(cute.size(found), unroll_full=True):
+            found[i] = first[i] if cute.crd2idx(i, offsets) < rows_here else second[i]
+        return found
 
 
 class Distance(EpiOp):

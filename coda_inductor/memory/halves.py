@@ -57,7 +57,7 @@ def half_of(program: EpilogueProgram, at: int) -> tuple[EpilogueProgram, int, li
     needed = program.sources([store.value])
     accs = [acc for acc in program.accs if acc in needed]
     own = [i for i, operand in enumerate(program.operands) if operand.name in needed]
-    if len(accs) != 1 or any(program.operands[i].kind == "row" for i in own):
+    if len(accs) != 1 or any(program.operands[i].kind in ("row", "batch") for i in own):
         return None
 
     def renamed(value):

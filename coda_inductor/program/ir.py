@@ -46,8 +46,11 @@ from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 #: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value per column;
 #: "col" (M,), one value per row; "scalar" (), one value. Columns of a paired program alternate in
 #: the kernel: its "row" is (2N,), every value twice. A grouped program has a row for each group:
-#: (E, N), (E, 2N). "table" (M, head) is repeated for every head.
-OPERAND_KINDS = ("tile", "row", "col", "scalar", "table", "groups", "index")
+#: (E, N), (E, 2N). "table" (M, head) is repeated for every head. "batch" (B, N) has a row for each
+#: of B equal parts of M, which have ``LEAST_PART`` rows at least; its (B, 2N) is as that of "row".
+OPERAND_KINDS = ("tile", "row", "col", "scalar", "table", "batch", "groups", "index")
+#: No tile of a kernel has more rows, so that it is in two parts of a batch at the most.
+LEAST_PART = 256
 #: Kinds that no step reads, int32: "groups" (E + 1,), the first row of each group, and the end;
 #: "index" (M,), the row of A for each row.
 ROUTES = ("groups", "index")

@@ -77,7 +77,8 @@ def run(
     In a grouped program, bs[j] is (E, K_j, N), or one tensor has the parts of all, and ``as_[j]``
     is (R, K_j) if its rows are gathered.
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
-    every value twice, for a grouped one (E, N) and (E, 2N), col (M,), scalar (), table (M, head).
+    every value twice, for a grouped one (E, N) and (E, 2N), col (M,), scalar (), table (M, head),
+    batch (B, N) or (B, 2N) as row.
     With ``exact`` the accumulators are not rounded, as in kernels. Without, each product is rounded
     first, as in an unfused graph: to the inputs' dtype, or for FP8, after its scales
     (``program.scales``), to bfloat16, the result dtype of FP8 GEMMs.
@@ -140,10 +141,13 @@ def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[
         if operand.kind in ROUTES:
             continue
         value = tensor.to(wide)
-        if operand.kind == "row" and program.paired:
+        if operand.kind in ("row", "batch") and program.paired:
             value = value[..., ::2]
         elif operand.kind == "table":
             value = value.repeat(1, shape[1] // program.head)
+        if operand.kind == "batch":
+            part = shape[0] // value.shape[0]
+            value = value[:, None].expand(-1, part, -1).flatten(0, 1)
         if operand.kind == "row" and groups is not None:
             value = value[group_of(groups, shape[0])]
         env[operand.name] = value[:, None] if operand.kind == "col" else value

@@ -52,7 +52,9 @@ def _scaled(program: EpilogueProgram, acc: str) -> Scaled:
         (scale,) = [a for a in readers[0].args if a != value] or (value,)
         kind = kinds.get(str(scale))
         # One scale per operand: further factors of rows or columns are not scales.
-        if kind is None or (kind != "scalar" and found[kind]) or sum(map(len, found.values())) > 1:
+        if kind is None or kind not in found or (kind != "scalar" and found[kind]):
+            break
+        if sum(map(len, found.values())) > 1:
             break
         found[kind].append(str(scale))
         value = readers[0].name

@@ -82,8 +82,11 @@ def _groups(program: EpilogueProgram) -> None:
         return
     if "groups" not in kinds or len(set(kinds)) < len(kinds):
         raise ProgramError(f"operands of the kinds {kinds}: one 'groups', and at most one 'index'")
-    if program.fp8 or program.head or any(o.kind == "table" for o in program.operands):
-        raise ProgramError("a grouped program is of 16 bits and more, without heads and tables")
+    others = any(o.kind in ("table", "batch") for o in program.operands)
+    if program.fp8 or program.head or others:
+        raise ProgramError(
+            "a grouped program is of 16 bits and more, without heads, tables, batches"
+        )
     if any(o.kind == "col" and o.dtype in HALF_NAMES for o in program.operands):
         raise ProgramError("a grouped program reads one value a row in 32 bits")
     if any(reduce.axis == "col" for reduce in program.reduces):

@@ -4,6 +4,7 @@
 noops      nodes without effect are removed
 collectives  the same collective twice, and one for each term of a sum
 adapters   low-rank products keep no other work out of epilogues
+concatenated  a product of concatenated columns is a sum of products
 fp8        torchao's FP8 training graphs: equal quantizations are merged, products have scales
 norm       norms move past the GEMMs around them, forward and backward (R1 to R5)
 loss       the gradient of the logits is computed one slice at a time (R7)

@@ -4,21 +4,22 @@
 Inductor removes full slices and clones too, but after our hook. AOTInductor's programs read sizes
 from tensors in the middle of the graph; they are read from an input with the same size instead. A
 product that is transposed twice (autograd's weight gradient) is read directly, so that what
-follows, above all the cast to a float32 weight's dtype, can run on the tile."""
+follows, above all the cast to a float32 weight's dtype, can run on the tile. So can what reads a
+tensor that is cut into slices and concatenated again, as FLUX's blocks do with text and image."""
 
 from __future__ import annotations
 
 from torch import SymInt, Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import remove_noop_ops
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import TRACED
-from coda_inductor.graph.nodes import aten, fake, is_transpose
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose
 from coda_inductor.graph.read import change
 from coda_inductor.graph.sides import is_tangent
-from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import chain
+from coda_inductor.graph.sizes import laid_out_alike, same
+from coda_inductor.graph.walk import chain, leaves
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 
@@ -34,7 +35,31 @@ def remove_noops(graph: Graph, _record: Record) -> None:
         if len(turns) > 1 and turns[1].target in TRACED:
             back.replace_all_uses_with(turns[1])
             prune([back])
+    for joined in graph.find_nodes(op="call_function", target=aten.cat.default):
+        if (whole := _whole(joined)) is not None and not leaves(joined):
+            joined.replace_all_uses_with(whole)
+            prune([joined])
     _ask_inputs(graph)
+
+
+def _whole(joined: Node) -> Node | None:
+    """The tensor of which ``joined`` concatenates all slices in their order, if there is one with
+    the same strides: views of ``joined`` may need these."""
+    given = arguments(joined)
+    dim, end, whole = given["dim"] % fake(joined).dim(), 0, None
+    for piece in given["tensors"]:
+        cut = arguments(piece) if piece.target is aten.slice.Tensor else {}
+        if cut.get("step") != 1 or cut["dim"] % fake(joined).dim() != dim:
+            return None
+        whole, size = cut["input"] if whole is None else whole, fake(cut["input"]).shape[dim]
+        start = fake(cut["start"]) or 0
+        start = start + size if isinstance(start, int) and start < 0 else start
+        if cut["input"] is not whole or not same(start, end):
+            return None
+        end = end + fake(piece).shape[dim]
+    if whole is None or not same(end, fake(whole).shape[dim]):
+        return None
+    return whole if laid_out_alike(fake(whole), fake(joined)) else None
 
 
 def _ask_inputs(graph: Graph) -> None:

@@ -129,7 +129,7 @@ def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
     dtype = "float32" if operand.kind == "scalar" else operand.dtype
     if x.device != a.device or x.dtype != getattr(torch, dtype):
         return False
-    if operand.kind in ("row", "col", *ROUTES):
+    if operand.kind in ("row", "col", "batch", *ROUTES):
         return x.stride(-1) == 1 and x.is_contiguous()
     return operand.kind == "scalar" or readable(x)
 

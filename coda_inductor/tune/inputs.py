@@ -36,10 +36,11 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
             value = routes[operand.kind]
         elif operand.kind == "tile":
             value = normal(m, n, device=device)
-        elif operand.kind == "row":
-            value = 1 + 0.1 * torch.randn(max(site.groups, 1), n, device=device)
+        elif operand.kind in ("row", "batch"):
+            rows = 2 if operand.kind == "batch" else max(site.groups, 1)
+            value = 1 + 0.1 * torch.randn(rows, n, device=device)
             value = value.repeat_interleave(len(program.accs), 1)
-            value = value if program.grouped else value[0]
+            value = value[0] if operand.kind == "row" and not program.grouped else value
         elif operand.kind == "col":  # a statistic of a row: positive, as most are
             value = 0.5 + torch.rand(m, device=device)
         elif operand.kind == "table":  # cosines and sines

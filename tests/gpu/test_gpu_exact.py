@@ -17,7 +17,7 @@ from test_pass_contract import model as model_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from zoo import edges
+from zoo import diffusion, edges
 from zoo.experts import Block, E, given, halves, interleaved, scattered, two_weights
 from zoo.heads import Head, Tied
 from zoo.layers import Layer
@@ -96,6 +96,20 @@ def stream(mean: float, start: float):
     return edges.Stream(mean, D, HIDDEN), (randn(ROWS, D) + start, randn(ROWS, D))
 
 
+def modulated(mean: float, start: float):
+    inputs = randn(ROWS, D) + start, randn(ROWS, D), randn(6, D)
+    return edges.Modulated(mean, D, HIDDEN), inputs
+
+
+def images(batch: int, tokens: int):
+    return diffusion.Blocks(diffusion.Block, 2, width=D), (randn(batch, tokens, D), randn(batch, D))
+
+
+def streams():
+    inputs = randn(1, 300, D), randn(1, 44, D), randn(1, D)
+    return diffusion.Blocks(diffusion.Single, 2, width=D), inputs
+
+
 def confident(confidence: float, cap: float):
     model, *inputs = edges.confident(confidence, d=D, rows=ROWS, vocabulary=V, cap=cap)
     return model, inputs
@@ -156,6 +170,17 @@ TABLE = {
     **{f"mean {mean}, from {start}": Row(
         lambda mean=mean, start=start: stream(mean, start), ("layer_norm",), how={"training": False}
     ) for mean in (0, 10, 100, 1000) for start in (0, 100)},
+    **{f"modulated, mean {mean}, from {start}": Row(
+        lambda mean=mean, start=start: modulated(mean, start), ("layer_norm", "modulated"),
+        how={"training": False},
+    ) for mean in (0, 100, 1000) for start in (0, 100)},
+    **{f"blocks of {batch} images, {tokens} tokens": Row(
+        lambda batch=batch, tokens=tokens: images(batch, tokens),
+        ("layer_norm", "modulated", "residual"), how={"training": False},
+    ) for batch, tokens in ((1, 300), (2, 256), (3, 300))},
+    "text and image in one stream": Row(
+        streams, ("layer_norm", "modulated", "concatenated"), how={"training": False}
+    ),
     **{f"{kind}, singular value {s}": Row(lambda kind=kind, s=s: normed(kind, s), ("rms_norm",))
        for kind, s in edges.SINGULAR},
     "outlier channels": Row(lambda: normed("swiglu", 1, 1000.0), ("rms_norm",)),

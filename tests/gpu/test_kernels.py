@@ -47,6 +47,14 @@ def test_program(dtype, name, b_major):
         check(program, *inputs(program, m, N, K, b_major=b_major, device="cuda", integers=integers))
 
 
+@pytest.mark.parametrize("name", ["gated", "paired_batches"])
+@pytest.mark.parametrize(("batch", "part"), [(2, 256), (3, 257), (2, 4095), (5, 1000)])
+def test_rows_of_a_batch(name, batch, part):
+    """Where tiles lie in two parts, and where they do not."""
+    program = programs()[name]
+    check(program, *inputs(program, batch * part, N, K, device="cuda", batch=batch))
+
+
 @pytest.mark.parametrize("op", list(OPS))
 def test_op(op):
     integers = OPS[op].boolean or op == "where"

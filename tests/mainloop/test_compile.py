@@ -28,7 +28,7 @@ HOPPER = (
     "norm_bwd/crossed,everything//128x128:2x1:pp:sw4:dyn,select//64x64:1x1:co:k2,"
     "rms_partial//128x208:2x1:pp:lean,fp8_swiglu_fast//128x256:2x1:co,fp8_activated,"
     "experts_up_biased//128x256:2x1:co,experts_alternating//128x256:2x1:co,"
-    "experts_dgrad//128x256:2x1:co:lean,experts_join/crossed"
+    "experts_dgrad//128x256:2x1:co:lean,experts_join/crossed,gated//256x128:2x1:co,paired_batches"
 )
 
 COMPILE = """

@@ -13,9 +13,10 @@ from coda_inductor.program import EpilogueProgram, verify
 from coda_inductor.runtime.op import OP
 
 D, ROWS = 32, 64
-ROW = parsed(
-    "bfloat16", "b:row:bfloat16", "g add acc0 b; y mul g acc1", "y g", accs=("acc0", "acc1")
-)
+OF_COLUMNS = [
+    parsed("bfloat16", f"b:{kind}", "g add acc0 b; y mul g acc1", "y g", accs=("acc0", "acc1"))
+    for kind in ("row", "batch")
+]
 
 
 def test_a_half_has_the_steps_of_its_product():
@@ -29,10 +30,11 @@ def test_a_half_has_the_steps_of_its_product():
         assert [s.value for s in half.stores] == [name]
 
 
+@pytest.mark.parametrize("program", OF_COLUMNS)
 @pytest.mark.parametrize("value", ["y", "g"])
-def test_no_half_of_what_needs_both_products_or_values_of_columns(value):
-    at = [s.value for s in ROW.stores].index(value)
-    assert half_of(ROW, at) is None
+def test_no_half_of_what_needs_both_products_or_values_of_columns(program, value):
+    at = [s.value for s in program.stores].index(value)
+    assert half_of(program, at) is None
 
 
 def programs(graph):

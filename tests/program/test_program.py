@@ -91,7 +91,7 @@ ILLEGAL = [
     (program(stores="acc:bfloat16", reduces="p:acc:row:logsumexp"), "'p' reads an unrounded value"),
     (program(operands="i:index:int32"), "one 'groups', and at most one 'index'"),
     (program(operands=f"{GROUPS} s0:groups:int32"), "one 'groups', and at most one 'index'"),
-    (program(operands=f"{GROUPS} s0:table"), "without heads and tables"),
+    (program(operands=f"{GROUPS} s0:table"), "without heads, tables"),
     (program(operands=f"{GROUPS} s0:col:bfloat16"), "one value a row in 32 bits"),
     (program(operands=GROUPS, reduces="p:acc:col"), "no sums over M"),
     (program(operands=GROUPS, alternating=True), "columns alternate in grouped programs of two"),

@@ -108,6 +108,21 @@ class Stream(nn.Module):
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
+class Modulated(Stream):
+    """The same as Wan writes it: modulated norms and gates in float32."""
+
+    def forward(self, x, y, vectors):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale, shift, gate, scale2, shift2, gate2 = vectors.to(wide).unsqueeze(1)
+
+        def norm(x, scale, shift):
+            return (F.layer_norm(x.to(wide), x.shape[-1:]) * (1 + scale) + shift).to(x.dtype)
+
+        x = (x.to(wide) + self.o(norm(x, scale, shift) * y) * gate).to(x.dtype)
+        z = self.down(F.gelu(self.up(norm(x, scale2, shift2))))
+        return (x.to(wide) + z.to(wide) * gate2).to(x.dtype)
+
+
 def ill_conditioned(linear, singular):
     """One singular value is about ``singular`` times as large as the others; returns its output's
     direction."""

@@ -36,6 +36,10 @@ def layers_of_one(x, w, gamma, beta, a):
     return n, F.linear(F.layer_norm(x, (x.shape[-1],), gamma, beta, EPS), a)
 
 
+def joined(x, up, down, bias=None):
+    return F.linear(torch.cat([x.sin(), F.gelu(F.linear(x, up))], -1), down, bias)
+
+
 def in_place(x, w, gamma):
     x = x @ w
     return x * x.pow(2).mean(-1, keepdim=True).add_(EPS).rsqrt_() * gamma

@@ -91,7 +91,9 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     if isinstance(pivot, Refusal):
         return pivot
     found.pivot = pivot
-    return record.plan.norm_loses(found.gemms) or found
+    weight, width = arguments(norm)["weight"], fake(arguments(norm)["x"]).shape[-1]
+    vectors = 1 if weight is None else fake(weight).numel() // width
+    return record.plan.norm_loses(found.gemms, vectors) or found
 
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:

@@ -104,10 +104,16 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
     colsum, offset = _vectors(gemm, norm)
     product = put(aten.mm.default, norm.h, gemm_inputs(gemm)[1])
     scope.replace(gemm, product)
-    z = put.cast(product, fake(norm.flat).dtype)
-    if norm.shift is not None:
-        z = put.sub(z, put.mul(norm.shift, colsum))
-    z = put.mul(z, norm.flat)
+    z, shift, scale = put.cast(product, fake(norm.flat).dtype), norm.shift, norm.flat
+    parts = next((fake(v).shape[0] for v in (colsum, offset) if v and fake(v).dim() > 1), None)
+    if parts is not None:
+        z, shift, scale = (put.reshape(n, [parts, -1, fake(n).shape[1]]) for n in (z, shift, scale))
+    if shift is not None:
+        z = put.sub(z, put.mul(shift, colsum))
+    z = put.mul(z, scale)
+    if parts is not None:
+        z = put.add(z, offset) if offset is not None else z
+        z, offset = put.reshape(z, put.sizes(product)), None
     if offset is not None:
         z = put.add(z, offset)
     if bias_of(gemm) is not None and not plain_bias(gemm):
@@ -117,7 +123,8 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
 
 def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
     """``gamma^T W``, for a norm with a shift, and ``beta^T W + b``, as far as there is any: (N,) in
-    float32 (float64 for float64 GEMMs)."""
+    float32 (float64 for float64 GEMMs), or (B, 1, N) where gamma or beta differ between the rows of
+    a batch."""
     put, wide = Put(gemm), fake(norm.flat).dtype
     bias = bias_of(gemm) if plain_bias(gemm) else None
     if norm.shift is None:
@@ -125,6 +132,9 @@ def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
     w = put.cast(gemm_inputs(gemm)[1], wide)
 
     def times(vector: Node) -> Node:
+        if fake(vector).numel() != fake(w).shape[0]:
+            each = put.reshape(put.cast(vector, wide), [fake(vector).shape[0], -1, 1])
+            return put(aten.sum.dim_IntList, put.mul(each, w), [1], True)
         return put.column_sum(put.mul(w, put.reshape(put.cast(vector, wide), [-1, 1])))
 
     colsum = put.column_sum(w) if norm.gamma is None else times(norm.gamma)

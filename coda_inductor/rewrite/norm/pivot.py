@@ -25,7 +25,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, aten, fake, told
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, told
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import parts, source
@@ -63,8 +63,12 @@ class Means:
             mean = self.known.get(node)
             if mean is not None and _fits(mean, norm):
                 return mean, terms
-            if node not in seen and node.target is aten.add.Tensor:
-                seen.add(node)
+            if node in seen:
+                continue
+            seen.add(node)
+            if is_cast(node):  # to fewer bits: source() looks through all others
+                todo.append((source(node.all_input_nodes[0]), terms))
+            elif node.target is aten.add.Tensor:
                 parts = [source(n) for n in node.all_input_nodes]
                 todo += [(part, [*terms, *(p for p in parts if p is not part)]) for part in parts]
         return None
@@ -92,7 +96,7 @@ class Means:
                 "made from: its operand would round at the size of the mean",
             )
         pivot, terms = found
-        wide = next((t for t in terms if fake(t).dtype not in HALF), None)
+        wide = next((t for t in terms if not _rounded(t)), None)
         if wide is not None and dtype != torch.float64:
             return refuse(
                 "layer-norm-wide",
@@ -100,6 +104,13 @@ class Means:
                 "known: its operand would round at the size of that value",
             )
         return pivot
+
+
+def _rounded(term: Node) -> bool:
+    """Does eager round ``term`` to 16 bits, or what it is a multiple of (gates may be float32)?"""
+    factors = term.all_input_nodes if term.target is aten.mul.Tensor else []
+    whole = [source(n) for n in factors if same(fake(n).shape, fake(term).shape)]
+    return any(fake(n).dtype in HALF for n in (term, *whole))
 
 
 def _fits(mean: Node, norm: Node) -> bool:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffusion transformers, forward only: torch.compile and coda in one process, sustained, A B B A.
+
+``python -m benchmarks dit OUT.json [MODEL ...]`` takes diffusers' own models, with the widths of
+the real ones, fewer layers and random weights; diffusers must be importable (its Python files on
+``PYTHONPATH`` suffice). For each model: ms of a call, the peak MiB beside weights and inputs, the
+error against float32, what fused, and with ``--profile`` the largest kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import environment
+from .measure import Variants, kernel_times, peak_mib, register, relative_error, synchronize
+from .worth import sustained
+
+VARIANTS, ROUNDS = ("compile", "coda"), 2
+DTYPE = torch.bfloat16
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+def _of(name: str, **config: Any) -> nn.Module:
+    file, name = name.split()
+    module = importlib.import_module(f"diffusers.models.transformers.transformer_{file}")
+    with torch.device("cuda"):
+        return getattr(module, name)(**config)
+
+
+def flux(side: int = 64) -> tuple[nn.Module, dict[str, Any]]:
+    """FLUX.1, an image of 1024 x 1024 (``side`` 64) and 512 tokens of text."""
+    image, text = side * side, 512
+    model = _of("flux FluxTransformer2DModel", num_layers=4, num_single_layers=8,
+                guidance_embeds=True)  # fmt: skip
+    ids = {"img_ids": image, "txt_ids": text}
+    return model, {
+        "hidden_states": _random(1, image, 64), "encoder_hidden_states": _random(1, text, 4096),
+        "pooled_projections": _random(1, 768), "timestep": _random(1), "guidance": _random(1),
+        **{name: torch.zeros(rows, 3, device="cuda") for name, rows in ids.items()},
+    }  # fmt: skip
+
+
+def sd3() -> tuple[nn.Module, dict[str, Any]]:
+    """SD3.5 Large, an image of 1024 x 1024 with classifier-free guidance: a batch of 2."""
+    model = _of(
+        "sd3 SD3Transformer2DModel", sample_size=128, num_layers=8, num_attention_heads=38,
+        caption_projection_dim=2432, pooled_projection_dim=2048, pos_embed_max_size=192,
+        qk_norm="rms_norm", out_channels=16,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": _random(2, 16, 128, 128), "encoder_hidden_states": _random(2, 333, 4096),
+        "pooled_projections": _random(2, 2048), "timestep": _random(2),
+    }  # fmt: skip
+
+
+def qwen() -> tuple[nn.Module, dict[str, Any]]:
+    """Qwen-Image, an image of 1024 x 1024, the text's mask as its pipeline passes it."""
+    model = _of("qwenimage QwenImageTransformer2DModel", num_layers=6)
+    return model, {
+        "hidden_states": _random(1, 4096, 64), "encoder_hidden_states": _random(1, 256, 3584),
+        "encoder_hidden_states_mask": torch.ones(1, 256, dtype=torch.bool, device="cuda"),
+        "timestep": _random(1), "img_shapes": [[(1, 64, 64)]],
+    }  # fmt: skip
+
+
+def wan() -> tuple[nn.Module, dict[str, Any]]:
+    """Wan 2.1, 1.3B: 81 frames of 480 x 832."""
+    model = _of("wan WanTransformer3DModel", num_attention_heads=12, num_layers=4, ffn_dim=8960)
+    step = torch.full((1,), 500, device="cuda")
+    hidden, text = _random(1, 16, 21, 60, 104), _random(1, 512, 4096)
+    return model, {"hidden_states": hidden, "encoder_hidden_states": text, "timestep": step}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "flux": flux, "flux_2048": lambda: flux(128), "sd3": sd3, "qwen": qwen, "wan": wan,
+}  # fmt: skip
+
+
+def measured(model: nn.Module, inputs: dict[str, Any], profile: bool) -> dict[str, Any]:
+    """The figures of one model, by variant."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    model, variants = model.to(DTYPE).eval(), Variants()
+    wide_parts = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}  # as loaded by diffusers
+    for name, parameter in model.named_parameters():
+        if wide_parts.intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+    wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for n, x in inputs.items()}  # fmt: skip
+    want = copy.deepcopy(model).float()(**wide, return_dict=False)[0]
+    for name in VARIANTS:
+        register(name)
+        how = {} if name == "compile" else {"backend": name}
+        call = torch.compile(model, **how)
+        variants.add(name, lambda call=call: lambda: call(**inputs, return_dict=False)[0])
+    samples: dict[str, list[float]] = {name: [] for name in variants.calls}
+    for turn in range(ROUNDS):
+        for name in list(samples)[:: -1 if turn % 2 else 1]:
+            samples[name].append(sustained(variants.calls[name]))
+    found: dict[str, Any] = {"errors": variants.errors}
+    for name, call in variants.calls.items():
+        figures = {"ms": statistics.mean(samples[name]), "samples": samples[name]}
+        figures |= {"peak_mib": peak_mib(call), "error": relative_error(call(), want)}
+        found[name] = figures | ({"kernels": kernel_times(call, top=24)} if profile else {})
+    synchronize()
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Measure the models that are named, or all."""
+    import coda_inductor
+
+    parser = argparse.ArgumentParser("python -m benchmarks dit", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args(arguments)
+    out: dict[str, Any] = {"environment": environment.describe(["dit", *arguments])}
+    for name in options.models or MODELS:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = out[name] = measured(*MODELS[name](), options.profile)
+        sites = [site for report in coda_inductor.reports()[-1:] for site in report.sites]
+        fused = Counter(pattern for site in sites if site.fused for pattern in site.patterns)
+        found |= {"fused": fused, "sites": f"{sum(s.fused for s in sites)} of {len(sites)}"}
+        options.file.write_text(json.dumps(out, indent=1))
+        print(name, {v: round(found[v]["ms"], 3) for v in VARIANTS if v in found}, found["sites"],
+              {v: round(found[v]["error"], 5) for v in VARIANTS if v in found},
+              dict(fused), found["errors"], flush=True)  # fmt: skip
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A product of concatenated columns is a sum of products.
+
+Before (FLUX's single block: attention and MLP, M x K1 and M x K2, read by one projection)::
+
+    y = addmm(bias, cat([a, gelu(x @ Wu)], 1), W)
+
+After::
+
+    y = addmm(bias, gelu(x @ Wu), W[K1:]) + a @ W[:K1]
+
+Why it is valid: the sum over K is split; slices of W are views. Products after the first are
+rounded to the GEMM's dtype, as other terms of a sum are.
+
+Why it pays: an epilogue writes the columns of a concatenation to a tensor of their own, so that
+another kernel must read and write all of them. Each further product is written and read instead,
+which is less if it is narrower than half of what is concatenated. The widest product comes first:
+its epilogue adds the others, with all that follows, or a kernel of Inductor does, where that is
+expected to be faster.
+
+Refuses: a concatenation that others read as well (a weight's gradient), or none of whose parts is
+computed by a GEMM's epilogue that is expected to win; products that are no narrower; parts at which
+W cannot be read in place; scaled products (FP8), whose operand is quantized as a whole.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias, producer
+from coda_inductor.graph.nodes import arguments, aten, fake, place
+from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+
+
+def add_products(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to an aten graph, in place."""
+    scope = Scope(graph)
+    for gemm in [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]:
+        *views, joined = chain(gemm_inputs(gemm)[0])
+        if joined.target is not aten.cat.default or not _of_columns(joined, gemm):
+            continue
+        if not any(map(producer, arguments(joined)["tensors"])):
+            continue
+        if (why := _refusal(gemm, [*views, joined], scope, record)) is not None:
+            record.refuse("concatenated", place(gemm), why)
+            continue
+        _split(gemm, arguments(joined)["tensors"])
+        record.fire("concatenated")
+        scope.refresh()
+
+
+def _of_columns(joined: Node, gemm: Node) -> bool:
+    """Are the columns of the left operand of ``gemm`` those of the parts of ``joined``?"""
+    whole, a = fake(joined), fake(gemm_inputs(gemm)[0])
+    parts, given = [fake(part) for part in arguments(joined)["tensors"]], arguments(joined)
+    alike = all(p.dim() == whole.dim() and p.dtype == whole.dtype for p in parts)
+    last = given["dim"] % whole.dim() == whole.dim() - 1
+    fixed = all(isinstance(part.shape[-1], int) for part in parts)
+    return alike and last and fixed and same(whole.shape[-1], a.shape[-1])
+
+
+def _refusal(gemm: Node, names: list[Node], scope: Scope, record: Record) -> Refusal | None:
+    """Why the concatenation, of these ``names``, stays as the operand of ``gemm``, or None."""
+    plan, (a, b) = record.plan, gemm_inputs(gemm)
+    if (why := plan.legal(gemm)) is not None:
+        return why.excused()
+    if bias_of(gemm) is not None and not plain_bias(gemm):
+        return refuse("bias-form", "its bias or alpha/beta are not supported")
+    if any(len(name.users) != 1 for name in names):
+        return refuse("no-gain", "the concatenation is read elsewhere, so it is written anyway")
+    parts = arguments(names[-1])["tensors"]
+    makers = [(part, producer(part)) for part in parts]
+    if not any(
+        maker is not None
+        and plan.legal(maker) is None
+        and plan.absorbs(maker, part, scope, wins=True)
+        for part, maker in makers
+    ):
+        return refuse("no-gain", "no epilogue computes a part of the concatenation")
+    # Written and read: the concatenation; each product but the first, and the first one too where
+    # no epilogue adds the others.
+    if 2 * (len(parts) - 1) * fake(b).shape[1] > fake(a).shape[1]:
+        text = "the products of the parts are no narrower than half of the concatenation"
+        return refuse("no-gain", text)
+    step = 16 // fake(a).element_size()
+    if any(fake(part).shape[-1] % step for part in parts):
+        return refuse("no-gain", "the parts of the weight would be copied to be aligned")
+    return None
+
+
+def _split(gemm: Node, parts: list[Node]) -> None:
+    put, (_, weight), ends = Put(gemm), gemm_inputs(gemm), [0]
+    for part in parts:
+        ends.append(ends[-1] + fake(part).shape[-1])
+    order = sorted(range(len(parts)), key=lambda i: ends[i] - ends[i + 1])
+    total = None
+    for i in order:
+        width = ends[i + 1] - ends[i]
+        a = put.reshape(parts[i], [-1, width])
+        b = put(aten.slice.Tensor, weight, 0, ends[i], ends[i + 1])
+        if total is None:
+            bias = bias_of(gemm)
+            total = put(gemm.target, *(() if bias is None else (bias,)), a, b)
+        else:
+            total = put.add(total, put(aten.mm.default, a, b))
+    gemm.replace_all_uses_with(total)
+    prune([gemm])

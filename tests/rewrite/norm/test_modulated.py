@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerNorms that vectors of a time step modulate wait as those with a weight and a bias do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, randn
+from zoo.diffusion import WIDTH, Block, Blocks, Single
+
+from coda_inductor import explain
+from coda_inductor.semantic.norms import layer_norm
+
+D, EPS = WIDTH, 1e-6
+
+
+def norms(harness):
+    return [n for n in harness.raised.nodes if n.target is layer_norm]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_all_norms_but_the_first_wait(layers, dynamic):
+    harness = check(Blocks(Block, layers).double(), randn(1, 10, D), randn(1, D), dynamic=dynamic)
+    assert harness.counts["modulated"] == len(norms(harness)) == 2 * layers
+    assert harness.counts["layer_norm"] == 2 * layers - 1
+    assert sum("var_mean" in str(n.target) for n in harness.graph.nodes) == 1
+
+
+def test_single_blocks():
+    harness = check(Blocks(Single, 3).double(), randn(1, 9, D), randn(1, 5, D), randn(1, D))
+    assert harness.counts["modulated"] == harness.counts["concatenated"] == 3
+    assert harness.counts["layer_norm"] == 2
+
+
+def modulated(change):
+    """``change`` of (bare norm, scale, shift), behind another norm and before a product."""
+
+    def function(x, w, scale, shift):
+        x = x + F.linear(F.layer_norm(x, (D,)), w)
+        return F.linear(change(F.layer_norm(x, (D,), eps=EPS), scale, shift), w)
+
+    return function
+
+
+TAKEN = {
+    "as written": lambda n, scale, shift: n * (1 + scale) + shift,
+    "turned": lambda n, scale, shift: shift + (1 + scale) * n,
+    "a scale alone": lambda n, scale, shift: n * (1 + scale),
+    "vectors": lambda n, scale, shift: n * scale[0, 0] + shift[0],
+}
+LEFT = {
+    "two readers": lambda n, scale, shift: n * scale + n.sin(),
+    "a scale that is added": lambda n, scale, shift: n + shift,
+    "one value a row": lambda n, scale, shift: n * scale[..., :1] + n[..., :1] * shift,
+    "another factor": lambda n, scale, shift: torch.add(n, shift, alpha=2),
+    "a wider result": lambda n, scale, shift: (n * torch.stack([scale, shift]))[1],
+    "integers": lambda n, scale, shift: n * (scale > 0).long(),
+    "of each row of a batch": lambda n, scale, shift: n * torch.cat([scale, shift]),
+    "a norm with a weight": lambda n, scale, shift: F.layer_norm(n, (D,), scale[0, 0]) * scale,
+}
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *LEFT])
+def test_what_is_taken(name):
+    function = modulated((TAKEN | LEFT)[name])
+    scale = randn(1, 1, D)
+    harness = check(function, randn(2, 6, D), randn(D, D), scale, randn(1, 1, D))
+    assert harness.counts["modulated"] == harness.counts["layer_norm"] == (name in TAKEN)
+
+
+def test_another_eps_is_another_program():
+    def keys(eps):
+        def function(x, w, scale, shift):
+            x = x + F.linear(F.layer_norm(x, (D,)), w)
+            return F.linear(F.layer_norm(x, (D,), eps=eps) * (1 + scale) + shift, w)
+
+        args = randn(2, 6, D), randn(D, D), randn(1, 1, D), randn(1, 1, D)
+        return str(check(function, *args).graph)
+
+    assert keys(1e-6) == keys(1e-6) != keys(1e-5)
+
+
+def test_a_product_that_a_kernel_reads_anyway_is_fused_only_where_that_is_expected_to_win():
+    m, d = 32768, 1024
+
+    def function(x, w, scale, shift):
+        x = x + F.linear(F.layer_norm(x, (d,)), w)
+        n = F.layer_norm(x, (d,)) * (1 + scale) + shift
+        return x, F.rms_norm(F.linear(n, w), (d,)).cumsum(1)
+
+    shapes = (1, m, d), (d, d), (1, 1, d), (1, 1, d)
+    args = [torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+    with torch.no_grad():
+        first, last = explain(function, *args, gpu="h200").sites
+    assert "layer_norm" in first.patterns
+    assert last.refusal.code == "expected-slower"
+
+
+@pytest.mark.parametrize("rows", [256, 300])
+def test_vectors_of_a_batch(rows):
+    """All norms but the first wait, and gates are rows of a batch; not of fewer than a tile has."""
+    harness = check(Blocks(Block, 2).double(), randn(2, rows, D), randn(2, D))
+    assert harness.counts == {"modulated": 4, "layer_norm": 3, "residual": 4}
+    kinds = [[o.kind for o in site.program.operands] for site in harness.fused]
+    assert kinds[0] == ["row", "batch", "tile", "col", "batch"]  # bias, gate, x, mean, scale
+    assert kinds[1] == ["col", "batch", "col", "batch"]  # m, sums of W, rstd, offset
+    few = check(Blocks(Block, 2).double(), randn(2, 100, D), randn(2, D))
+    assert few.counts["modulated"] == few.counts["layer_norm"] == 0
+
+
+def test_a_scale_of_a_batch_alone():
+    def function(x, w, bias, scale):
+        x = x + F.linear(F.layer_norm(x, (D,)), w)
+        return F.linear(F.layer_norm(x, (D,)) * scale[:, None], w, bias)
+
+    harness = check(function, randn(3, 256, D), randn(D, D), randn(D), randn(3, D))
+    assert harness.counts["modulated"] == harness.counts["layer_norm"] == 1
+
+
+def test_weights_are_read_again_for_each_row_of_a_batch():
+    """With 16, that is expected to cost more than is saved."""
+    m, d = 16384, 4096
+
+    def waits(batch):
+        def function(x, w, scale):
+            x = x + F.linear(F.layer_norm(x, (d,)), w)
+            return x, F.linear(F.layer_norm(x, (d,)) * scale[:, None], w).cumsum(1)
+
+        shapes = (batch, m // batch, d), (d, d), (batch, d)
+        with torch.no_grad():
+            args = [torch.empty(*s, device="meta", dtype=torch.bfloat16) for s in shapes]
+            found = explain(function, *args, gpu="h200")
+        return "layer-norm-slower" not in {why.code for why in found.near_misses}, [
+            "layer_norm" in site.patterns for site in found.sites
+        ]
+
+    assert waits(1) == waits(2) == (True, [True, True])
+    assert waits(16) == (False, [False, False])
