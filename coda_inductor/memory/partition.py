@@ -38,6 +38,9 @@ from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport
 
 Split = tuple[GraphModule, GraphModule]
+#: A share never asks for less than this part of a graph's inputs. A loss keeps a log-sum-exp: 32 KiB,
+#: which take another pass over 2 GiB of logits.
+_LITTLE = 1e-3
 
 
 def usable() -> bool:
@@ -101,7 +104,8 @@ def mark(
     outputs = how["num_fwd_outputs"]
     gpu = record.plan.gpu
     stock = Kept.of(limit.before.graph, outputs, _kept(limit.before, joint_inputs, how))
-    allowed = limit.share * sum(size(fake(n)) for n in stock.kept)
+    little = _LITTLE * sum(size(fake(n)) for n in graph.find_nodes(op="placeholder"))
+    allowed = max(limit.share * sum(size(fake(n)) for n in stock.kept), little)
     names = _kept(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, how)
     kept = Kept.of(graph, outputs, names)
     kept.halves = add_halves(graph, kept.backward, gpu)

@@ -80,6 +80,16 @@ def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
     assert len({said.again for said in said_at.values()}) > LAYERS, "layers are chosen one by one"
 
 
+def test_a_share_of_a_loss_does_not_read_the_logits_again():
+    """It keeps numbers of rows alone, a share of which is not worth a pass over the logits."""
+    logits = torch.randn(16, 4096, dtype=torch.float64, requires_grad=True)
+    harness = Harness(gate="always", memory=0.5)
+    labels = torch.arange(16)
+    torch.compile(F.cross_entropy, backend=harness)(logits, labels).backward()
+    assert harness.report.memory.again == 0
+    assert 0 < kept(harness) < 4096
+
+
 def test_all_memory_computes_nothing_again():
     harness, without = Harness(gate="always", memory=1.0), Harness(gate="always")
     for each in (harness, without):
