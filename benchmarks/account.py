@@ -197,7 +197,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in options.models:
         for variant in options.variants:
             way = known_ways[variant]
-            if way.causal and name not in families.CAUSAL:
+            if way.attention and name not in families.CAUSAL:
                 continue
             forget()
             call = families.Model(Case(name, options.tokens, TRAINING)).compiled(way)

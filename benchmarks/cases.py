@@ -65,14 +65,15 @@ def chosen(patterns: Sequence[str], every: Iterable[Case]) -> list[Case]:
 class Way:
     """How a variant calls torch.compile: `backend` ("" for eager), and `mode` or `options`.
 
-    `causal`: the model's attention is told to be causal instead of given a mask that says so.
+    `attention`: "causal" tells the model's SDPA to be causal instead of giving it a mask that says
+    so, "flex" takes FlexAttention, which skips blocks that a mask hides.
     `liger`: the model is patched with Liger's kernels before.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     options: dict[str, Any] | None = None
-    causal: bool = False
+    attention: str = ""
     liger: bool = False
 
     def compile(self, module: Any, **more: Any) -> Any:
@@ -93,7 +94,8 @@ def ways(given: dict[str, Any] | None = None) -> dict[str, Way]:
         "liger_compile": Way(liger=True),
         "compile": Way(),
         "coda": Way("coda"),
-        "compile_causal": Way(causal=True),
+        "compile_causal": Way(attention="causal"),
+        "compile_flex": Way(attention="flex"),
         "max_autotune": Way(mode="max-autotune-no-cudagraphs"),
     }
     if given:

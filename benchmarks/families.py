@@ -56,6 +56,8 @@ def every() -> list[Case]:
 def variants(case: Case) -> tuple[str, ...]:
     """The variants that a case has, of :func:`benchmarks.cases.ways`."""
     causal = ("compile_causal",) if case.size in CAUSAL else ()
+    if case.size in models.MASKED or case.size == "vit":
+        causal = ("eager", "compile_flex")
     liger = case.size in ("tiny", "1B") and case.training
     beside = ("eager", "liger", "liger_compile") if liger else ()
     return (*beside, "compile", "coda", *causal, "max_autotune", "coda_options")
@@ -87,7 +89,11 @@ class Model:
         """The forward pass, or the step, compiled that way when first called. It returns a list of
         tensors: the logits, or the gradients of all parameters, of which the model keeps none.
         """
-        model = causal(self.model) if way.causal else self.model
+        model = again(self.model) if way.attention else self.model
+        if way.attention == "causal":
+            make_causal(model)
+        elif way.attention:
+            model.set_attn_implementation("flex_attention")
         around: Any = contextlib.nullcontext
         if way.liger:
             model = again(model)

@@ -30,8 +30,18 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from . import environment, families, worth, worth_models
 
 GIB = 2**30
+
+
+def rows_of(count: int) -> worth_models.Workload:
+    """All layers of Llama 8B, with ``count`` sequences of 8192 tokens."""
+    workload = worth_models.stock("8B-32", 32)
+    workload.batch = {name: tensor.repeat(count, 1) for name, tensor in workload.batch.items()}
+    return workload
+
+
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
     **{f"8B x{n}": functools.partial(worth_models.stock, "8B-32", n) for n in (4, 8, 32)},
+    **{f"8B x32, {n} rows": functools.partial(rows_of, n) for n in (2, 4)},
     "qwen3 x6": functools.partial(worth_models.stock, "qwen3", 6),
     "lora 8B x8": functools.partial(worth_models.lora, "8B-32", layers=8),
     "olmoe x8": functools.partial(worth_models.stock, "olmoe", 8),
@@ -67,12 +77,11 @@ def main(arguments: list[str]) -> None:
     ready = [setting for setting in steps if "error" not in rows[setting]]
     for setting in (*ready, *reversed(ready)):
         ms = worth.sustained(steps[setting], 0.5, 1.5)
-        rows[setting].setdefault("samples", []).append(ms)
-    for setting in ready:
-        samples = rows[setting]["samples"]
+        samples = rows[setting].setdefault("samples", [])
+        samples.append(ms)
         rows[setting]["ms"] = sum(samples) / len(samples)
         print(options.case, setting, json.dumps(rows[setting]), flush=True)
-    options.file.write_text(json.dumps(found, indent=1))
+        options.file.write_text(json.dumps(found, indent=1))
     return None
 
 
