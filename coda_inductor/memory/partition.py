@@ -38,8 +38,8 @@ from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport
 
 Split = tuple[GraphModule, GraphModule]
-#: A share never asks for less than this part of a graph's inputs. A loss keeps a log-sum-exp: 32 KiB,
-#: which take another pass over 2 GiB of logits.
+#: A share never asks for less than this part of a graph's inputs. A loss keeps a log-sum-exp, 32
+#: KiB, which takes another pass over 2 GiB of logits.
 _LITTLE = 1e-3
 
 

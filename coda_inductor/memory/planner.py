@@ -10,6 +10,8 @@ one by one, the earliest first: it is recomputed last, when the others' tensors 
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -98,13 +100,23 @@ class Chain:
         return self[low]
 
     def cut(self, peak: Callable[[Freed], int]) -> int:
-        """Drop the choices behind the one with the least peak, which is returned: they take more
-        time, and what they compute again is alive at once. Of mixes, both ends are looked at."""
+        """Drop the choices whose peak is not below that of one that takes less time, because what
+        they compute again is alive at once. Returns the least peak. Between two points, peaks
+        follow the layers one by one."""
         ends = [at for at, state in enumerate(self.states) if not state.what[1]]
-        peaks = {at: peak(self[at].freed) for at in ends}
-        least = min(peaks, key=lambda at: (peaks[at], -at))
-        del self.states[least + 1 :]
-        return peaks[least]
+        left, least = self.states[:1], peak(self[0].freed)
+        for here, after in itertools.pairwise(ends):
+            if (reached := peak(self[after].freed)) >= least:
+                continue
+            between = range(here + 1, after + 1)
+            below = functools.partial(self._below, peak, least)
+            left += self.states[between[bisect.bisect_left(between, True, key=below)] : after + 1]
+            least = reached
+        self.states = left
+        return least
+
+    def _below(self, peak: Callable[[Freed], int], least: int, at: int) -> bool:
+        return peak(self[at].freed) < least
 
     def choice(self, freed: Freed) -> Choice:
         """The choice to free ``freed``."""
