@@ -9,7 +9,7 @@ import sys
 #: Name -> module, imported when asked for.
 COMMANDS = {name: name for name in (
     "account", "report", "worth", "headline", "first", "whole", "adapters", "paper", "memory",
-    "dit",
+    "dit", "curve",
 )} | {"families": "run"}  # fmt: skip
 
 

@@ -8,13 +8,16 @@ Results are committed, so every text that enters one passes through :func:`scrub
 from __future__ import annotations
 
 import datetime as dt
+import fcntl
 import importlib.metadata
+import json
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,6 +61,18 @@ def scrub(text: str) -> str:
     for root in sorted({str(root) for root in roots if root != Path("/")}, key=len, reverse=True):
         text = text.replace(root + "/", "")
     return re.sub(r"(?<![\w.:/-])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
+
+
+def keep(path: Path, about: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """Add results to a file, to which other processes may add at the same time; what it has now."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        found = json.loads(file.read() or '{"results": {}}') | {"environment": about}
+        found["results"] |= results
+        file.truncate(0)
+        file.write(json.dumps(found, indent=1))
+    return found
 
 
 def describe(

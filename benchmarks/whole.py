@@ -36,7 +36,6 @@ LAYERS, WIDTH = (models.LLAMAS[MODEL][name] for name in ("num_hidden_layers", "h
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
 PAGE = environment.REPOSITORY / "docs" / "results" / "whole.md"
-BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 
 
 def main(arguments: list[str]) -> None:
@@ -47,8 +46,7 @@ def main(arguments: list[str]) -> None:
     if options.part:
         answer(options.part, options.file.with_suffix(".lock"))
     elif options.render:
-        text = table(json.loads(options.file.read_text()))
-        PAGE.write_text(BLOCK.sub(lambda _: text, PAGE.read_text()))
+        put("measured", table(json.loads(options.file.read_text())))
     else:
         names = options.names or list(VARIANTS)
         for name in names:
@@ -135,6 +133,18 @@ def give_back(workload: worth_models.Workload, sizes: dict[Any, int]) -> None:
         weight.untyped_storage().resize_(0)
 
 
+def put(mark: str, text: str) -> None:
+    """Write ``text`` between the marks of this name in the page."""
+    between = re.compile(f"(?<=<!-- {mark} -->\n).*?(?=<!-- /{mark} -->)", re.DOTALL)
+    PAGE.write_text(between.sub(lambda _: text, PAGE.read_text()))
+
+
+def where(about: dict[str, Any]) -> str:
+    """A sentence about the machine."""
+    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
+    return f"Measured on one {about['gpu']}: {versions}; commit {about['commit']}."
+
+
 def table(found: dict[str, Any]) -> str:
     """What stands between the marks of docs/results/whole.md."""
     rows, about, errors = [], found["environment"], []
@@ -154,7 +164,5 @@ def table(found: dict[str, Any]) -> str:
         ])  # fmt: skip
     heads = ("variant", "ms", "tokens a second", "TFLOP/s", "of the peak", "peak GiB",
              "mJ a token", "first")  # fmt: skip
-    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    where = f"Measured on one {about['gpu']}: {versions}; commit {about['commit']}."
     text = tabulate(rows, heads, "github", disable_numparse=True)
-    return f"{where}\n\n{text}\n{''.join(errors)}"
+    return f"{where(about)}\n\n{text}\n{''.join(errors)}"

@@ -89,15 +89,20 @@ def blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
+    """A stock model in FP8."""
+    workload = stock(name, layers)
+    workload.model = in_float8(workload.model, recipe)
+    return workload
+
+
+def in_float8(model: nn.Module, recipe: str) -> nn.Module:
     """Torchao's FP8 training of all linear layers but the head. torchao need not be installed: an
     unpacked wheel on PYTHONPATH will do."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    workload = stock(name, layers)
     config = Float8LinearConfig.from_recipe_name(recipe)
     keep = {"module_filter_fn": lambda _, name: name != "lm_head"}
-    workload.model = convert_to_float8_training(workload.model, config=config, **keep)
-    return workload
+    return convert_to_float8_training(model, config=config, **keep)
 
 
 def lora(
@@ -111,17 +116,23 @@ def lora(
         workload.model.requires_grad_(False)
         next(p for n, p in workload.model.named_parameters() if "norm" in n).requires_grad_()
         return workload
-    from peft import LoraConfig, get_peft_model
-
     if weights == "nf4":
         in_four_bits(workload.model)
+    workload.model = adapted(workload.model, rank, dropout)
+    if weights != "float32":
+        workload.model.bfloat16()
+    workload.model.train(dropout > 0)
+    return workload
+
+
+def adapted(model: nn.Module, rank: int = 16, dropout: float = 0.1) -> Any:
+    """``model`` with peft's LoRA on all linears but the head, in float32."""
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
     )
-    model = get_peft_model(workload.model, config)
-    workload.model = model if weights == "float32" else model.bfloat16()
-    workload.model.train(dropout > 0)
-    return workload
+    return get_peft_model(model, config)
 
 
 def in_four_bits(model: nn.Module) -> None:

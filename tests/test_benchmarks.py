@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from zoo.float8 import needs_scaled_mm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
-from benchmarks import __main__, run, sweep  # noqa: E402
+from benchmarks import __main__, curve, run, sweep  # noqa: E402
 from coda_inductor.select.device import H100  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
@@ -55,3 +57,25 @@ def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, tmp_pa
     made.write_text(shipped.read_text())
     sweep.ship([RESULTS / f"{name}.json" for name in sources], made)
     assert json.loads(made.read_text()) == json.loads(shipped.read_text())
+
+
+@pytest.mark.parametrize("recipe", curve.RECIPES)
+def test_a_curve_has_its_losses(recipe, monkeypatch):
+    for needed in {"rowwise": ["torchao"], "lora": ["peft"]}.get(recipe, ()):
+        pytest.importorskip(needed)
+    needs_scaled_mm()
+    monkeypatch.setenv("CODA_TUNE", "never")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+             "num_attention_heads": 4}  # fmt: skip
+    monkeypatch.setattr(curve, "SHAPE", curve.SHAPE | small | {"vocab_size": 512})
+    monkeypatch.setattr(curve, "EXPERTS", {"num_experts": 4, "num_experts_per_tok": 2})
+    for name, value in {"ROWS": 2, "LENGTH": 32, "HELD": 1}.items():
+        monkeypatch.setattr(curve, name, value)
+    tokens = torch.arange(600, dtype=torch.int16) % 7
+    monkeypatch.setattr(curve, "text", lambda: (tokens, tokens))
+    kept = []
+    curve.train(f"{recipe} coda", 10, kept.append)
+    found = kept[-1][f"{recipe} coda"]
+    assert found["losses"][0] > found["losses"][-1] > 0
+    assert found["held_out"]["0"] > found["held_out"]["10"] > 0

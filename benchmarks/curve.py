@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss curves of small models on real text, under torch.compile and under coda.
+
+``python -m benchmarks curve OUT.json`` trains each variant in a process, four side by side:
+torch.compile with two seeds (``compile``, ``compile 1``) and coda with the first. ``again`` repeats
+the first steps, to compare losses bit by bit; ``exact`` does so under deterministic algorithms.
+``--variant`` takes shell patterns ("bf16*"); commands on other GPUs may write the same file.
+``--render`` writes table and picture into docs/results.
+
+The text is the Python source of the standard library, torch and transformers, a file in forty held
+out. Weights are in bf16, their masters in float32, as FSDP2 and Megatron have them. coda fuses all
+that it may (``gate="always"``). The held-out loss is eager's, whatever trained the weights.
+"""
+
+from __future__ import annotations
+
+import array
+import fnmatch
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from . import environment, families, headline, measure, whole, worth_models
+
+#: Name -> title and the learning rate's peak.
+RECIPES = {"bf16": ("bfloat16", 6e-4), "rowwise": ("FP8 rowwise", 6e-4),
+           "lora": ("LoRA, dropout 0.1", 1e-3), "experts": ("experts", 6e-4)}  # fmt: skip
+FULL = ("compile", "coda", "compile 1")
+LABELS, COLORS = ("torch.compile", "coda", "another seed"), ("#9aa4b2", "#2f81f7", "#d6a24a")
+VARIANTS = [f"{recipe} {run}" for run in (*FULL, "coda again", "coda exact", "coda exact again")
+            for recipe in RECIPES]  # fmt: skip
+#: Steps of a short run, between two held-out losses, and until the learning rate has risen.
+SHORT, EVERY, RISE = 200, 100, 100
+ROWS, LENGTH, HELD = 8, 1024, 8
+SHAPE = {"hidden_size": 768, "intermediate_size": 2816, "num_hidden_layers": 12,
+         "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 8192}  # fmt: skip
+EXPERTS = {"intermediate_size": 512, "num_hidden_layers": 8, "num_experts": 16,
+           "num_experts_per_tok": 4}  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Train, or render."""
+    parser = headline.parser_of("curve", __doc__, "variant")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--render", action="store_true")
+    options = parser.parse_args(arguments)
+    about = environment.describe(arguments, options.commit, "benchmarks.curve")
+    keep = functools.partial(environment.keep, options.file, about)
+    if options.render:
+        render(json.loads(options.file.read_text()))
+        sys.exit()
+    if options.part:
+        train(options.part, options.steps, keep)
+        sys.exit()
+    chosen = [n for n in VARIANTS if any(fnmatch.fnmatch(n, p) for p in options.names or ["*"])]
+    call = [sys.executable, "-m", "benchmarks", "curve", *arguments, "--part"]
+    with ThreadPoolExecutor(4) as threads:
+        failed = sum(threads.map(lambda name: subprocess.call([*call, name]) != 0, chosen))
+    if failed or not chosen:
+        sys.exit(f"{failed} of {len(chosen)} failed; variants: {', '.join(VARIANTS)}")
+
+
+def train(name: str, steps: int, keep: Any) -> None:
+    """Train one variant; ``keep`` gets its losses so far after each held-out loss."""
+    recipe, backend, *how = name.split()
+    os.environ.setdefault("CODA_TUNE", "never")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    began, seed, rate = time.perf_counter(), int("1" in how), RECIPES[recipe][1]
+    short = min(SHORT, steps)
+    last = short if {"again", "exact"} & {*how} else steps
+    tokens, held = (part.to(measure.device()) for part in text())
+    torch.manual_seed(0 if recipe == "lora" else seed)
+    model = model_of(recipe)
+    if recipe == "lora":  # on what eager trained for a tenth of the steps, the same for all
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        base = training(model, model, tokens, steps, 2, RECIPES["bf16"][1])
+        list(itertools.islice(base, math.ceil(steps / 10)))
+        torch.manual_seed(seed)
+        model = worth_models.adapted(model).bfloat16()
+    torch.use_deterministic_algorithms("exact" in how, warn_only=True)
+    options = {"backend": "coda", "options": {"gate": "always"}} if backend == "coda" else {}
+    function = torch.compile(model, dynamic=False, **options)
+    found: dict[str, Any] = {"held_out": {"0": held_out(model, held)}, "losses": []}
+    losses: list[Tensor] = []
+    run = training(model, function, tokens, steps, seed, rate)
+    for step, loss in enumerate(itertools.islice(run, last), 1):
+        losses.append(loss)
+        if step % EVERY == 0 or step in (short, steps):
+            found["losses"] = torch.stack(losses[:SHORT]).tolist()
+            found["held_out"][str(step)] = held_out(model, held)
+            print(name, step, found["held_out"][str(step)], time.perf_counter() - began, flush=True)
+            if backend == "coda":
+                import coda_inductor
+
+                sites = [site.fused for report in coda_inductor.reports() for site in report.sites]
+                found["fused"] = f"{sum(sites)} of {len(sites)}"
+            keep({name: found})
+
+
+@functools.cache
+def text() -> tuple[Tensor, Tensor]:
+    """Tokens to train on, and those held out. The commonest words, signs and indentations are one
+    token each; what is rarer is spelled in bytes, which are the first 256."""
+    import transformers
+
+    packages = Path(torch.__file__).parent, Path(transformers.__file__ or "").parent
+    files = [file for folder in (Path(sysconfig.get_path("stdlib")), *packages)
+             for file in sorted(folder.rglob("*.py"))
+             if "-packages/" not in str(file.relative_to(folder))]  # fmt: skip
+    pieces = re.compile(r"\w+|\n *| +|[^\w\s]+|\s")
+    sources = [file.read_text(errors="replace") for file in files]
+    counts = Counter(itertools.chain.from_iterable(map(pieces.findall, sources)))
+    common = sorted(counts, key=lambda piece: (-counts[piece], piece))[: SHAPE["vocab_size"] - 256]
+
+    known = {piece: (number,) for number, piece in enumerate(common, 256)}
+    parts = array.array("h"), array.array("h")
+    for number, source in enumerate(sources):
+        spelled = (known.get(piece) or piece.encode() for piece in pieces.findall(source))
+        parts[number % 40 == 0].extend(itertools.chain.from_iterable(spelled))
+    train, held = (torch.frombuffer(part, dtype=torch.int16) for part in parts)
+    return train, held
+
+
+def model_of(recipe: str) -> Any:
+    """A Llama of 110M parameters, or an OLMoE of 170M."""
+    from transformers import LlamaForCausalLM, OlmoeForCausalLM
+
+    experts = recipe == "experts"
+    kind: Any = OlmoeForCausalLM if experts else LlamaForCausalLM
+    shape = SHAPE | (EXPERTS if experts else {})
+    config = kind.config_class(**shape, use_cache=False, pad_token_id=0)
+    if experts:
+        config._experts_implementation = "grouped_mm"
+    with torch.device(measure.device()):
+        model = kind(config).bfloat16().train()
+    families.make_causal(model)
+    return worth_models.in_float8(model, recipe) if recipe == "rowwise" else model
+
+
+def training(
+    model: Any, function: Any, tokens: Tensor, steps: int, seed: int, peak: float
+) -> Iterator[Tensor]:
+    """The loss of step after step: AdamW on float32 masters, a cosine to a tenth of ``peak``."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    masters = [weight.detach().float() for weight in weights]
+    optimizer = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    order = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        starts = torch.randint(len(tokens) - LENGTH, (ROWS,), generator=order)
+        loss = function(**batch(tokens, starts)).loss
+        loss.backward()
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad = weight.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+        optimizer.param_groups[0]["lr"] = peak * cosine * min(1.0, (step + 1) / RISE)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+        model.zero_grad(set_to_none=True)
+        yield loss.detach()
+
+
+def batch(tokens: Tensor, starts: Tensor) -> dict[str, Tensor]:
+    """The rows of ``tokens`` that begin at ``starts``."""
+    ids = tokens[(starts[:, None] + torch.arange(LENGTH)).to(tokens.device)].long()
+    return {"input_ids": ids, "labels": ids}
+
+
+@torch.no_grad()
+def held_out(model: Any, tokens: Tensor) -> float:
+    """The mean loss of ``HELD`` batches from all over the text, without dropout."""
+    model.eval()
+    starts = torch.linspace(0, len(tokens) - LENGTH - 1, HELD * ROWS).long().split(ROWS)
+    losses = [model(**batch(tokens, each)).loss for each in starts]
+    model.train()
+    return torch.stack(losses).mean().item()
+
+
+def render(found: dict[str, Any]) -> None:
+    """Write the table; and the picture: held-out losses, below them what they are over
+    torch.compile's."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    figure, rows, runs = Figure(figsize=(10, 4.4), layout="constrained"), [], found["results"]
+    panels = figure.subplots(2, len(RECIPES), sharex=True)
+    for (recipe, (title, _)), above, below in zip(RECIPES.items(), *panels, strict=True):
+        curves = [runs[f"{recipe} {run}"]["held_out"] for run in FULL]
+        steps = sorted(set.intersection(*map(set, curves)), key=int)
+        stock, mine, other = ([curve[step] for step in steps] for curve in curves)
+        rows.append([
+            title, steps[-1], *(f"{losses[-1]:.4f}" for losses in (stock, mine)),
+            *(f"{losses[-1] - stock[-1]:+.4f}" for losses in (mine, other)),
+            same(runs, f"{recipe} coda"), same(runs, f"{recipe} coda exact"),
+            runs[f"{recipe} coda"]["fused"],
+        ])  # fmt: skip
+        places = [*map(int, steps)][1:]
+        for losses, run, color in zip((stock, mine, other), LABELS, COLORS, strict=True):
+            above.plot(places, losses[1:], color=color, label=run)
+            over = [loss - of for loss, of in zip(losses, stock, strict=True)]
+            below.plot(places, over[1:], color=color)
+        above.set(title=title)
+        below.set(xlabel="step")
+    panels[0][0].set(ylabel="held-out loss")
+    panels[1][0].set(ylabel="over torch.compile's")
+    panels[0][0].legend(frameon=False)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curve"}):
+        figure.savefig(whole.PAGE.with_name("curves.svg"), metadata={"Date": None})
+    heads = (
+        "",
+        "steps",
+        *LABELS[:2],
+        "difference",
+        LABELS[2],
+        "bits again",
+        "deterministic",
+        "fused",
+    )
+    text = tabulate(rows, heads, "github", disable_numparse=True)
+    whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n")
+
+
+def same(runs: dict[str, Any], name: str) -> str:
+    """Whether a run had the same losses again, to the last bit."""
+    one, two = (runs[each]["losses"] for each in (name, f"{name} again"))
+    equal = [a == b for a, b in zip(one, two, strict=True)]
+    return f"{len(equal)} steps" if all(equal) else f"differ from step {equal.index(False) + 1} on"
