@@ -234,7 +234,8 @@ def render(found: dict[str, Any]) -> None:
         "fused",
     )
     text = tabulate(rows, heads, "github", disable_numparse=True)
-    whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n")
+    image = "![held-out losses, and what they are over torch.compile's](curves.svg)"
+    whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n\n{image}\n")
 
 
 def same(runs: dict[str, Any], name: str) -> str:

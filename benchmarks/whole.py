@@ -40,7 +40,7 @@ WORDS = {"model": MODELS, "recipe": ("bf16", "rowwise", "tensorwise", "lora", "q
          "backend": BACKENDS, "optimizer": ("adamw", "adamw8")}  # fmt: skip
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
-PAGE = environment.REPOSITORY / "docs" / "results" / "whole.md"
+PAGE = environment.REPOSITORY / "docs" / "results" / "training.md"
 
 
 def main(arguments: list[str]) -> None:
@@ -182,7 +182,7 @@ def where(about: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What stands between the marks of docs/results/whole.md."""
+    """What stands between the marks of docs/results/training.md."""
     rows, about, errors, of = [], found["environment"], [], {}
 
     def place(item: tuple[str, Any]) -> list[Any]:
