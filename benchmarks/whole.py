@@ -96,9 +96,8 @@ def built(variant: str) -> tuple[worth_models.Workload, float]:
     ids = torch.randint(config.vocab_size, (rows, tokens), device=measure.device())
     workload.batch = {"input_ids": ids, "labels": ids}
     embedding = workload.model.get_input_embeddings().weight
-    width = workload.model.get_submodule(
-        next(n for n, _ in workload.model.named_modules() if n.endswith("q_proj"))
-    ).out_features
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     flops = 6.0 * layers * width * tokens
     for key, weight in workload.model.named_parameters():
         share = config.num_experts_per_tok / config.num_experts if "experts" in key else 1
@@ -184,24 +183,22 @@ def where(about: dict[str, Any]) -> str:
 def table(found: dict[str, Any]) -> str:
     """What stands between the marks of docs/results/training.md."""
     rows, about, errors, of = [], found["environment"], [], {}
-
-    def place(item: tuple[str, Any]) -> list[Any]:
-        words = sorted(parsed(item[0]).items())
-        return [*(word for kind, word in words if kind != "backend"), "coda" in item[0]]
-
-    for name, result in sorted(found["results"].items(), key=place):
+    kinds = ("model", "recipe", "shape", "optimizer")
+    for name, result in sorted(found["results"].items(), key=lambda item: "coda" in item[0]):
         samples = [each for each in result["samples"] if "ms" in each]
         if not samples:
             errors.append(f"\n{name} did not run: {result.get('error', 'it ended')}\n")
             continue
-        batch, length = map(int, (said := parsed(name))["shape"].split("x"))
+        said = parsed(name)
+        batch, length = map(int, said["shape"].split("x"))
         tokens, ms = batch * length, statistics.median(each["ms"] for each in samples)
         # Older results have the parameters of the 8B.
         each = result.get("flops") or 6 * (result["parameters"] + 32 * 4096 * length)
         flops = 1e3 * each * tokens / ms
         joules = [each["joules"] / tokens for each in samples if "joules" in each]
-        of[tuple((said | {"card": result.get("card")}).items())] = ms
-        stock = of.get(tuple((said | {"backend": "causal", "card": result.get("card")}).items()))
+        pair = *(said[kind] for kind in kinds), result.get("card", "")
+        of[pair, said["backend"]] = ms
+        stock = of.get((pair, "causal"))
         rows.append([
             name, result.get("gpu", "").removeprefix("NVIDIA ")[:4], f"{ms:.0f}",
             f"{stock / ms:.3f}x" if stock and said["backend"] == "coda" else "",
@@ -211,5 +208,6 @@ def table(found: dict[str, Any]) -> str:
         ])  # fmt: skip
     heads = ("variant", "GPU", "ms", "causal over it", "tokens a second", "TFLOP/s", "of the peak",
              "peak GiB", "mJ a token", "first")  # fmt: skip
+    rows.sort(key=lambda row: [parsed(row[0])[kind] for kind in kinds])
     text = tabulate(rows, heads, "github", disable_numparse=True)
     return f"{where(about)}\n\n{text}\n{''.join(errors)}"
