@@ -60,14 +60,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args(arguments)
-    about = environment.describe(arguments, options.commit, "benchmarks.curve")
-    keep = functools.partial(environment.keep, options.file, about)
     if options.render:
-        render(json.loads(options.file.read_text()))
-        sys.exit()
+        sys.exit(render(json.loads(options.file.read_text())))
     if options.part:
-        train(options.part, options.steps, keep)
-        sys.exit()
+        about = environment.describe(arguments[:-2], options.commit, "benchmarks.curve")
+        keep = functools.partial(environment.keep, options.file, about)
+        sys.exit(train(options.part, options.steps, keep))
     chosen = [n for n in VARIANTS if any(fnmatch.fnmatch(n, p) for p in options.names or ["*"])]
     call = [sys.executable, "-m", "benchmarks", "curve", *arguments, "--part"]
     with ThreadPoolExecutor(4) as threads:
@@ -223,18 +221,11 @@ def render(found: dict[str, Any]) -> None:
     panels[0][0].legend(frameon=False)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curve"}):
         figure.savefig(whole.PAGE.with_name("curves.svg"), metadata={"Date": None})
-    heads = (
-        "",
-        "steps",
-        *LABELS[:2],
-        "difference",
-        LABELS[2],
-        "bits again",
-        "deterministic",
-        "fused",
-    )
+    heads = ("", "steps", *LABELS[:2], "difference", LABELS[2], "bits again", "deterministic",
+             "fused")  # fmt: skip
     text = tabulate(rows, heads, "github", disable_numparse=True)
-    whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n")
+    image = "![held-out losses, and what they are over torch.compile's](curves.svg)"
+    whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n\n{image}\n")
 
 
 def same(runs: dict[str, Any], name: str) -> str:

@@ -76,24 +76,14 @@ def measured(
 ) -> dict[str, Any]:
     """The environment, and the results of a process for each name, which take turns; added to those
     in the file after each answer."""
-    out, found = options.file, {"results": {}}
-    if out.exists():
-        found = json.loads(out.read_text())
-    found["environment"] = environment.describe(
-        sys.argv[1:], options.commit, f"benchmarks.{command}"
-    )
-    log = out.with_suffix(".log")
-
-    def keep(results: dict[str, Any]) -> None:
-        found["results"] |= results
-        out.write_text(json.dumps(found, indent=1))
-
+    out, log = options.file, options.file.with_suffix(".log")
+    about = environment.describe(sys.argv[1:], options.commit, f"benchmarks.{command}")
+    keep = functools.partial(environment.keep, out, about)
     running = {name: start([command, str(out), "--part", name], log) for name in names}
     ended = running.keys() - in_turn(running, samples, keep)
-    keep({name: {"error": f"it ended: see {log.name}", "samples": []} for name in ended})
     for process in running.values():
         process.kill()
-    return found
+    return keep({name: {"error": f"it ended: see {log.name}", "samples": []} for name in ended})
 
 
 def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, Any]:

@@ -141,6 +141,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
          "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
 }  # fmt: skip
+OTHERS["qwen2-28"] = OTHERS["qwen2"][0], OTHERS["qwen2"][1] | {"num_hidden_layers": 28}
 
 
 def _llama(size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole model: Llama 3.1 8B, 32 layers, random bf16 weights, forward and backward on one GPU.
+"""Whole models as people train them: all layers, random bf16 weights, on one GPU.
 
 ``python -m benchmarks whole OUT.json`` starts a process a variant. They compile side by side, their
 weights given back meanwhile (storages of no bytes, as FSDP2 leaves them), and then take turns, A B
 B A: milliseconds of a step (``worth.sustained``), joules, and the peak with weights and gradients.
-A variant is "RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8]", as in ``--variant "rowwise coda 2x8192
-adamw"``; OUT.json keeps those that it has. ``--render`` writes docs/results/whole.md from it.
+A variant is "[MODEL] RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8]", as in ``--variant "qwen2 lora
+coda 2x4096 adamw"``; OUT.json keeps those that it has, and commands on other cards may write it
+meanwhile. coda is compared with what ran on the same card. ``--render`` writes it into
+docs/results.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from . import energy, environment, families, headline, models, worth, worth_models
+from . import energy, environment, families, headline, measure, worth, worth_models
 
 VARIANTS = ("bf16 eager", *(f"{recipe} {backend}" for recipe in ("bf16", "rowwise", "tensorwise")
                             for backend in ("compile", "causal", "coda")))  # fmt: skip
 #: ``causal``: torch.compile with SDPA told to be causal, as transformers does from 5.23 on.
 BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "coda"}
-MODEL = "8B-32"
-LAYERS, WIDTH = (models.LLAMAS[MODEL][name] for name in ("num_hidden_layers", "hidden_size"))
+#: Name -> that of ``models.MODELS``, and layers: all but of a mixture, whose eight are 5.4B.
+MODELS = {"8B": ("8B-32", 32), "qwen2": ("qwen2-28", 28), "qwen3_moe": ("qwen3_moe", 8),
+          "tiny": ("tiny", 1)}  # fmt: skip
+WORDS = {"model": MODELS, "recipe": ("bf16", "rowwise", "tensorwise", "lora", "qlora"),
+         "backend": BACKENDS, "optimizer": ("adamw", "adamw8")}  # fmt: skip
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
-PAGE = environment.REPOSITORY / "docs" / "results" / "whole.md"
+PAGE = environment.REPOSITORY / "docs" / "results" / "training.md"
 
 
 def main(arguments: list[str]) -> None:
@@ -44,52 +49,78 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args(arguments)
     if options.part:
-        answer(options.part, options.file.with_suffix(".lock"))
+        card = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        answer(options.part, options.file.with_suffix(f".{card}.lock"))
     elif options.render:
         put("measured", table(json.loads(options.file.read_text())))
     else:
         names = options.names or list(VARIANTS)
-        for name in names:
-            parsed(name)
+        try:
+            [parsed(name) for name in names]
+        except ValueError as error:
+            parser.error(str(error))
         print(table(headline.measured("whole", names, options, TURNS)))
 
 
-def parsed(variant: str) -> tuple[str, str, int, int, str]:
-    """Recipe, backend, rows, tokens of each and optimizer; ValueError where it says something
-    else."""
-    recipe, backend, *more = variant.split()
-    shape = next((word for word in more if "x" in word), "1x8192")
-    others = [word for word in more if word != shape]
-    rows, tokens = map(int, shape.split("x"))
-    if backend not in BACKENDS or others not in ([], ["adamw"], ["adamw8"]):
-        raise ValueError(f"{variant!r} is no variant such as 'bf16 coda 1x8192 adamw'")
-    return recipe, backend, rows, tokens, "".join(others)
+def parsed(variant: str) -> dict[str, str]:
+    """What each word of a variant is; ValueError where one is nothing."""
+    found = {"model": "8B", "shape": "1x8192", "optimizer": ""}
+    for word in variant.split():
+        kinds = [kind for kind, known in WORDS.items() if word in known]
+        kinds += ["shape"] if re.fullmatch(r"[1-9]\d*x[1-9]\d*", word) else []
+        if not kinds:
+            known = ", ".join(word for words in WORDS.values() for word in words)
+            raise ValueError(f"{variant!r}: {word!r} is none of {known}, and no ROWSxTOKENS")
+        found[kinds[0]] = word
+    if {"recipe", "backend"} - {*found}:
+        raise ValueError(f"{variant!r} is no variant such as '8B bf16 coda 1x8192 adamw'")
+    return found
+
+
+def built(variant: str) -> tuple[worth_models.Workload, float]:
+    """The model of a variant and its batch; FLOP of a token: 6 for each parameter, 4 of one that
+    is not trained, those of a token's experts only, and the causal half of attention."""
+    said = parsed(variant)
+    (name, layers), recipe = MODELS[said["model"]], said["recipe"]
+    rows, tokens = map(int, said["shape"].split("x"))
+    if recipe == "bf16":
+        workload = worth_models.stock(name, layers)
+    elif "lora" in recipe:
+        kind = "nf4" if recipe == "qlora" else ""
+        workload = worth_models.lora(name, weights=kind, layers=layers, dropout=0.1)
+    else:
+        workload = worth_models.float8(recipe, name, layers)
+    if said["backend"] == "causal":
+        families.make_causal(workload.model)
+    config = workload.model.config
+    ids = torch.randint(config.vocab_size, (rows, tokens), device=measure.device())
+    workload.batch = {"input_ids": ids, "labels": ids}
+    embedding = workload.model.get_input_embeddings().weight
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    flops = 6.0 * layers * width * tokens
+    for key, weight in workload.model.named_parameters():
+        share = config.num_experts_per_tok / config.num_experts if "experts" in key else 1
+        count = weight.numel() * (1 if weight.is_floating_point() else 2)  # two of 4 bits a byte
+        flops += (6 if weight.requires_grad else 4) * share * count * (weight is not embedding)
+    return workload, flops
 
 
 def answer(variant: str, lock: Path) -> None:
     """Compile, then answer each line of stdin with a line of JSON."""
     sys.stdout = sys.stderr  # answers alone go to the other one
     os.environ.setdefault("CODA_TUNE", "never")
-    began = time.perf_counter()
-    recipe, backend, rows, tokens, optimizer = parsed(variant)
+    began, said = time.perf_counter(), parsed(variant)
     with worth.turn(lock):
-        if recipe == "bf16":
-            workload = worth_models.stock(MODEL, LAYERS)
-        else:
-            workload = worth_models.float8(recipe, MODEL, LAYERS)
-        if backend == "causal":
-            families.make_causal(workload.model)
-        ids = torch.randint(models.LLAMAS[MODEL]["vocab_size"], (rows, tokens), device="cuda")
-        workload.batch = {"input_ids": ids, "labels": ids}
-        parameters = sum(p.numel() for p in workload.model.parameters())
-        parameters -= workload.model.get_input_embeddings().weight.numel()
+        workload, flops = built(variant)
         sizes = {p: p.untyped_storage().nbytes() for p in workload.model.parameters() if p.ndim > 1}
         give_back(workload, sizes)
-    step = workload.step((), BACKENDS[backend])
-    awake = functools.partial(turn, workload, sizes, optimizer, lock)
-    with worth.compiled(step, awake, eager=backend == "eager"):
-        line: dict[str, Any] = {"first_s": time.perf_counter() - began, "parameters": parameters}
-        line |= worth.facts(step)
+    step = workload.step((), BACKENDS[said["backend"]])
+    awake = functools.partial(turn, workload, sizes, said["optimizer"], lock)
+    with worth.compiled(step, awake, eager=said["backend"] == "eager"):
+        line: dict[str, Any] = {"first_s": time.perf_counter() - began, "flops": flops}
+        card = torch.cuda.get_device_properties(0)
+        line |= worth.facts(step) | {"gpu": card.name, "card": str(card.uuid)}
     for number, _ in enumerate(sys.stdin):
         if number:
             with awake(), contextlib.suppress(energy.EnergyError):
@@ -108,14 +139,8 @@ def turn(
         with torch.no_grad():
             for weight, size in sizes.items():
                 weight.untyped_storage().resize_(size)
-                weight.normal_(std=0.02)
-        parameters = list(workload.model.parameters())
-        if optimizer == "adamw":
-            workload.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-        elif optimizer:
-            from torchao.optim import AdamW8bit
-
-            workload.optimizer = AdamW8bit(parameters, lr=1e-5)
+                weight.normal_(std=0.02) if weight.is_floating_point() else weight.random_()
+        workload.optimizer = optimizer_of(optimizer, workload.model)
         try:
             yield
         except RuntimeError as error:
@@ -123,6 +148,16 @@ def turn(
             print(json.dumps({"error": text}), flush=True, file=sys.__stdout__)
             os._exit(1)  # with the lock: its memory is taken until it ends
         give_back(workload, sizes)
+
+
+def optimizer_of(name: str, model: torch.nn.Module) -> Any:
+    """An optimizer without state for what is trained; none without a name."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw8":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(parameters, lr=1e-5)
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True) if name else None
 
 
 def give_back(workload: worth_models.Workload, sizes: dict[Any, int]) -> None:
@@ -146,23 +181,33 @@ def where(about: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What stands between the marks of docs/results/whole.md."""
-    rows, about, errors = [], found["environment"], []
-    for name, result in found["results"].items():
+    """What stands between the marks of docs/results/training.md."""
+    rows, about, errors, of = [], found["environment"], [], {}
+    kinds = ("model", "recipe", "shape", "optimizer")
+    for name, result in sorted(found["results"].items(), key=lambda item: "coda" in item[0]):
         samples = [each for each in result["samples"] if "ms" in each]
         if not samples:
             errors.append(f"\n{name} did not run: {result.get('error', 'it ended')}\n")
             continue
-        _, _, batch, length, _ = parsed(name)
+        said = parsed(name)
+        batch, length = map(int, said["shape"].split("x"))
         tokens, ms = batch * length, statistics.median(each["ms"] for each in samples)
-        flops = 6e3 * tokens * (result["parameters"] + LAYERS * WIDTH * length) / ms
+        # Older results have the parameters of the 8B.
+        each = result.get("flops") or 6 * (result["parameters"] + 32 * 4096 * length)
+        flops = 1e3 * each * tokens / ms
         joules = [each["joules"] / tokens for each in samples if "joules" in each]
+        pair = *(said[kind] for kind in kinds), result.get("card", "")
+        of[pair, said["backend"]] = ms
+        stock = of.get((pair, "causal"))
         rows.append([
-            name, f"{ms:.0f}", f"{1e3 * tokens / ms:,.0f}", f"{flops / 1e12:.0f}",
+            name, result.get("gpu", "").removeprefix("NVIDIA ")[:4], f"{ms:.0f}",
+            f"{stock / ms:.3f}x" if stock and said["backend"] == "coda" else "",
+            f"{1e3 * tokens / ms:,.0f}", f"{flops / 1e12:.0f}",
             f"{flops / PEAK:.1%}", f"{result['peak']:.1f}",
             f"{1e3 * statistics.mean(joules):.1f}" if joules else "-", f"{result['first_s']:.0f}",
         ])  # fmt: skip
-    heads = ("variant", "ms", "tokens a second", "TFLOP/s", "of the peak", "peak GiB",
-             "mJ a token", "first")  # fmt: skip
+    heads = ("variant", "GPU", "ms", "causal over it", "tokens a second", "TFLOP/s", "of the peak",
+             "peak GiB", "mJ a token", "first")  # fmt: skip
+    rows.sort(key=lambda row: [parsed(row[0])[kind] for kind in kinds])
     text = tabulate(rows, heads, "github", disable_numparse=True)
     return f"{where(about)}\n\n{text}\n{''.join(errors)}"

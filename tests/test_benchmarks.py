@@ -12,7 +12,7 @@ from zoo.float8 import needs_scaled_mm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
-from benchmarks import __main__, curve, run, sweep  # noqa: E402
+from benchmarks import __main__, curve, run, sweep, whole  # noqa: E402
 from coda_inductor.select.device import H100  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
@@ -79,3 +79,20 @@ def test_a_curve_has_its_losses(recipe, monkeypatch):
     found = kept[-1][f"{recipe} coda"]
     assert found["losses"][0] > found["losses"][-1] > 0
     assert found["held_out"]["0"] > found["held_out"]["10"] > 0
+
+
+def test_a_whole_model_takes_a_step_and_counts_what_is_frozen(capsys):
+    pytest.importorskip("peft")
+    workload, flops = whole.built("tiny lora coda 2x32 adamw")
+    workload.optimizer = whole.optimizer_of("adamw", workload.model)
+    before = {n: p.clone() for n, p in workload.model.named_parameters()}
+    workload.step((), "coda")()
+    for name, now in workload.model.named_parameters():
+        assert torch.equal(now, before[name]) == ("lora_B" not in name)
+    _, full = whole.built("tiny bf16 coda 2x32")
+    adapters = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
+    attention = 6 * 64 * 32
+    assert flops - attention - 6 * adapters == (full - attention) * 4 / 6
+    with pytest.raises(SystemExit):
+        whole.main(["unused.json", "--variant", "8B lorra coda"])
+    assert "'lorra' is none of 8B, " in capsys.readouterr().err
