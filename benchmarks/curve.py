@@ -200,20 +200,19 @@ def render(found: dict[str, Any]) -> None:
     figure, rows, runs = Figure(figsize=(10, 4.4), layout="constrained"), [], found["results"]
     panels = figure.subplots(2, len(RECIPES), sharex=True)
     for (recipe, (title, _)), above, below in zip(RECIPES.items(), *panels, strict=True):
-        curves = [runs[f"{recipe} {run}"]["held_out"] for run in FULL]
-        steps = sorted(set.intersection(*map(set, curves)), key=int)
-        stock, mine, other = ([curve[step] for step in steps] for curve in curves)
+        stock, mine, other = (runs[f"{recipe} {run}"]["held_out"] for run in FULL)
+        both, seeds = (max(stock.keys() & each, key=int) for each in (mine, other))
         rows.append([
-            title, steps[-1], *(f"{losses[-1]:.4f}" for losses in (stock, mine)),
-            *(f"{losses[-1] - stock[-1]:+.4f}" for losses in (mine, other)),
+            title, both, *(f"{curve[both]:.4f}" for curve in (stock, mine)),
+            f"{mine[both] - stock[both]:+.4f}", f"{other[seeds] - stock[seeds]:+.4f} ({seeds})",
             same(runs, f"{recipe} coda"), same(runs, f"{recipe} coda exact"),
             runs[f"{recipe} coda"]["fused"],
         ])  # fmt: skip
-        places = [*map(int, steps)][1:]
-        for losses, run, color in zip((stock, mine, other), LABELS, COLORS, strict=True):
-            above.plot(places, losses[1:], color=color, label=run)
-            over = [loss - of for loss, of in zip(losses, stock, strict=True)]
-            below.plot(places, over[1:], color=color)
+        for curve, run, color in zip((stock, mine, other), LABELS, COLORS, strict=True):
+            steps = sorted(stock.keys() & curve, key=int)[1:]
+            above.plot([*map(int, steps)], [curve[n] for n in steps], color=color, label=run)
+            over = [curve[n] - stock[n] for n in steps]
+            below.plot([*map(int, steps)], over, color=color)
         above.set(title=title)
         below.set(xlabel="step")
     panels[0][0].set(ylabel="held-out loss")
@@ -221,8 +220,8 @@ def render(found: dict[str, Any]) -> None:
     panels[0][0].legend(frameon=False)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curve"}):
         figure.savefig(whole.PAGE.with_name("curves.svg"), metadata={"Date": None})
-    heads = ("", "steps", *LABELS[:2], "difference", LABELS[2], "bits again", "deterministic",
-             "fused")  # fmt: skip
+    heads = ("", "steps", *LABELS[:2], "difference", f"{LABELS[2]} (steps)", "bits again",
+             "deterministic", "fused")  # fmt: skip
     text = tabulate(rows, heads, "github", disable_numparse=True)
     image = "![held-out losses, and what they are over torch.compile's](curves.svg)"
     whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n\n{image}\n")
@@ -230,6 +229,8 @@ def render(found: dict[str, Any]) -> None:
 
 def same(runs: dict[str, Any], name: str) -> str:
     """Whether a run had the same losses again, to the last bit."""
+    if name not in runs or f"{name} again" not in runs:
+        return "not run"
     one, two = (runs[each]["losses"] for each in (name, f"{name} again"))
     equal = [a == b for a, b in zip(one, two, strict=True)]
     return f"{len(equal)} steps" if all(equal) else f"differ from step {equal.index(False) + 1} on"
