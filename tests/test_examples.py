@@ -21,8 +21,9 @@ import demo  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GEMM is below the default gate there")
-def test_a_real_run(tmp_path):
+def test_a_real_run(tmp_path, monkeypatch):
     """The smallest model through the child process, as the demo starts it."""
+    monkeypatch.setenv("COLUMNS", "100")
     ours = demo.measure("coda", tmp_path, "--size", "tiny")
     assert ours["seconds"] > 0
     assert 0 < ours["error"] < 0.1 > ours["eager error"] > 0
