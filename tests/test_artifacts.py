@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm starts: torch's cache artifacts carry a compiled model between processes, every version is in
-the keys, and two versions that share folders do not read each other's entries."""
+"""Warm starts: torch's cache artifacts carry a compiled model between processes, every version is
+in the keys, and two versions that share folders do not read each other's entries."""
 
 import json
 import shutil
