@@ -38,7 +38,8 @@ print(json.dumps([coda_inductor.__version__, *graphs,
 
 def test_artifacts_are_found_and_another_version_is_not(tmp_path):
     """The first process saves them, another one has no cache beside them. In between another
-    version of ours runs on the first one's folders."""
+    version of ours runs on the first one's folders (pytorch/pytorch 144344: an older one's
+    gradients were read)."""
     other = tmp_path / "other"
     for name in ("coda_inductor", "patterns"):
         skipped = shutil.ignore_patterns("__pycache__")
