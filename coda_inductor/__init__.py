@@ -24,7 +24,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     runtime, debug   the custom op, compile workers, launches; debug folders
     select        is a site legal, with which config, and does it win?
     mainloop, report   programs in QuACK's kernels; what happened to each GEMM
-    codegen, patterns   program -> CuTeDSL source; pattern files and their proofs
+    codegen, patterns, table   program -> CuTeDSL source; pattern files and their proofs; tables
     matching, graph     matching on Dynamo's graph; reading and editing graphs
     semantic, program   the ops that idioms become; what a program is and means
     arch, options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules

@@ -34,7 +34,13 @@ class Refusal:
 
     def __str__(self) -> str:
         """``rms_norm at model.norm: no GEMM reads it``; only the text if ``what`` is empty."""
-        return f"{self.what} at {self.where}: {self.text}" if self.what else self.text
+        return f"{self.subject}: {self.text}" if self.what else self.text
+
+    @property
+    def subject(self) -> str:
+        """``rms_norm at model.norm``; outside of modules the node's name, which holds ``what``."""
+        alone = self.where.startswith(self.what) and "." not in self.where
+        return self.where if alone else f"{self.what} at {self.where}"
 
     @property
     def reason(self) -> str:

@@ -70,10 +70,10 @@ _DO = {
     "stays far below 65504.",
     "norm-input-elsewhere": "Look at what lies between that GEMM and the norm: an op outside of "
     "the vocabulary, a reshape of the rows, or a second norm (sandwich norms) stops the epilogue.",
-    "norm-read-elsewhere": "The normalized tensor is also read by something that is no projection "
-    "(an output, a router, a residual around it): let that read the norm's input, if the model "
-    "allows it. If logits are returned with a loss, the last norm's result is kept for their "
-    "gradient: nothing to do.",
+    "norm-read-elsewhere": "Nothing to do if no linear layer reads the norm (a norm of queries, a "
+    "norm after a block), or if logits are returned with a loss, because their gradient needs the "
+    "last norm's result. If a linear layer reads it too, let the other reader (an output, a "
+    "router, a residual) read the norm's input, if the model allows it.",
     "norm-reshaped": "Split into heads after the projection, not between norm and projection. If "
     "the norm is after the projection (OLMo 2), nothing to do: no GEMM reads the norm.",
     "norm-gemm-dtypes": "Give the projections that read one norm one dtype; under autocast, "

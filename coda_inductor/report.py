@@ -3,30 +3,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-
-from tabulate import tabulate
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
-
-#: The first number in a module's path, except at its end: the layer.
-LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
-#: How a site runs, for people.
-RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
-#: Codes of reasons that tell both times of a site.
-TIMED = ("expected-slower", "measured-slower")
-#: What a site's times are based on, for people.
-GROUNDS = {
-    "here": "measured here",
-    "shipped": "measured",
-    "roofline": "about: a roofline, not measured",
-    "unknown": "a guess: no GPU of its generation was measured, an H200's constants",
-}
+from coda_inductor.table import fold, sites_table
 
 
 @dataclass(frozen=True)
@@ -217,144 +199,6 @@ class GraphReport:
             if row.site.program is not None:
                 lines.append(f"{row.name}: {self.folder}/kernels/{row.site.program.key}.py")
         return "\n".join([sites_table(self.sites), *lines])
-
-
-@dataclass(frozen=True)
-class Row:
-    """Sites that differ only in the layer. ``name`` has ``*`` in place of its number."""
-
-    name: str
-    sites: tuple[SiteReport, ...]
-
-    @property
-    def site(self) -> SiteReport:
-        return self.sites[0]
-
-    @property
-    def times(self) -> int:
-        return len(self.sites)
-
-    @property
-    def layers(self) -> str:
-        return ", ".join(m[0] for s in self.sites if (m := LAYER.search(s.site)))
-
-
-def fold(sites: Sequence[SiteReport]) -> list[Row]:
-    """Rows in the order of their first site, without idle weight gradients."""
-    groups: dict[Hashable, list[SiteReport]] = {}
-    for site in (site for site in sites if not site.idle):
-        same = (
-            general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
-            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
-            site.program.key if site.program else None,
-        )  # fmt: skip
-        groups.setdefault(same, []).append(site)
-    return [
-        Row(s[0].site if len(s) == 1 else general_path(s[0].site), tuple(s))
-        for s in groups.values()
-    ]
-
-
-def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
-    """GEMMs as a text table as wide as the terminal, equal layers in one row, without columns that
-    are empty; times are those on ``gpu``. Weight gradients with nothing to absorb are one line
-    below. Without kernels, the bytes are those that one would move."""
-    heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
-             f"us on {gpu}" if gpu else "us"]  # fmt: skip
-    rows = [
-        (
-            row.name, str(row.times), shape_text(row.site),
-            f"{RUNS_AS[row.site.how]}, {row.site.role}",
-            ": ".join(filter(None, map(", ".join, (row.site.patterns, row.site.absorbed))))
-            if row.site.fused else row.site.reason,
-            " ".join(traffic_words(row.site)),
-            (us := time_words(row.site)[0]) + "*" * (bool(us) and not row.site.estimate.measured)
-            if row.site.estimate else "",
-        )
-        for row in fold(sites)
-    ]  # fmt: skip
-    widths = [22, 3, 12, 10, 24, 9, 8]
-    spare = max(0, min(shutil.get_terminal_size((100, 0)).columns, 200) - 100)
-    for i, most in ((2, 20), (5, 18), (6, 18), (0, 40), (4, 80)):
-        more = min(spare, most - widths[i])
-        widths[i], spare = widths[i] + more, spare - more
-    kept = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    lines = ([heads[i] for i in kept], *([row[i] for i in kept] for row in rows))
-    head, *cells = [
-        [_wrapped(x, widths[i]) for i, x in zip(kept, line, strict=True)] for line in lines
-    ]
-    text = tabulate(cells, head, tablefmt="simple", disable_numparse=True)
-    about = any(site.estimate and not site.estimate.measured for site in sites)
-    alone = any(site.estimate and not (site.fused or site.idle) for site in sites)
-    notes = ["* about: by a roofline, not measured"] * about
-    notes += ["us of an unfused GEMM: in cuBLAS, without the kernels around it"] * alone
-    return "\n".join([text, *notes, *idle_lines(sites)])
-
-
-def _wrapped(text: str, width: int) -> str:
-    """``text`` in lines of ``width`` columns, which end at spaces or behind the dots of a path,
-    never inside a name."""
-    lines = [""]
-    for part in re.findall(r" *(?:[^ .]|\.(?=\d))+\.?| *\.", text):
-        if lines[-1] and len(lines[-1] + part) > width:
-            lines.append("")
-        lines[-1] += part if lines[-1] else part.lstrip()
-    return "\n".join(lines)
-
-
-def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
-    """One line that counts the weight gradients left out of a table; none if there are none."""
-    count = sum(site.idle for site in sites)
-    what = "weight gradients that have" if count > 1 else "weight gradient that has"
-    return [f"and {count} {what} nothing to absorb"] if count else []
-
-
-def general_path(path: str) -> str:
-    """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
-    A path that is only a number stays."""
-    return LAYER.sub("*", path, count=1)
-
-
-def readable_bytes(count: float) -> str:
-    """``8.4 MB``: three figures, decimal units."""
-    units = ["B", "KB", "MB", "GB", "TB"]
-    while count >= 999.5 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    whole = count >= 99.5 or units[0] == "B"
-    return f"{count:.0f} {units[0]}" if whole else f"{count:.3g} {units[0]}"
-
-
-def shape_text(site: SiteReport) -> str:
-    """``4096 x 8192 x 2048``: M, N, K."""
-    return " x ".join(str(extent) for extent in site.shape)
-
-
-def traffic_words(site: SiteReport) -> tuple[str, str]:
-    """Bytes that one site moves, and a remark if fusing adds some: ("3 MB -> 2 MB", "")."""
-    after = readable_bytes(site.bytes_after)
-    if not site.fused:
-        return after, ""
-    more = "more than before" if site.bytes_after > site.bytes_before else ""
-    return f"{readable_bytes(site.bytes_before)} -> {after}", more
-
-
-def time_words(site: SiteReport) -> tuple[str, str]:
-    """Expected microseconds, and what they are based on: ("16.2 -> 12.1", "measured")."""
-    found = site.estimate
-    if found is None:
-        return "unknown", ""
-    rests_on = GROUNDS[found.ground]
-    if not site.fused and site.refusal is not None and site.refusal.code in TIMED:
-        return "", "as the reason says"
-    if not site.fused:
-        return f"{found.unfused_us:.1f}", f"cuBLAS alone, {rests_on}"
-    if found.fused_us is None:
-        return "unknown", f"no kernel: {found.refusal.text if found.refusal else rests_on}"
-    if found.fused_us > found.unfused_us:
-        left = "the gate leaves it to cuBLAS" if found.refusal else "the gate was not asked"
-        rests_on = f"{rests_on}; slower: {left}"
-    return f"{found.unfused_us:.1f} -> {found.fused_us:.1f}", rests_on
 
 
 _REPORTS: deque[GraphReport] = deque(maxlen=256)

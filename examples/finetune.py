@@ -2,7 +2,7 @@
 """Fine-tune a causal language model in a loop of your own: AdamW, warm-up and cosine decay,
 accumulation, clipping, evaluation, checkpoints that resume.
 
-Usage: python examples/finetune.py [MODEL] [--backend inductor]
+Usage: python examples/finetune.py [MODEL] [--backend inductor] [--memory 0.5]
 
 MODEL is a name for transformers' ``from_pretrained``; without one it is a Llama with random
 weights, as wide as Llama 3.2 1B on a GPU and tiny on a CPU. Replace :func:`batches` by your data.
@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--backend", default="coda")
+    parser.add_argument("--memory", type=float, help="the share of activations that may be kept")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     chosen = parser.parse_args(arguments)
     torch.manual_seed(0)
@@ -68,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
         first = saved.pop("step")
         for name, state in saved.items():
             parts[name].load_state_dict(state)
-    model.compile(backend=chosen.backend)  # the names of parameters stay as they were
+    options = None if chosen.memory is None else {"memory": chosen.memory}  # of backend="coda"
+    model.compile(backend=chosen.backend, options=options)  # parameters keep their names
 
     data, seconds, losses = batches(model.config.vocab_size), [], []
     for _ in range(first, STEPS):

@@ -141,6 +141,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory):
     a test starts do not read graphs from torch's compile caches either."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_CACHE_DIR", str(tmp_path_factory.mktemp("coda_cache")))
+        patch.setenv("COLUMNS", "1000")  # a terminal that breaks no line
         patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
         patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
         yield

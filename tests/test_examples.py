@@ -19,10 +19,13 @@ sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
 
+import coda_inductor  # noqa: E402
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GEMM is below the default gate there")
-def test_a_real_run(tmp_path):
+def test_a_real_run(tmp_path, monkeypatch):
     """The smallest model through the child process, as the demo starts it."""
+    monkeypatch.setenv("COLUMNS", "100")
     ours = demo.measure("coda", tmp_path, "--size", "tiny")
     assert ours["seconds"] > 0
     assert 0 < ours["error"] < 0.1 > ours["eager error"] > 0
@@ -63,6 +66,8 @@ def test_each_example_runs_alone_and_prints_no_speed_on_a_cpu(name, capsys, monk
     if name == "finetune":
         module.main([])
         assert "was at step" in capsys.readouterr().out
+        module.main(["--memory", "0.5", "--checkpoint", "limited.pt"])
+        assert any(report.memory for report in coda_inductor.reports())
 
 
 def test_each_example_is_one_file():

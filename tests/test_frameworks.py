@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/frameworks.md, loop.md and liger.md, word for word: each block runs with a small Llama,
-and trains or computes as without us. So do recipes that the page has in a sentence.
+"""docs/frameworks.md, internals/exported.md, loop.md and liger.md, word for word: each block runs
+with a small Llama, and trains or computes as without us. So do recipes that are one sentence there.
 
 Inductor's generated code is swapped for eager execution of the graphs: what is tested is that our
 passes are reached, and that frameworks take what they return.
@@ -25,8 +25,9 @@ from zoo.layers import D, whole
 import coda_inductor
 from coda_inductor.backend import coda
 
+PAGES = ("frameworks", "internals/exported", "loop", "liger")
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("frameworks", "loop", "liger"))
+PAGE = "".join((DOCS / f"{name}.md").read_text() for name in PAGES)
 BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 SAID = {
     "trainer_inductor": """
@@ -45,6 +46,54 @@ for batch in loader:
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+""",
+    "generate_static": """
+from transformers import CompileConfig
+
+how = {"cache_implementation": "static", "compile_config": CompileConfig(backend="coda")}
+output = model.generate(tokens, max_new_tokens=8, do_sample=False, **how)
+""",
+    "accelerate_regions": """
+from accelerate.utils import compile_regions
+
+model.config.use_cache = False  # else each layer has a graph of its own
+model = compile_regions(model, backend="coda")
+loss = model(**batch).loss
+loss.backward()
+""",
+    "trl": """
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+trainer = SFTTrainer(
+    model,
+    args=SFTConfig("out", max_steps=3, report_to="none"),
+    train_dataset=texts,
+    processing_class=tokenizer,
+    peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+)
+trainer.model.compile(backend="coda")
+trainer.train()
+""",
+    "lightning": """
+import pytorch_lightning as pl
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+        self.model.compile(backend="coda")
+
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+trainer = pl.Trainer(max_steps=3, accelerator="auto", logger=False, enable_checkpointing=False)
+trainer.fit(Module(), loader)
 """,
     "torchao": """
 from torchao.quantization import Int8WeightOnlyConfig, quantize_

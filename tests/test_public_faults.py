@@ -228,6 +228,78 @@ def rowwise_fp8_behind_a_checkpointed_norm_has_a_gradient(run):
         assert relative(ours, eager) < 0.05
 
 
+class Router(nn.Module):
+    """Each token is multiplied with the row of one expert. All experts are ties but for less than
+    a rounding, so that a product that is rounded otherwise chooses another one."""
+
+    def __init__(self, experts: int = 8):
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(D), nn.Linear(D, D)
+        self.scores = nn.Linear(D, experts, bias=False)
+        self.rows = nn.Parameter(torch.arange(1.0, experts + 1)[:, None].repeat(1, D))
+        with torch.no_grad():
+            near = self.scores.weight[:1] * (1 + 2**-8 * torch.randn(experts, D))
+            self.scores.weight.copy_(near)
+
+    def forward(self, x):
+        h = self.norm(x + self.up(x))
+        return self.rows[self.scores(h).argmax(-1)]
+
+
+@reported("pt 186572")
+def a_recomputed_router_chooses_the_same_experts(run):
+    model = Router().to(BF16)
+    x = torch.randn(256, D, dtype=BF16, requires_grad=True)
+    y = run(lambda x: checkpoint(model, x, use_reentrant=False))(x)
+    y.sum().backward()
+    chosen = torch.bincount(y[:, 0].detach().long() - 1, minlength=8)
+    assert (chosen > 0).sum() > 2
+    assert torch.equal(model.rows.grad[:, 0].long(), chosen)
+
+
+@reported("ao 4652, 4657, pt 188841")
+def small_fp8_layers_keep_nan_in_its_row_and_all_columns_of_gradients(run):
+    float8 = pytest.importorskip("torchao.float8")
+    needs_scaled_mm()
+    recipe = float8.Float8LinearConfig.from_recipe_name("rowwise")
+    for rows, columns, depth in ((16, 16, 32), (48, 32, 16)):
+        layer = nn.Sequential(nn.Linear(depth, columns, bias=False)).to(BF16)
+        float8.convert_to_float8_training(layer, config=recipe)
+        compiled, x = run(layer), torch.randn(rows, depth, dtype=BF16)
+        compiled(x).float().square().sum().backward()
+        assert (layer[0].weight.grad != 0).any(0).all()
+        x[3, 5] = float("nan")
+        y = compiled(x)
+        assert y[3].isnan().all()
+        assert y[:3].isfinite().all()
+
+
+@reported("pt 197838")
+def a_smaller_budget_keeps_no_more(run):
+    """Nor more than its share of what eager keeps."""
+    model, x = nn.Sequential(Block(), Block(), Block()), torch.randn(64, D)
+
+    def held(function, share):
+        kept: dict[int, int] = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        torch._dynamo.reset()
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with functorch_config.patch(activation_memory_budget=share), saved:
+            function(x).sum().backward()
+        return sum(kept.values())
+
+    eager, compiled = held(model, 1.0), run(model)
+    found = [held(compiled, step / 11) for step in range(12)]
+    assert found == sorted(found)
+    if compiled is not model:
+        assert all(f - found[0] <= i / 11 * (eager - found[0]) for i, f in enumerate(found)), found
+        assert found[0] < found[-1]
+
+
 @reported("pt 189895")
 def lengths_of_documents_begin_with_zero(run):
     mask = torch.rand(16, 256) < 0.7

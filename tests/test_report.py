@@ -17,8 +17,8 @@ from coda_inductor.report import (
     forget,
     record,
     reports,
-    sites_table,
 )
+from coda_inductor.table import fold, sites_table
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
 KERNEL = SiteReport(
@@ -46,13 +46,41 @@ def test_a_table_is_as_wide_as_the_terminal_and_cuts_no_name(monkeypatch):
     """A path ends a line behind a dot, and a column without content is left out."""
     path = "model.layers.0.feed_forward.experts.gate_projection"
     site = SiteReport(path, (8, 8, 8), choice=Choice("unfused", refusal=NO_KERNELS))
-    for columns, lines in (("100", 4), ("160", 1)):
+    choice = Choice("kernel", fused_us=9999.9, unfused_us=9999.9)
+    timed = dataclasses.replace(KERNEL, choice=choice)
+    gradient = dataclasses.replace(timed, shape=(50257, 50257, 50257), role="input gradient")
+    for columns, lines in (("80", 4), ("100", 4), ("160", 1)):
         monkeypatch.setenv("COLUMNS", columns)
-        head, _, *rows = sites_table([site]).splitlines()
+        for gpu in ("", "NVIDIA H200"):
+            table = sites_table([site, gradient] if gpu else [site, KERNEL, LEGAL], gpu)
+            assert max(map(len, table.splitlines())) <= int(columns)
+        head, rows = re.split(r"\n-[- ]+\n", sites_table([site]))
+        rows = rows.splitlines()
         assert "us" not in head.split()
         names = [row[: len("gate_projection")].strip() for row in rows]
         assert names[-1] == "gate_projection" if lines > 1 else len(rows) <= 2
         assert "".join(row.split("  ")[0] for row in rows) == path
+
+
+def test_a_long_reason_of_many_rows_is_one_note():
+    long = refuse("no-gain", f"too small: {'so that ' * 9}the host is the limit")
+    choice = Choice("unfused", refusal=long)
+    text = sites_table([dataclasses.replace(PLAIN, site=name, choice=choice) for name in "abcd"])
+    assert text.count("too small (1)") == 4
+    assert text.endswith(f"(1) {long.text}")
+
+
+def test_a_row_of_several_layers_names_none_of_them():
+    """It said "attention in model.layers.1.self_attn reads it" in the row of two layers."""
+    sites = [
+        SiteReport(f"layers.{i}.o", (8, 8, 8), choice=Choice("unfused", refusal=refuse(
+            "no-gain", f"attention in layers.{i} reads it, 1.5 times")))
+        for i in range(2)
+    ]  # fmt: skip
+    (row,) = fold(sites)
+    assert row.reason == "attention in layers.* reads it, 1.5 times"
+    (row,) = fold(sites[:1])
+    assert row.reason == "attention in layers.0 reads it, 1.5 times"
 
 
 def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
@@ -71,7 +99,8 @@ def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
     assert "nothing to absorb" not in table
 
 
-def test_a_table_fits_100_columns():
+def test_a_table_fits_100_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     wide = dataclasses.replace(LEGAL, site="model.language_model.layers.11.feed_forward.experts.up")
     times = {"fused_us": 12345.6, "unfused_us": 23456.7}
     sites = [dataclasses.replace(site, choice=dataclasses.replace(site.choice, **times))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fires in each model family, as the table of ``docs/models.md``.
+"""What fires in each model family, as the table of ``docs/internals/models.md``.
 
 Compiles tiny models of ``tests/zoo/families.py`` on the CPU, forward and backward, and compares
-with eager. Usage: python3 tools/model_table.py [FAMILY ...] > docs/models.md
+with eager. Usage: python3 tools/model_table.py [FAMILY ...] > docs/internals/models.md
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TEXT = """# Models
 For users who ask what the backend does with their model family.
 
 What fires in tiny models of {layers} layers (transformers {version}, bfloat16 with the kernels'
-numerics, on a CPU, where no gate decides; `python3 tools/model_table.py > docs/models.md` makes
-this page again). No row has more than 1.2 times eager's error, forward or backward. In float32 and
-in training, LayerNorms stay.
+numerics, on a CPU, where no gate decides; `python3 tools/model_table.py >
+docs/internals/models.md` makes this page again). No row has more than 1.2 times eager's error,
+forward or backward. In float32 and in training, LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*:

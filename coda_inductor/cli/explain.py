@@ -24,7 +24,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     models.arguments(parser)
     parser.add_argument("--tokens", type=models.positive,
-                        help="tokens a sequence, by default 2048 (--hf)")  # fmt: skip
+                        help="tokens a sequence, by default 2048, or what the model reads at "
+                        "most (--hf)")  # fmt: skip
     parser.add_argument("--gpu", help="a measured GPU, e.g. h200; by default this machine's")
     parser.add_argument("--out", metavar="PAGE.html", help="write the page to this file")
 
@@ -41,7 +42,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.out and (why := _unwritable(Path(chosen.out).resolve())):
         raise OptionError(f"--out {chosen.out}: {why}")
     options = models.options_of(chosen)
-    model, args, kwargs = models.model_of(chosen, chosen.tokens or 2048)
+    model, args, kwargs = models.model_of(chosen, chosen.tokens)
     try:
         with torch.set_grad_enabled(chosen.train):
             found = explain(model, *args, options=options, gpu=chosen.gpu, **kwargs)

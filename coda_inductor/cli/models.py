@@ -39,10 +39,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(
-    chosen: argparse.Namespace, tokens: int
+    chosen: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """The model that the arguments name, and its arguments: (model, args, kwargs). ``tokens``: the
-    length of a sequence, for Hugging Face models.
+    length of a sequence, for Hugging Face models; None for 2048, or what the model reads at most.
 
     Raises:
         OptionError: there is no such model; tells what to write.
@@ -93,7 +93,7 @@ def _function(target: str) -> Callable[[], Any]:
 
 
 def _hugging_face(
-    chosen: argparse.Namespace, tokens: int
+    chosen: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """A model without weights: only shapes are needed. Its memory is reserved and never used; if
     that much cannot even be reserved, the model stays on the meta device."""
@@ -123,6 +123,8 @@ def _hugging_face(
         model = model.to_empty(device="cpu")
         model.tie_weights()
     device = next(model.parameters()).device
+    most = getattr(config, "max_position_embeddings", None) or 2048
+    tokens = tokens or min(2048, most - most % 8)
     ids = torch.zeros((chosen.batch or 1, tokens), dtype=torch.long, device=device)
     return model, (ids,), {"labels": ids} if chosen.train and speaks(model) else {}
 

@@ -98,12 +98,12 @@ def _tune(chosen: argparse.Namespace) -> None:
     given = {"tune": "always", "tune_seconds": chosen.seconds} | models.options_of(chosen)
     options = replace(parse(None, given), strict=False)
     known = store_of(gpu_of(device := _device()))
-    for tokens in chosen.tokens or [2048]:
+    for tokens in chosen.tokens or [None]:
         model, args, kwargs = models.model_of(chosen, tokens)
         before = set(known.own())
         with torch.set_grad_enabled(chosen.train):
             capture(model, args, kwargs, options, as_if=device)
-        _said(known, before, f"{tokens} tokens" if chosen.hf else chosen.target)
+        _said(known, before, f"{args[0].shape[1]} tokens" if chosen.hf else chosen.target)
 
 
 def _said(known: Store, before: set[str], what: str) -> None:

@@ -15,11 +15,11 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 import coda_inductor
-from coda_inductor import report
+from coda_inductor import table
 from coda_inductor.codegen.render import render
-from coda_inductor.explanation.result import Explanation, Saved, places
+from coda_inductor.explanation.result import Explanation, Saved, common_text, places
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.report import Row
+from coda_inductor.table import Row
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -33,7 +33,7 @@ def page(explanation: Explanation) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["bytes"] = report.readable_bytes
+    environment.filters["bytes"] = table.readable_bytes
     environment.filters["arrow"] = lambda text: text.replace(
         " -> ", "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW}\N{NO-BREAK SPACE}"
     )
@@ -43,8 +43,9 @@ def page(explanation: Explanation) -> str:
         css=_own("style.css") + _code_css(),
         js=_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
-        report=report,
+        table=table,
         places=places,
+        common_text=common_text,
         sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
     )
@@ -93,7 +94,7 @@ def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]
     rows: dict[tuple[str, tuple[int, ...], str], dict[str, Any]] = {}
     for when, tensors in (("before", before), ("after", after)):
         for tensor in tensors:
-            where = report.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
+            where = table.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             row = rows.setdefault(
                 (where, tensor.shape, tensor.dtype),

@@ -12,8 +12,17 @@ from pathlib import Path
 
 from coda_inductor.explanation.forecast import ERROR
 from coda_inductor.refusal import Refusal
-from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
+from coda_inductor.report import SiteReport
 from coda_inductor.select.device import H100
+from coda_inductor.table import (
+    Row,
+    fitted,
+    fold,
+    general_path,
+    general_text,
+    readable_bytes,
+    sites_table,
+)
 
 #: Codes of sites that may be fused, but are not expected to be faster.
 SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only", "layer-norm-slower"})
@@ -178,8 +187,8 @@ class Explanation:
         summary = self.summary.replace("; ", "\n  ")
         lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table]
         for found in self.advised.values():
-            lines += ["", f"{places(found)}: {found[0].text}", f"  -> {found[0].remedy.text}"]
-        return "\n".join(lines)
+            lines += ["", f"{places(found)}: {common_text(found)}", f"  -> {found[0].remedy.text}"]
+        return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.name}: {self.summary}>"
@@ -211,11 +220,20 @@ def _refusals(sites: Iterable[SiteReport]) -> list[Refusal]:
     return [site.refusal.at("gemm", site.site) for site in sites if site.refusal]
 
 
+def common_text(misses: Sequence[Refusal]) -> str:
+    """One sentence for refusals whose sentences differ in numbers: the first one's."""
+    if len(misses) == 1:
+        return misses[0].text
+    first, *others = dict.fromkeys(general_text(miss.text) for miss in misses)
+    return f"{first} (numbers of the first one)" if others else first
+
+
 def places(misses: Sequence[Refusal]) -> str:
     """``lm_head, rms_norm at model.layers.*.norm (x 16)``: where, with layers folded."""
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
-        what = "" if miss.what == "gemm" else f"{miss.what} at "
+        named = miss.what != "gemm" and miss.subject != miss.where
+        what = f"{miss.what} at " if named else ""
         counts.setdefault((what, general_path(miss.where)), []).append(miss.where)
     return ", ".join(
         f"{what}{found[0]}" if len(found) == 1 else f"{what}{path} (x {len(found)})"

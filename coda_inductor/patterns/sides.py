@@ -159,7 +159,7 @@ def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
             raise PatternError(
                 f"{idiom.__name__} computes {op_name(node)} of rows, and a meaning is of "
                 "single elements. A norm x * scale * weight is written as "
-                "Pattern.norm(name, scale, idioms): docs/patterns_for_models.md, 'A norm'"
+                "Pattern.norm(name, scale, idioms): docs/internals/patterns_for_models.md, 'A norm'"
             )
         read = {n.target if n.op == "placeholder" else None for n in node.all_input_nodes}
         alone = read and read <= numbers and op_name(node) != "neg"  # which the matcher reads

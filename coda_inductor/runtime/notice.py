@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from coda_inductor.log import logger
 from coda_inductor.mainloop import availability
 from coda_inductor.matching import bodies
-from coda_inductor.options import Options
+from coda_inductor.options import GEMM, Options
 from coda_inductor.patterns import loading
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
@@ -49,9 +49,9 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
     if "kernels" not in told and (reason := no_kernels(gm, inputs, options)) is not None:
         _tell(
             "kernels",
-            f"no GEMM becomes a kernel here: {reason}. Results are correct, but not faster than "
-            "torch.compile's. If you want plain torch ops here, set "
-            "options={'reference': True}",
+            f"no GEMM becomes a kernel here: {reason}. Results are correct, and as fast as "
+            "torch.compile's. options={'reference': True} asks for plain torch ops and "
+            "silences this",
         )
 
 
@@ -87,7 +87,9 @@ def after_fusing(record: Record) -> None:
         _tell("memory", f"option 'memory' has no effect on {record.name}, which has no gradients")
     told.update(f"disable {name}" for name in record.stopped)
     for name in options.disable if sites and not record.dry else ():
-        text = f"option 'disable' has no effect on {record.name}: nothing in it is called {name!r}"
+        text = f"option 'disable' has no effect on {record.name}: "
+        gemm = f"it fuses no GEMM of a module {name.removeprefix(GEMM)!r}"
+        text += gemm if name.startswith(GEMM) else f"nothing in it is called {name!r}"
         if name.removesuffix("_backward") not in record.stopped:  # else there is no gradient of it
             _tell(f"disable {name}", text)
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import checking
+import expert_ranks
 import torch
 import torch.distributed as dist
 import training as on
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -36,14 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import titan
-from zoo.experts import Block, K, fused, given, halves, plain, scattered
 from zoo.layers import Decoder, Gated, rotated
 
 import coda_inductor
 from coda_inductor import log, op_by_op
 from coda_inductor.compat import InductorError
 from coda_inductor.runtime import notice
-from coda_inductor.semantic.experts import WGRAD
 
 #: What one graph, which serves all blocks, does. Its first norm reads an input.
 BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
@@ -396,43 +393,6 @@ def what_every_rank_warns_of_is_said_once_a_host():
     assert f"coda_inductor [rank {rank}]: this is {rank}" in said
 
 
-EACH, TOKENS = 3, 12  # experts and tokens of each rank
-
-
-class Mixture(Block):
-    def forward(self, x, w, perm, order, offs, sent, got):
-        """``order`` (R,) sorts rows that came by expert, ``offs`` (EACH,) are the ends of theirs;
-        ``sent`` and ``got``: how many rows go to each rank, and come from it."""
-        rows = all_to_all_single_autograd(x[perm // K], got, sent, dist.group.WORLD)
-        a = halves(rows[order], offs, plain, self.w13)
-        y = plain(a, self.w2.mT, offs)[torch.argsort(order)]
-        back = all_to_all_single_autograd(y, sent, got, dist.group.WORLD)
-        return scattered(back, w, perm, x, K)
-
-
-def experts_of_other_ranks():
-    """As in torchtitan, which exchanges counts outside of graphs. The exchange of rows stays
-    torch's, and no block of one rank is found; gate and up of the rows that came share a tile, and
-    the gradient of the gate is in that of the product behind it."""
-    ranks = dist.get_world_size()
-    torch.manual_seed(dist.get_rank())
-    x, ids, w = given(TOKENS, experts=ranks * EACH)
-    counts = torch.bincount(ids.reshape(-1), minlength=ranks * EACH)
-    dist.all_to_all_single(theirs := torch.empty_like(counts), counts)
-    sent, got = (c.view(ranks, EACH).sum(1).tolist() for c in (counts, theirs))
-    order = torch.argsort(torch.arange(EACH).repeat(ranks).repeat_interleave(theirs), stable=True)
-    offs = theirs.view(ranks, EACH).sum(0).cumsum(0).to(torch.int32)
-    perm = torch.argsort(ids.reshape(-1), stable=True)
-    harness = checking.check_gradients(Mixture(experts=EACH), x, w, perm, order, offs, sent, got)
-    assert not harness.counts["experts"]
-    assert fused(harness) == ["pair", "", "", ""]
-    assert harness.ops()[str(WGRAD)] == 2
-    exchanges = [n for name, n in harness.ops().items() if "all_to_all_single" in name]
-    assert sum(exchanges) == 4  # both ways, in both directions
-    assert [s.role for s in harness.fused] == ["forward"] * 2 + ["input gradient"] * 2
-    assert sum(site.program.loads != () for site in harness.fused) == 1
-
-
 def assert_layer_trains(spread: Callable[[nn.Module], nn.Module], rows: Callable = on.mine) -> None:
     """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor: steps
     of what ``spread`` makes of it are those of one rank with all rows."""
@@ -477,12 +437,13 @@ def sharded_parameters_where_only_inductor_is_accepted():
 #: Name -> a check, and whether it has Inductor's own code, which takes seconds a graph.
 CHECKS: dict[str, Callable[[], None]] = {
     **CASES,
+    **expert_ranks.CHECKS,
     **{check.__name__: check for check in (
         a_graph_that_ddp_cut_is_named_once_with_the_remedy, the_pages_recipes_train_as_eager_does,
         steps_of_clipped_gradients_that_were_added_up, bfloat16_beside_float32_master_weights,
         stages_of_blocks,
         a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others,
-        what_every_rank_warns_of_is_said_once_a_host, experts_of_other_ranks,
+        what_every_rank_warns_of_is_said_once_a_host,
         tensor_parallelism_with_inductors_code, sharded_parameters_where_only_inductor_is_accepted,
     )},
 }  # fmt: skip

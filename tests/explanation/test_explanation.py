@@ -17,7 +17,8 @@ from zoo.layers import Gated, Mlp
 from coda_inductor import OptionError, explain
 from coda_inductor.explanation.result import Explanation
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import Choice, SiteReport, fold
+from coda_inductor.report import Choice, SiteReport
+from coda_inductor.table import fold
 
 X = torch.ones(32, 64, dtype=torch.bfloat16)
 SMALL = {
@@ -156,7 +157,7 @@ def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
     assert not gated.fused
     assert "the host is the limit" in str(gated)
     assert (kernels.gpu, [s.how for s in kernels.sites]) == ("an H200", ["kernel", "kernel"])
-    assert "us on an" in str(kernels)
+    assert "us on an" in " ".join(str(kernels).split())
 
 
 def test_a_step_has_one_total():
@@ -272,7 +273,31 @@ def test_reasons_of_one_code_that_nobody_can_help_are_told_apart():
     """But for numbers, which differ from layer to layer."""
     texts = ("mm_3 reads it twice", "mm_17 reads it twice", "no GEMM reads it")
     misses = [refuse("no-gemm", text).at("rms_norm", f"layers.{i}") for i, text in enumerate(texts)]
-    groups = Explanation("Llama", "meta", training=False, near_misses=misses).advised
-    assert [[miss.text for miss in group] for group in groups.values()] == [
+    found = Explanation("Llama", "meta", training=False, near_misses=misses)
+    assert [[miss.text for miss in group] for group in found.advised.values()] == [
         [*texts[:2]], [texts[2]],
     ]  # fmt: skip
+    assert ": mm_3 reads it twice (numbers of the first one)\n" in str(found)
+
+
+@pytest.mark.parametrize("name", ["*", "fuse"])
+def test_what_is_disabled_is_not_forecast(name):
+    """Everything was an unknown name; without the pass that fuses there was "no GEMM"."""
+    for train in (False, True):
+        with torch.set_grad_enabled(train):
+            found = explain(residual().bfloat16(), X, options={"gate": "always", "disable": [name]})
+        assert found.summary.startswith(f"{5 if train else 2} GEMMs, of which none absorbs")
+        assert {site.reason for site in found.sites} == {f"options['disable'] names {name!r}"}
+        assert found.ms is None or found.ms[0] == found.ms[1]
+    roles = [site.role for site in found.sites]
+    assert [roles.count(r) for r in ("forward", "input gradient", "weight gradient")] == [2, 1, 2]
+
+
+def test_paragraphs_fit_the_terminal_and_the_page_says_less_than(monkeypatch):
+    """With blocks that a mask hides the page was an error."""
+    found = Explanation("m", "cpu", training=True, sites=[site(choice=Choice("kernel"))])
+    found.ms, found.hides, found.notes = (9.0, 8.0), True, ["one note " * 30]
+    assert "9 \u2192 less than 8 ms a step on an H100" in words(found.html())
+    longest = max(map(len, str(found).splitlines()))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(found).splitlines())) <= 80 < longest

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
-what it says they print.
-docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's."""
+what it says they print. Examples of docs/internals/patterns_for_models.md pass the check, and its
+vocabulary is the prover's."""
 
 import importlib
 import re
@@ -66,7 +66,7 @@ def test_tutorial(capsys):
     assert len(Path("elu_glu.py").read_text().splitlines()) < 30
 
 
-PAGE = "patterns_for_models.md"
+PAGE = "internals/patterns_for_models.md"
 EXAMPLES = [text for language, text in blocks(PAGE) if language == "python"]
 
 

@@ -3,7 +3,7 @@
 
 ``FAMILIES`` maps a name to a function from the number of layers to (model, call, inputs):
 ``call(model, *inputs)`` returns one tensor. ``test_families`` tests some of them;
-``tools/model_table.py`` makes the table of ``docs/models.md`` of all.
+``tools/model_table.py`` makes the table of ``docs/internals/models.md`` of all.
 """
 
 from collections.abc import Callable

@@ -40,7 +40,7 @@ from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, plain
+from coda_inductor.graph.nodes import fake, place, plain
 from coda_inductor.matching import Body, Hazards, bodies, forward_mode, writes_to
 from coda_inductor.matching.bodies import nested
 from coda_inductor.program.dtypes import HALF
@@ -118,7 +118,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
                 continue
             found = _why_not(call, arguments, dual) or _site(call, arguments, body)
             if isinstance(found, Refusal):
-                record.refuse(NAME, call.name, found)
+                record.refuse(NAME, place(call), found)
             else:
                 groups.setdefault((found.mask, *found.lengths), []).append(found)
     given: Given = {}
@@ -127,7 +127,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             _rewrite(group, given, record)
         else:
             for site in group:
-                record.refuse(NAME, site.call.name, why)
+                record.refuse(NAME, place(site.call), why)
 
 
 def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warm starts: torch's cache artifacts carry a compiled model between processes, every version is
+in the keys, and two versions that share folders do not read each other's entries."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from processes import python
+
+from coda_inductor import joint
+from coda_inductor.mainloop import availability, environment
+from coda_inductor.select import store
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = """
+import json, pathlib, sys, torch
+from torch._dynamo.utils import counters
+from zoo.layers import D, whole
+import coda_inductor
+
+artifacts = pathlib.Path(sys.argv[1])
+if artifacts.exists():
+    torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+torch.manual_seed(0)
+model, x = whole(), torch.randn(4, D)
+loss = torch.compile(model, backend="coda")(x).sum()
+loss.backward()
+if not artifacts.exists():
+    artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
+graphs = counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+print(json.dumps([coda_inductor.__version__, *graphs,
+                  counters["aot_autograd"]["autograd_cache_hit"], loss.item()]))
+"""
+
+
+def test_artifacts_are_found_and_another_version_is_not(tmp_path):
+    """The first process saves them, another one has no cache beside them. In between another
+    version of ours runs on the first one's folders (pytorch/pytorch 144344: an older one's
+    gradients were read)."""
+    other = tmp_path / "other"
+    for name in ("coda_inductor", "patterns"):
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, other / name, ignore=skipped)
+    init = other / "coda_inductor" / "__init__.py"
+    (line,) = [x for x in init.read_text().splitlines() if x.startswith("__version__")]
+    init.write_text(init.read_text().replace(line, '__version__ = "9.9"'))
+
+    def step(caches, artifacts, source=ROOT):
+        environment = {
+            "PYTHONPATH": f"{source}:{ROOT / 'tests'}",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches / "inductor"),
+            "CODA_CACHE_DIR": str(tmp_path / caches / "coda"),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        }
+        done = python("-c", STEP, tmp_path / artifacts, cwd=tmp_path, **environment)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    version, *first, loss = step("one", "artifacts")
+    assert first == [0, 2, 0]  # forward and backward
+    assert step("one", "others", other) == ["9.9", 0, 2, 0, loss]
+    assert step("two", "artifacts") == [version, 2, 0, 1, loss]
+    assert step("one", "artifacts") == [version, 2, 0, 1, loss]  # after the other version
+
+
+@pytest.mark.parametrize("library", ["quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"])
+def test_each_librarys_version_is_in_the_keys(library, monkeypatch):
+    """Of graphs, and of folders of kernels and measurements, which no other library changes."""
+    before = availability.identity.__wrapped__(), environment.label(), store.versions()
+    version = environment.version
+    for module in (environment, availability):
+        monkeypatch.setattr(module, "version", lambda n: "9.9" if n == library else version(n))
+    after = availability.identity.__wrapped__(), environment.label(), store.versions()
+    changed = [was != now for was, now in zip(before, after, strict=True)]
+    assert changed == [True, *[library != "apache-tvm-ffi"] * 2]
+
+
+def test_torch_its_cuda_and_the_gpu_are_in_the_keys(monkeypatch):
+    identity, versions = availability.identity.__wrapped__(), store.versions()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch.version, "cuda", "99.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA B9")
+    monkeypatch.setattr(availability, "kernel_stack", lambda _: None)
+    other = availability.identity.__wrapped__()
+    assert set(other) - set(identity) == {"torch 9.9", "gpu NVIDIA B9: runs"}
+    assert "cuda99.9" in store.versions() != versions
+
+
+def test_our_sources_and_tables_are_in_the_keys(monkeypatch, tmp_path):
+    shutil.copytree(ROOT / "coda_inductor", tmp_path / "coda_inductor")
+    monkeypatch.setattr(joint, "__file__", str(tmp_path / "coda_inductor" / "joint.py"))
+    before = joint._sources.__wrapped__()
+    for name in ("__init__.py", "select/tables/nvidia_h200.json", "codegen/render.py"):
+        path = tmp_path / "coda_inductor" / name
+        text = path.read_text()
+        path.write_text(text + " ")
+        assert joint._sources.__wrapped__() != before, name
+        path.write_text(text)
+    assert joint._sources.__wrapped__() == before
