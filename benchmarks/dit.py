@@ -5,6 +5,7 @@
 the real ones, fewer layers and random weights; diffusers must be importable (its Python files on
 ``PYTHONPATH`` suffice). For each model: ms of a call, the peak MiB beside weights and inputs, the
 error against float32, what fused, and with ``--profile`` the largest kernels.
+``python -m coda_inductor tune benchmarks.dit:flux`` measures the sites of one first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from .worth import sustained
 
 VARIANTS, ROUNDS = ("compile", "coda"), 2
 DTYPE = torch.bfloat16
+#: A model, and its arguments by position and by name.
+Model = tuple[nn.Module, tuple[()], dict[str, Any]]
 
 
 def _random(*shape: int) -> Tensor:
@@ -37,57 +40,96 @@ def _random(*shape: int) -> Tensor:
 
 def _of(name: str, **config: Any) -> nn.Module:
     file, name = name.split()
-    module = importlib.import_module(f"diffusers.models.transformers.transformer_{file}")
+    file = file if "transformer" in file else f"transformer_{file}"
+    module = importlib.import_module(f"diffusers.models.transformers.{file}")
     with torch.device("cuda"):
-        return getattr(module, name)(**config)
+        model = getattr(module, name)(**config).to(DTYPE).eval()
+    wide_parts = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}  # as loaded by diffusers
+    for name, parameter in model.named_parameters():
+        if wide_parts.intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+    return model
 
 
-def flux(side: int = 64) -> tuple[nn.Module, dict[str, Any]]:
+def flux(side: int = 64) -> Model:
     """FLUX.1, an image of 1024 x 1024 (``side`` 64) and 512 tokens of text."""
     image, text = side * side, 512
     model = _of("flux FluxTransformer2DModel", num_layers=4, num_single_layers=8,
                 guidance_embeds=True)  # fmt: skip
     ids = {"img_ids": image, "txt_ids": text}
-    return model, {
+    return model, (), {
+        "return_dict": False,
         "hidden_states": _random(1, image, 64), "encoder_hidden_states": _random(1, text, 4096),
         "pooled_projections": _random(1, 768), "timestep": _random(1), "guidance": _random(1),
         **{name: torch.zeros(rows, 3, device="cuda") for name, rows in ids.items()},
     }  # fmt: skip
 
 
-def sd3() -> tuple[nn.Module, dict[str, Any]]:
+def sd3() -> Model:
     """SD3.5 Large, an image of 1024 x 1024 with classifier-free guidance: a batch of 2."""
     model = _of(
         "sd3 SD3Transformer2DModel", sample_size=128, num_layers=8, num_attention_heads=38,
         caption_projection_dim=2432, pooled_projection_dim=2048, pos_embed_max_size=192,
         qk_norm="rms_norm", out_channels=16,
     )  # fmt: skip
-    return model, {
+    return model, (), {
+        "return_dict": False,
         "hidden_states": _random(2, 16, 128, 128), "encoder_hidden_states": _random(2, 333, 4096),
         "pooled_projections": _random(2, 2048), "timestep": _random(2),
     }  # fmt: skip
 
 
-def qwen() -> tuple[nn.Module, dict[str, Any]]:
+def qwen() -> Model:
     """Qwen-Image, an image of 1024 x 1024, the text's mask as its pipeline passes it."""
     model = _of("qwenimage QwenImageTransformer2DModel", num_layers=6)
-    return model, {
+    return model, (), {
+        "return_dict": False,
         "hidden_states": _random(1, 4096, 64), "encoder_hidden_states": _random(1, 256, 3584),
         "encoder_hidden_states_mask": torch.ones(1, 256, dtype=torch.bool, device="cuda"),
         "timestep": _random(1), "img_shapes": [[(1, 64, 64)]],
     }  # fmt: skip
 
 
-def wan() -> tuple[nn.Module, dict[str, Any]]:
+def wan() -> Model:
     """Wan 2.1, 1.3B: 81 frames of 480 x 832."""
     model = _of("wan WanTransformer3DModel", num_attention_heads=12, num_layers=4, ffn_dim=8960)
     step = torch.full((1,), 500, device="cuda")
     hidden, text = _random(1, 16, 21, 60, 104), _random(1, 512, 4096)
-    return model, {"hidden_states": hidden, "encoder_hidden_states": text, "timestep": step}
+    return model, (), {
+        "return_dict": False,
+        "hidden_states": hidden, "encoder_hidden_states": text, "timestep": step,
+    }  # fmt: skip
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+def pixart() -> Model:
+    """PixArt-Sigma, an image of 1024 x 1024 with classifier-free guidance."""
+    model = _of("pixart_transformer_2d PixArtTransformer2DModel", num_layers=8, sample_size=128,
+                caption_channels=4096, use_additional_conditions=False)  # fmt: skip
+    return model, (), {
+        "return_dict": False,
+        "hidden_states": _random(2, 4, 128, 128), "encoder_hidden_states": _random(2, 300, 4096),
+        "timestep": torch.full((2,), 500, device="cuda"),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }  # fmt: skip
+
+
+def ltx() -> Model:
+    """LTX-Video: 121 frames of 512 x 704."""
+    frames, height, width = 16, 16, 22
+    model = _of("ltx LTXVideoTransformer3DModel", num_layers=8)
+    return model, (), {
+        "return_dict": False,
+        "hidden_states": _random(1, frames * height * width, 128),
+        "encoder_hidden_states": _random(1, 128, 4096),
+        "timestep": torch.full((1,), 500, device="cuda"),
+        "encoder_attention_mask": torch.ones(1, 128, device="cuda"),
+        "num_frames": frames, "height": height, "width": width,
+    }  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], Model]] = {
     "flux": flux, "flux_2048": lambda: flux(128), "sd3": sd3, "qwen": qwen, "wan": wan,
+    "pixart": pixart, "ltx": ltx,
 }  # fmt: skip
 
 
@@ -95,19 +137,15 @@ def measured(model: nn.Module, inputs: dict[str, Any], profile: bool) -> dict[st
     """The figures of one model, by variant."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    model, variants = model.to(DTYPE).eval(), Variants()
-    wide_parts = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}  # as loaded by diffusers
-    for name, parameter in model.named_parameters():
-        if wide_parts.intersection(name.split(".")):
-            parameter.data = parameter.data.float()
+    variants = Variants()
     wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
             for n, x in inputs.items()}  # fmt: skip
-    want = copy.deepcopy(model).float()(**wide, return_dict=False)[0]
+    want = copy.deepcopy(model).float()(**wide)[0]
     for name in VARIANTS:
         register(name)
         how = {} if name == "compile" else {"backend": name}
         call = torch.compile(model, **how)
-        variants.add(name, lambda call=call: lambda: call(**inputs, return_dict=False)[0])
+        variants.add(name, lambda call=call: lambda: call(**inputs)[0])
     samples: dict[str, list[float]] = {name: [] for name in variants.calls}
     for turn in range(ROUNDS):
         for name in list(samples)[:: -1 if turn % 2 else 1]:
@@ -135,7 +173,9 @@ def main(arguments: list[str]) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         with torch.no_grad():
-            found = out[name] = measured(*MODELS[name](), options.profile)
+            model, _, inputs = MODELS[name]()
+            found = out[name] = measured(model, inputs, options.profile)
+            del model, inputs
         sites = [site for report in coda_inductor.reports()[-1:] for site in report.sites]
         fused = Counter(pattern for site in sites if site.fused for pattern in site.patterns)
         found |= {"fused": fused, "sites": f"{sum(s.fused for s in sites)} of {len(sites)}"}

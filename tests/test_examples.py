@@ -40,7 +40,8 @@ def test_a_real_run(tmp_path, monkeypatch):
 
 #: What fires in each, on a CPU (masks of packed rows stay there).
 FIRES = {"finetune": "rms_norm_backward", "finetune_lora": "swiglu", "fp8": "fp8_quantize",
-         "packed": "swiglu", "prefill": "rms_norm", "pretrain_fsdp2": "cross_entropy"}  # fmt: skip
+         "image": "epilogue", "packed": "swiglu", "prefill": "rms_norm",
+         "pretrain_fsdp2": "cross_entropy"}  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_code")
@@ -62,7 +63,7 @@ def test_each_example_runs_alone_and_prints_no_speed_on_a_cpu(name, capsys, monk
     said = capsys.readouterr().out
     assert counters["coda"][FIRES[name]], dict(counters["coda"])
     assert ("no GPU" in said) is not torch.cuda.is_available() is ("peak" in said)
-    assert name == "prefill" or any(tmp_path.iterdir())  # it has saved
+    assert name in ("image", "prefill") or any(tmp_path.iterdir())  # it has saved
     if name == "finetune":
         module.main([])
         assert "was at step" in capsys.readouterr().out

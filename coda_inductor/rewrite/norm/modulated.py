@@ -11,7 +11,8 @@ After::
     y = layer_norm(x, 1 + scale, shift, eps)
 
 Why it is valid: that is what the op's weight and bias are. y is rounded once; the sum and the
-product are computed in float32 as the norm is.
+product are computed in float32 as the norm is. So is 1 + scale, as in a kernel of Inductor's: a
+kernel that reads it from memory would read it rounded.
 
 What it enables: rule R5 (``forward``), for which a weight need not be a parameter.
 
@@ -33,6 +34,7 @@ from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import only_reader, parts
+from coda_inductor.program.dtypes import HALF
 from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.record import Record
 from coda_inductor.semantic.norms import layer_norm
@@ -49,7 +51,7 @@ def take_vectors(graph: Graph, record: Record) -> None:
             continue
         shifted, bias = _by_row(scaled, "add")
         last, put = shifted or scaled, Put(shifted or scaled)
-        new = put(layer_norm, given["x"], weight, bias, given["eps"], fake(last).dtype)
+        new = put(layer_norm, given["x"], _wide(put, weight), bias, given["eps"], fake(last).dtype)
         last.replace_all_uses_with(put(operator.getitem, new, 0))
         prune([last])
         record.fire("modulated")
@@ -66,6 +68,16 @@ def _by_row(y: Node, op: str) -> tuple[Node | None, Node | None]:
         return None, None
     vectors = [v for v in reader.all_input_nodes if _is_vector(fake(v), fake(y).shape)]
     return (reader, vectors[0]) if len(vectors) == 1 else (None, None)
+
+
+def _wide(put: Put, vector: Node) -> Node:
+    """``vector``, in float32 if it is a sum with a number in fewer bits."""
+    call = called(vector, "add")
+    if call is None or fake(vector).dtype not in HALF or not isinstance(call["input"], Node):
+        return vector
+    if isinstance(call["other"], Node) or call.get("alpha") not in (None, 1):
+        return vector
+    return put.add(put.cast(call["input"], torch.float32), call["other"])
 
 
 def _is_vector(v: Any, shape: torch.Size) -> bool:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffusion transformers as their users run them: compiled block by block, at another resolution,
+with adapters that come, are merged and go. Each result is eager's, and compiles as often as under
+torch.compile."""
+
+import pytest
+import torch
+from checking import randn
+from harness import Harness, Stock
+from torch import nn
+from zoo.diffusion import WIDTH, Block, Blocks
+
+D = WIDTH
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter beside it, as adapters' libraries replace one."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(randn(4, base.in_features))
+        self.up = nn.Parameter(randn(4, base.out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.mT @ self.up
+
+
+def attach(model: nn.Module) -> list[Adapted]:
+    linears = [(m, n, c) for m in model.modules() for n, c in m.named_children()
+               if isinstance(c, nn.Linear) and c.out_features == D]  # fmt: skip
+    for parent, name, linear in linears:
+        setattr(parent, name, Adapted(linear).to(linear.weight))
+    return [getattr(parent, name) for parent, name, _ in linears]
+
+
+def swap(model: nn.Module) -> None:
+    for adapted in [m for m in model.modules() if isinstance(m, Adapted)]:
+        nn.init.normal_(adapted.up)
+
+
+def merge(model: nn.Module) -> None:
+    for adapted in [m for m in model.modules() if isinstance(m, Adapted)]:
+        adapted.base.weight.data += (adapted.down.mT @ adapted.up).mT
+        adapted.up.data.zero_()
+
+
+def nothing(_model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("regional", [False, True])
+def test_adapters_and_resolutions(regional, dynamic):
+    compiled = {}
+    for kind in (Stock, Harness):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, backend = Blocks(Block, 2).double().eval(), kind()
+        how = {"backend": backend, "dynamic": dynamic, "fullgraph": True}
+        if regional:
+            for block in model.blocks:
+                block.compile(**how)
+        function = model if regional else torch.compile(model, **how)
+        for change in (nothing, attach, swap, merge):
+            change(model)
+            for tokens in (10, 14, 18):
+                inputs = randn(2, tokens, D).double(), randn(2, D).double()
+                with torch.inference_mode():
+                    found = function(*inputs)
+                    with torch.compiler.set_stance("force_eager"):
+                        want = model(*inputs)
+                torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+        compiled[kind] = backend.graphs
+        if kind is Harness:
+            assert backend.report.sites
+    assert compiled[Harness] == compiled[Stock]
