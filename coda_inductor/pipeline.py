@@ -116,6 +116,7 @@ class Pass:
         counts: the counters it fires under, besides the names of patterns.
         needed: the graph is wrong or slower without it, so it cannot be disabled.
         stage: the debug folder gets the graph under this name before the pass.
+        after: passes that must come before it, because it reads what they write.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Pass:
     counts: tuple[str, ...] = ()
     needed: bool = False
     stage: str = ""
+    after: tuple[str, ...] = ()
 
 
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
@@ -134,7 +136,7 @@ ON_DYNAMO = (
     Pass("packed", split_packed),
     Pass("dropouts", multiply_dropped, counts=("adapter_dropout",)),
     Pass("experts", raise_experts, counts=("experts",)),
-    Pass("idioms", raise_idioms),
+    Pass("idioms", raise_idioms, after=("losses", "packed")),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
     Pass("late_gradients", late_gradients.separate, lambda _, record: record.wraps),
@@ -144,26 +146,26 @@ FUSED = ("residual", "epilogue", "experts_backward")
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
     Pass("noops", remove_noops),
-    Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
+    Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("adapters", unburden, _fuses),
     Pass("concatenated", add_products, _fuses, ("concatenated",)),
     Pass("modulated", take_vectors, _fuses, ("modulated",)),
-    Pass("norm", defer_norms),
+    Pass("norm", defer_norms, after=("modulated",)),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
-    Pass("decompose", decompose_most, needed=True),
+    Pass("decompose", decompose_most, needed=True, after=("loss", "norm", "heads", "fp8_casts")),
     Pass("tables", keep_tables, _fuses),
     Pass("recompute", recompute_in_backward, _recomputes),
-    Pass("fuse", fuse_gemms, counts=FUSED, stage="3_rewritten"),
-    Pass("experts_rest", finish_experts),
-    Pass("fp8_rest", finish_fp8),
-    Pass("decompose_rest", decompose, needed=True),
+    Pass("fuse", fuse_gemms, counts=FUSED, stage="3_rewritten", after=("decompose",)),
+    Pass("experts_rest", finish_experts, after=("fuse",)),
+    Pass("fp8_rest", finish_fp8, after=("fuse",)),
+    Pass("decompose_rest", decompose, needed=True, after=("fuse",)),
     Pass("tables", keep_tables, _fuses),  # of rotations that no epilogue took
     Pass("borders", save_borders, lambda graph, _: training(graph)),
-    Pass("refresh_views", refresh_views, needed=True),
+    Pass("refresh_views", refresh_views, needed=True, after=("decompose_rest", "borders")),
 )
 
 

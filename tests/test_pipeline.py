@@ -28,6 +28,7 @@ COUNTERS = [
     "constant_mask", "cross_entropy", "cross_entropy_backward", "embedding_backward", "epilogue",
     "grouped_heads", "residual", "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward",
 ]  # fmt: skip
+COUNTS = {**dict.fromkeys(COUNTERS, 1), "residual": 3}
 PASSES = [*pipeline.ON_DYNAMO, *pipeline.ON_ATEN]
 NAMES = list(dict.fromkeys(each.name for each in PASSES))
 #: Without one of these only these run.
@@ -75,7 +76,36 @@ def test_architecture_names_every_pass_in_order():
 
 
 def test_the_model_fires_every_counter():
-    assert sorted(train().counts) == COUNTERS
+    assert train().counts == COUNTS
+
+
+def test_each_pass_comes_after_those_that_it_names():
+    for passes in (pipeline.ON_DYNAMO, pipeline.ON_ATEN):
+        names = [each.name for each in passes]
+        for at, each in enumerate(passes):
+            assert {*each.after} <= {*names[:at]}, each.name
+
+
+#: Orders that the model needs: without them, rewrites are lost.
+ORDERS = [
+    ("packed", "idioms"), ("loss", "decompose"), ("norm", "decompose"), ("decompose", "fuse"),
+    ("fuse", "decompose_rest"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second"), ORDERS)
+def test_the_order_of_two_passes_matters(first, second, monkeypatch):
+    """The numbers survive another order; the counters do not."""
+    for name in ("ON_DYNAMO", "ON_ATEN"):
+        passes = list(getattr(pipeline, name))
+        names = [each.name for each in passes]
+        if second in names:
+            moved = passes.pop(names.index(second))
+            assert first in moved.after
+            passes.insert(names.index(first), moved)
+            monkeypatch.setattr(pipeline, name, tuple(passes))
+    counts = train(strict=False).counts
+    assert counts != COUNTS
 
 
 @pytest.mark.parametrize("name", NEEDED)

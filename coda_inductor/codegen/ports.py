@@ -101,9 +101,9 @@ def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
     for sums over M. The other vectors and the scalars are valid there, so a zero times them stays
     zero unless they are not finite, in which case the sum is not finite anyway.
     """
-    garbage = ("row", "batch") if axis == "row" else ("col",)
+    along = {"row": "N", "col": "M"}[axis]
     zeros = set(program.accs) | {o.name for o in program.operands if o.kind == "tile"}
-    valid = {o.name for o in program.operands if o.kind not in ("tile", *garbage)}
+    valid = {o.name for o in program.operands if o.of.dims != "MN" and along not in o.of.dims}
     for step in program.steps:
         names = step.names
         literals = [a for a in step.args if not isinstance(a, str)]

@@ -87,7 +87,7 @@ def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[s
     if program.paired:
         lines.append(f"    {'acc1, acc0' if variant == 'swapped' else 'acc0, acc1'} = unpack(acc)")
         # A row vector has every value twice, for both accumulators: either lane has it.
-        rows = [o.name for o in program.operands if o.kind in ("row", "batch")]
+        rows = [o.name for o in program.operands if o.of.columns]
         lines += [f"    {name} = unpack({name})[0]" for name in rows]
     if mapping.c:
         lines.append(f"    {mapping.c} = c")

@@ -98,7 +98,7 @@ def _low_rank(layer: Node, dropout: Node) -> bool:
 
 
 def _inactive(call: Call) -> bool:
-    """Does this dropout drop nothing?"""
+    """Does this dropout keep every element?"""
     return call["training"] is False or call["p"] == 0
 
 

@@ -100,7 +100,7 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
 
 
 def _read(node: Node, read: Node) -> int:
-    """Bytes that ``node`` reads of ``read``."""
+    """The bytes that ``node`` reads of the tensor ``read``."""
     most = [size(node)] * _named(node, _LOOKUPS)
     return min(size(read), size(base(read, may_view)) or size(read), *most)
 

@@ -30,7 +30,7 @@ from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.program.heads import swap
-from coda_inductor.program.ir import ROUTES
+from coda_inductor.program.operands import KINDS
 from coda_inductor.refusal import Refused, refuse
 from coda_inductor.runtime import direct, op
 from coda_inductor.select.site import Site
@@ -100,21 +100,21 @@ def _reference(program, exact, as_, bs, operands):
 
 def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
     _, n, _ = region.shape
-    if kind in ("table", *ROUTES):
-        return node
     if kind == SWAPPED:
         assert region.heads is not None, "rows are swapped for a rotation"
         row = _operand(put, node, "row", region)
         return splice(put.before, swap, (row, *region.heads), like=put.like)
     if kind == "col" and region.grouped and fake(node).dtype in HALF:
         node = put.cast(node, torch.float32)
-    row = [-1, n] if region.grouped else [n]
-    sizes = {"tile": [-1, n], "row": row, "col": [-1], "scalar": [], "batch": [-1, n]}[kind]
-    if kind in ("row", "batch") and len(region.accs) == 2:
-        return _twice(put, node, sizes)
-    if fake(node).dim() == len(sizes) and (kind != "tile" or same(fake(node).shape[1], n)):
+    of, sizes = KINDS[kind], dict.fromkeys("MBE", -1) | {"N": n}
+    if of.route or "H" in of.dims:
         return node
-    return put.reshape(node, sizes)
+    shape = [*of.shape(sizes, grouped=region.grouped)]
+    if of.columns and len(region.accs) == 2:
+        return _twice(put, node, shape)
+    if fake(node).dim() == len(shape) and (kind != "tile" or same(fake(node).shape[1], n)):
+        return node
+    return put.reshape(node, shape)
 
 
 def _twice(put: Put, node: Node, sizes: list[int]) -> Node:

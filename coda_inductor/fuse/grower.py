@@ -157,7 +157,7 @@ class Grower(Tile):
         self.region.values[total] = "acc"
 
     def _never(self, node: Node) -> Refusal | None:
-        """Why ``node`` must stay outside, whatever the region absorbs, if that is certain."""
+        """Why no larger region can absorb ``node`` either; None if that is not certain."""
         if node in self.banned:
             return self.banned[node]
         if node.op == "output":

@@ -14,6 +14,7 @@ from coda_inductor.graph.nodes import fake, told
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.program.ir import LEAST_PART
+from coda_inductor.program.operands import KINDS
 from coda_inductor.refusal import Refusal, refuse
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
@@ -73,7 +74,7 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
         text = f"{told(node)} is on {tensor.device}, the GEMM on {fake(anchor).device}"
         return refuse("operand-device", text)
     kind = classify(tensor.shape, full)
-    if kind in ("row", "batch") and routes_of(anchor)[0] is not None:
+    if kind is not None and KINDS[kind].columns and routes_of(anchor)[0] is not None:
         return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
     if kind is None:
         text = f"{told(node)} broadcasts over part of the leading dimensions"

@@ -32,13 +32,11 @@ from coda_inductor.program import (
     verify,
 )
 from coda_inductor.program.dtypes import HALF, dtype_name
+from coda_inductor.program.operands import KINDS
 from coda_inductor.refusal import Refusal
 
 #: The kind of an operand with one value per column, which a swap reads at the other column.
 SWAPPED = "swapped row"
-
-_LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w",
-            "batch": "b", "groups": "g", "index": "i"}  # fmt: skip
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Region:
         total: the node that adds the terms of a sum; None if the anchors are not a sum.
         values: absorbed nodes, the anchors included, and their values in the program.
         pulled: nodes of which the tile computes a copy, while the originals stay for other readers.
-        operands: what is read, and as what kind: one of ``OPERAND_KINDS``, or ``SWAPPED``.
+        operands: what is read, and as what kind: one of ``KINDS``, or ``SWAPPED``.
         lanes: nodes that select the even (0) or the odd (1) columns of the one anchor, each of
             which is an accumulator, and all that reads it.
         heads: for a region that rotates heads: columns per head, how many of these are rotated, and
@@ -123,8 +121,8 @@ class Region:
     def operand(self, node: Node, kind: str) -> str:
         """The name of ``node`` as an operand of ``kind``."""
         if (known := self.operands.get((node, kind))) is None:
-            name = f"{_LETTERS[kind]}{len(self.operands)}"
             covers, dtype = "row" if kind == SWAPPED else kind, fake(node).dtype
+            name = f"{KINDS[covers].letter}{len(self.operands)}"
             if kind == "col" and self.grouped and dtype in HALF:
                 dtype = torch.float32  # groups start anywhere; copies need 4 bytes
             known = Operand(name, covers, dtype_name(dtype))

@@ -236,7 +236,7 @@ class _Planner:
         return region if region.work else None
 
     def _grown(self, make: Make) -> tuple[Region, Site] | None:
-        """A region without anything that the user has disabled, or that leaves it no kernel."""
+        """The region without what is disabled, small enough for a kernel, and its site."""
         banned = dict(self.banned)
         while (region := make(banned)) is not None and not self.record.enabled("residual"):
             adds = [node for node in _residual_adds(region) if node not in banned]

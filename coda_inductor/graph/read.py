@@ -78,7 +78,7 @@ class Call:
     through: tuple[Node, ...] = ()
 
     def be(self, op: str, *through: Node, **args: Any) -> Call:
-        """The same node, read as ``op`` of ``args``."""
+        """The call of the same node in another form: ``op`` with ``args``."""
         return Call(self.node, op, args, through)
 
     def __getitem__(self, name: str) -> Any:

@@ -82,12 +82,9 @@ def dummy_arguments(program, tile_m, tile_n, m, n, device):
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
     lanes = len(program.accs)
-    shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}
-    shapes |= {"table": (m, program.head), "batch": (2, lanes * n)}
-    if program.grouped:  # a row of each group
-        shapes["row"] = (2, lanes * n)
+    sizes = {"M": m, "N": lanes * n, "H": program.head, "B": 2, "E": 2}
     values = {
-        o.name: empty(*shapes[o.kind], dtype="float32" if o.kind == "scalar" else o.dtype)
+        o.name: empty(*o.of.shape(sizes, grouped=program.grouped), dtype=o.kernel_dtype)
         for o in program.read
     }
     c = values.pop(mapping.c) if mapping.c else None

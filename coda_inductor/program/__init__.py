@@ -2,6 +2,7 @@
 """Epilogue programs: what happens to a GEMM's accumulator tile before it leaves the chip.
 
 ir      the frozen dataclasses, their JSON form and identity
+operands  what is read beside A and B: the kinds, and all that differs between them
 dtypes  every dtype that programs know
 ops     the elementwise vocabulary
 grouped   products of rows with the weights of their group, in plain torch
@@ -13,7 +14,8 @@ verify  is a program legal?
 reference  a program as plain torch ops: oracle, shape rule, fallback
 """
 
-from coda_inductor.program.ir import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.program.ir import EpilogueProgram, Reduce, Step, Store
+from coda_inductor.program.operands import Operand
 from coda_inductor.program.ops import OPS
 from coda_inductor.program.simplify import simplify
 from coda_inductor.program.statistics import consistent

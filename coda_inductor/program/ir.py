@@ -42,27 +42,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
+from coda_inductor.program.operands import ROUTES, Operand
 
-#: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value per column;
-#: "col" (M,), one value per row; "scalar" (), one value. Columns of a paired program alternate in
-#: the kernel: its "row" is (2N,), every value twice. A grouped program has a row for each group:
-#: (E, N), (E, 2N). "table" (M, head) is repeated for every head. "batch" (B, N) has a row for each
-#: of B equal parts of M, which have ``LEAST_PART`` rows at least; its (B, 2N) is as that of "row".
-OPERAND_KINDS = ("tile", "row", "col", "scalar", "table", "batch", "groups", "index")
 #: No tile of a kernel has more rows, so that it is in two parts of a batch at the most.
 LEAST_PART = 256
-#: Kinds that no step reads, int32: "groups" (E + 1,), the first row of each group, and the end;
-#: "index" (M,), the row of A for each row.
-ROUTES = ("groups", "index")
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor that the epilogue reads. ``dtype`` is a torch dtype name, e.g. ``"bfloat16"``."""
-
-    name: str
-    kind: str
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -146,12 +129,12 @@ class EpilogueProgram:
     @property
     def loads(self) -> tuple[Operand, ...]:
         """The operands that are staged through shared memory as tiles are: tiles, and tables."""
-        return tuple(o for o in self.operands if o.kind in ("tile", "table"))
+        return tuple(o for o in self.operands if o.of.staged)
 
     @property
     def read(self) -> tuple[Operand, ...]:
         """The operands that steps and stores may read."""
-        return tuple(o for o in self.operands if o.kind not in ROUTES)
+        return tuple(o for o in self.operands if not o.of.route)
 
     @property
     def routes(self) -> tuple[int | None, int | None]:

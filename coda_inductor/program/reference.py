@@ -24,7 +24,6 @@ from coda_inductor.program import OPS, EpilogueProgram
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.grouped import group_of, grouped_product
 from coda_inductor.program.heads import swap
-from coda_inductor.program.ir import ROUTES
 from coda_inductor.program.scales import scaled
 from coda_inductor.program.statistics import ROUNDING
 
@@ -138,19 +137,21 @@ def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[
     """Operands by name, in the compute dtype, on an (M, N) tile."""
     env: dict[str, Tensor] = {}
     for operand, tensor in zip(program.operands, operands, strict=True):
-        if operand.kind in ROUTES:
+        kind = operand.of
+        if kind.route:
             continue
+        dims = kind.dims if groups is None else kind.grouped
         value = tensor.to(wide)
-        if operand.kind in ("row", "batch") and program.paired:
+        if kind.columns and program.paired:
             value = value[..., ::2]
-        elif operand.kind == "table":
+        if "H" in dims:
             value = value.repeat(1, shape[1] // program.head)
-        if operand.kind == "batch":
+        if "B" in dims:
             part = shape[0] // value.shape[0]
             value = value[:, None].expand(-1, part, -1).flatten(0, 1)
-        if operand.kind == "row" and groups is not None:
+        if "E" in dims:
             value = value[group_of(groups, shape[0])]
-        env[operand.name] = value[:, None] if operand.kind == "col" else value
+        env[operand.name] = value[:, None] if dims == "M" else value
     return env
 
 

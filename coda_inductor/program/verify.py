@@ -8,7 +8,8 @@ import math
 
 from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
-from coda_inductor.program.ir import OPERAND_KINDS, ROUTES, EpilogueProgram
+from coda_inductor.program.ir import EpilogueProgram
+from coda_inductor.program.operands import KINDS
 from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
 
@@ -31,7 +32,7 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     _operands(program, taken)
     _groups(program)
     booleans = _steps(program, taken)
-    routes = {o.name for o in program.operands if o.kind in ROUTES}
+    routes = {o.name for o in program.operands if o.of.route}
     _outputs(program, taken - booleans - routes, taken)
     _heads(program)
     if (found := inconsistent(program)) is not None:
@@ -64,25 +65,25 @@ def _fresh(name: str, what: str, taken: set[str]) -> None:
 def _operands(program: EpilogueProgram, taken: set[str]) -> None:
     for operand in program.operands:
         _fresh(operand.name, "operand", taken)
-        if operand.kind not in OPERAND_KINDS:
+        if operand.kind not in KINDS:
             raise ProgramError(
-                f"operand {operand.name!r}: kind {operand.kind!r} is not one of {OPERAND_KINDS}"
+                f"operand {operand.name!r}: kind {operand.kind!r} is not one of {[*KINDS]}"
             )
-        if operand.dtype not in (("int32",) if operand.kind in ROUTES else OPERAND_DTYPES):
+        if operand.dtype not in (("int32",) if operand.of.route else OPERAND_DTYPES):
             raise ProgramError(f"operand {operand.name!r}: dtype {operand.dtype!r} is not legal")
         if program.paired and operand.kind == "tile":
             raise ProgramError(f"operand {operand.name!r}: a paired program reads no tiles")
 
 
 def _groups(program: EpilogueProgram) -> None:
-    kinds = [o.kind for o in program.operands if o.kind in ROUTES]
+    kinds = [o.kind for o in program.operands if o.of.route]
     if program.alternating and not (kinds and program.paired):
         raise ProgramError("columns alternate in grouped programs of two accumulators only")
     if not kinds:
         return
     if "groups" not in kinds or len(set(kinds)) < len(kinds):
         raise ProgramError(f"operands of the kinds {kinds}: one 'groups', and at most one 'index'")
-    others = any(o.kind in ("table", "batch") for o in program.operands)
+    others = any(o.of.grouped is None for o in program.operands)
     if program.fp8 or program.head or others:
         raise ProgramError(
             "a grouped program is of 16 bits and more, without heads, tables, batches"

@@ -115,7 +115,7 @@ class _Bases:
 
 
 def _is_vector(node: Node) -> bool:
-    """Does it have one value per row or column? That is too small to matter."""
+    """Does ``node`` have one value per row or column? To recompute such a vector saves little."""
     value = fake(node)
     return hasattr(value, "shape") and (len(value.shape) < 2 or value.shape[-1] == 1)
 

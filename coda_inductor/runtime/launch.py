@@ -18,7 +18,6 @@ from coda_inductor.errors import KernelError
 from coda_inductor.mainloop.readings import reading_of, reading_with
 from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
 from coda_inductor.program import EpilogueProgram, Reduce
-from coda_inductor.program.ir import ROUTES
 from coda_inductor.runtime.prepared import Prepared, alike, prepare
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
@@ -122,13 +121,13 @@ class Kernel:
         """Store operands by name, in the form that the kernel needs; returns the C operand."""
         c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
-            if operand.kind in ROUTES:
+            if operand.of.route:
                 continue
             if operand.kind == "scalar":
                 values[operand.name] = x.to(device=device, dtype=torch.float32).contiguous()
                 continue
             ready = x if x.dtype == dtype else x.to(dtype)
-            ready = tma_matrix(ready) if operand in self.program.loads else vector(ready)
+            ready = tma_matrix(ready) if operand.of.staged else vector(ready)
             if operand.name == self.mapping.c:
                 c = ready
             else:

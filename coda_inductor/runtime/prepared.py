@@ -22,7 +22,6 @@ from coda_inductor.arch import arch_of
 from coda_inductor.compat import empty_strided_cuda
 from coda_inductor.mainloop.tensors import UnpairableError, readable
 from coda_inductor.program import Operand, Store
-from coda_inductor.program.ir import ROUTES
 
 if TYPE_CHECKING:
     from coda_inductor.runtime.launch import Kernel
@@ -126,12 +125,11 @@ def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None
 
 def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
     """Does the kernel take ``x`` unchanged, at any address?"""
-    dtype = "float32" if operand.kind == "scalar" else operand.dtype
-    if x.device != a.device or x.dtype != getattr(torch, dtype):
+    if x.device != a.device or x.dtype != getattr(torch, operand.kernel_dtype):
         return False
-    if operand.kind in ("row", "col", "batch", *ROUTES):
-        return x.stride(-1) == 1 and x.is_contiguous()
-    return operand.kind == "scalar" or readable(x)
+    if operand.of.staged:
+        return readable(x)
+    return x.dim() == 0 or (x.stride(-1) == 1 and x.is_contiguous())
 
 
 def current_device() -> int:

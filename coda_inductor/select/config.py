@@ -132,8 +132,8 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: Arch = HOPPE
     stored = sum(WIDTHS[s.dtype] for s in program.stores) / len(program.accs)
     loaded = sum(WIDTHS[o.dtype] for o in program.loads)
     tile_bytes = rows * columns * (store_stages * stored + load_stages * loaded)
-    sizes = {"row": config.tile_n, "batch": 2 * config.tile_n, "col": config.tile_m}
-    vectors = sum(WIDTHS[o.dtype] * sizes[o.kind] for o in program.operands if o.kind in sizes)
+    of_tile = config.tile_m, config.tile_n
+    vectors = sum(WIDTHS[o.dtype] * o.of.resident(*of_tile) for o in program.read)
     # Warps that share a column add their sums in shared memory.
     columns_summed = sum(reduce.axis == "col" for reduce in program.reduces)
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed

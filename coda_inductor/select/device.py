@@ -54,7 +54,7 @@ class Gpu:
 
     @property
     def arch(self) -> Arch:
-        """Its generation."""
+        """The GPU's generation."""
         return arch_with(self.capability)
 
     @property

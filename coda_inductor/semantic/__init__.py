@@ -12,6 +12,7 @@ loss        cross entropies of logits
 rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
 dropout     products of what dropout keeps, and their gradients
+fakes       what ops return for fake tensors, computed once
 fp8         quantizations and scaled products; fp8_casts: the casts that they become
 """
 

@@ -8,6 +8,7 @@ it registers the schema, the fake, the kernel, which runs the definition, and th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from coda_inductor.compat import (
     tree_map,
 )
 from coda_inductor.compat import schema as schema_of
+from coda_inductor.semantic.fakes import once
 
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 
@@ -77,7 +79,8 @@ def define(
         counted_by_rewrite: see :class:`Definition`.
     """
     tags = [torch.Tag.pointwise] * pointwise
-    op = opaque(schema, _fresh(function), fake or function, *tags, gradient=gradient, of=of)
+    again = functools.partial(once, fake or function)
+    op = opaque(schema, _fresh(function), again, *tags, gradient=gradient, of=of)
     name = name or schema.split("(", maxsplit=1)[0]
     DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
     return op

@@ -176,12 +176,12 @@ def layer_norm_gradient(
 
 
 def _layer_rows(x: Tensor, dtype: torch.dtype, eps: float) -> Any:
-    """Of rows whose mean is small: the variance by the second moment, for the partial sums of one
-    pass make both.
+    """For rows with a small mean: the variance from the second moment, because the partial sums of
+    one pass make both.
 
-    It is at least what rounding a row to ``dtype`` at its mean would add to it, a twelfth of the
-    square of the spacing there: eager's variance has that. Less is what is left of float32 sums
-    that cancel, and may be nothing or negative.
+    The variance is clamped from below to the variance of rounding a row to ``dtype``, which eager's
+    includes: a twelfth of the square of the spacing at the mean. Smaller values, zero and negative
+    ones included, are noise of float32 sums that cancel.
     """
     mean, moment = x.mean(-1, keepdim=True), x.pow(2).mean(-1, keepdim=True)
     square = mean * mean

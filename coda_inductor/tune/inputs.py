@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from coda_inductor.program.ir import ROUTES
+from coda_inductor.program.operands import ROUTES
 from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
 
@@ -29,27 +29,20 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
     as_, bs = site.reading.inputs(site, made)
     routes = _routes(site, device)
     small = {next(iter(found.names), None) for found in scaled(program).values()}
+    sizes = {"M": m, "N": n, "H": program.head, "B": 2, "E": site.groups}
     operands = []
     for operand in program.operands:
-        kind = getattr(torch, operand.dtype)
-        if operand.kind in ROUTES:
+        of = operand.of
+        if of.route:
             value = routes[operand.kind]
-        elif operand.kind == "tile":
-            value = normal(m, n, device=device)
-        elif operand.kind in ("row", "batch"):
-            rows = 2 if operand.kind == "batch" else max(site.groups, 1)
-            value = 1 + 0.1 * torch.randn(rows, n, device=device)
-            value = value.repeat_interleave(len(program.accs), 1)
-            value = value[0] if operand.kind == "row" and not program.grouped else value
-        elif operand.kind == "col":  # a statistic of a row: positive, as most are
-            value = 0.5 + torch.rand(m, device=device)
-        elif operand.kind == "table":  # cosines and sines
-            value = normal(m, program.head, device=device).clamp(-1, 1)
         else:
-            value = torch.ones((), device=device)
+            shape = of.shape(sizes, grouped=program.grouped)
+            value = of.drawn((normal if of.staged else torch.randn)(shape, device=device))
+        if of.columns:
+            value = value.repeat_interleave(len(program.accs), -1)
         if operand.name in small:
             value = value * site.ks[0] ** -0.5
-        operands.append(value.to(kind))
+        operands.append(value.to(getattr(torch, operand.dtype)))
     return _by_address(as_), _by_address(bs), operands
 
 

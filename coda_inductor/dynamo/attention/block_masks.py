@@ -95,14 +95,14 @@ class _Site:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The current ones: the query may be the result of a call that was replaced."""
+        """The call's arguments, read anew: the query may result from a call that was replaced."""
         arguments = arguments_of(self.call)
         assert arguments is not None, "a site has tensors"
         return arguments
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """The numbers of queries and of keys."""
         query, key, _ = (fake(self.arguments[name]) for name in _TENSORS)
         return query.shape[2], key.shape[2]
 

@@ -27,7 +27,7 @@ from coda_inductor.semantic.fp8 import scaled_mm
 
 
 def finish_fp8(graph: Graph, record: Record) -> None:
-    """Apply the rewrite, in place, where kernels run on a GPU that can."""
+    """Apply the rewrite, in place, on GPUs whose products can be scaled by vectors."""
     for node in graph.find_nodes(op="call_function", target=scaled_mm):
         half = fake(node).dtype == torch.bfloat16
         later = arguments(node)["after"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass: every norm waits, where that is valid and pays, until after the GEMMs that read it.
+"""The pass that lets norms wait until after the GEMMs that read them, if that is valid and pays.
 
 Before, and after (``forward`` and ``backward`` have the algebra and why it holds)::
 
@@ -7,14 +7,14 @@ Before, and after (``forward`` and ``backward`` have the algebra and why it hold
     x = x0 + y @ Wo;  h = x * gamma;  scale = of sums over x;  z = (h @ W) * scale
 
 Why it pays: nothing normalized is stored. The epilogue that makes x makes the sums and h too; the
-epilogues that follow apply the scale. What a norm's statistics and gradient are its record says
-(``semantic.norms``): RMSNorm, LayerNorm, or one of a pattern file's.
+epilogues that follow apply the scale. A record for each norm (``semantic.norms``) defines its
+statistics and its gradient: for RMSNorm, LayerNorm, and the norms of pattern files.
 
 Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue
 (``uses``), or comes from a collective; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
-options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
-their gradients would need cost more than is saved (gotchas.md), so that its record has none.
+options["fp16_norms"]); a LayerNorm that ``pivot`` refuses; a LayerNorm in training, because the
+sums that its gradient needs cost more than is saved (gotchas.md).
 """
 
 from __future__ import annotations

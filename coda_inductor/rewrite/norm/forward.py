@@ -122,9 +122,9 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
 
 
 def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
-    """``gamma^T W``, for a norm with a shift, and ``beta^T W + b``, as far as there is any: (N,) in
-    float32 (float64 for float64 GEMMs), or (B, 1, N) where gamma or beta differ between the rows of
-    a batch."""
+    """``gamma^T W`` (None without a shift) and ``beta^T W + b`` (None without beta and bias). They
+    are (N,), or (B, 1, N) if gamma or beta differ between the rows of a batch, in float32 (in
+    float64 for float64 GEMMs)."""
     put, wide = Put(gemm), fake(norm.flat).dtype
     bias = bias_of(gemm) if plain_bias(gemm) else None
     if norm.shift is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which norms with a shift (LayerNorm) round no worse when they wait: those with a mean at hand.
+"""Decides which LayerNorms can wait without losing accuracy: those whose input has a known mean.
 
-The operand of the GEMMs is h = v * gamma with v = x - pivot, in 16 bits; so v should be small. The
+The operand of the GEMMs is h = v * gamma with v = x - pivot, in 16 bits, so v should be small. The
 pivot is the mean of the residual stream x0 that x was made from by adding terms; the LayerNorm that
 read x0 has computed it. What is left in v is bounded by x0's deviation and the terms t: rounding h
 costs at most u (|x0 - pivot| + sum |t|), u being the unit roundoff. Eager rounds the terms

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reads a norm: GEMMs, and in training its own gradient and the gradients of weights.
+"""The readers of a norm: GEMMs, and in training the norm's gradient and the weights' gradients.
 
 A linear layer z = n @ W gives three nodes that matter here: ``mm(n, W)`` in the forward pass, and
-in the backward ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or
+in the backward pass ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or
 ``mm(dz.T, n)``, the gradient of W. All of n's readers must be of these kinds.
 """
 
