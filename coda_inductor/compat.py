@@ -256,6 +256,7 @@ KERNELS: tuple[str, ...] = tuple(
         "quack.cache": "CACHE_DIR CACHE_ENABLED",
         "quack.cache.async_compile": "_pool_initializer",
         "quack.cache.jit": "FileLock _compute_source_fingerprint _key_to_hash get_cache_path",
+        "quack.compile_utils": "make_fake_tensor",
         "quack.cute_dsl_utils": "get_device_capacity",
         "quack.epilogue.frontend": "EpiMod _mint _plan_cache",
         "quack.epilogue.math": "F2 unpack",

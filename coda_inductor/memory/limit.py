@@ -93,13 +93,18 @@ def _room(graph: Graph, asked: int | str) -> int:
         room = int(_FIT * (free + torch.cuda.memory_reserved(device) - held))
     else:
         room = int(asked) - held
-    group = torch.distributed
-    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+    if several_ranks():
         with unset_fake_temporarily():
             least = torch.tensor(room, device=device)
-            group.all_reduce(least, group.ReduceOp.MIN)
+            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
             room = int(least)
     return room
+
+
+def several_ranks() -> bool:
+    """Does this process train with others?"""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _device(node: Node) -> torch.device | None:

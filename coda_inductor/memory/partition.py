@@ -27,11 +27,11 @@ from coda_inductor.compat import (
 from coda_inductor.errors import OptionError
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.snapshots import snapshot
-from coda_inductor.log import logger
+from coda_inductor.log import logger, say_once
 from coda_inductor.memory.candidates import Freed, Kept
 from coda_inductor.memory.costs import size
 from coda_inductor.memory.halves import add_halves
-from coda_inductor.memory.limit import Limit
+from coda_inductor.memory.limit import Limit, several_ranks
 from coda_inductor.memory.peak import Timeline
 from coda_inductor.memory.planner import Chain, Choice
 from coda_inductor.record import Record
@@ -119,6 +119,11 @@ def mark(
 
     # The peak of a single block says little: others' tensors make that of the step. A policy says
     # what is kept, whatever the peak.
+    if limit.room is not None and not chain.many and several_ranks():
+        say_once(
+            "option 'memory' is a peak of one graph, and this one has few layers: blocks that are "
+            "compiled one by one, as under FSDP2, need a share from 0 to 1 instead (docs/memory.md)"
+        )
     whole = chain.layers > 1 and limit.share < 1
     least = chain.cut(timeline.peak) if limit.room is not None or whole else 0
     found = chain.first(fits)

@@ -72,7 +72,8 @@ class Chain:
         for group in groups(kept):
             kinds.setdefault(group.kind, []).append(group)
         alike = list(kinds.values())
-        if max(map(len, alike), default=1) < _MANY:  # not layers
+        self.many = max(map(len, alike), default=1) >= _MANY
+        if not self.many:  # not layers
             alike = [[group] for each in alike for group in each]
         self.kinds = sorted(alike, key=lambda k: -len(k) * k[0].size)
         self.layers = max(map(len, self.kinds), default=1)

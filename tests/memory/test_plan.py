@@ -18,6 +18,7 @@ import coda_inductor
 from coda_inductor.compat import CustomPartitionerFn, min_cut_rematerialization_partition
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import JointPass
+from coda_inductor.log import forget_warnings
 from coda_inductor.memory import candidates, partition, planner
 from coda_inductor.memory import limit as limits
 from coda_inductor.options import parse
@@ -298,6 +299,16 @@ def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
         assert before is None or said.ms >= before
         before = said.ms
         assert (said.again == 0) == (part >= 1)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_peak_of_one_of_many_blocks_is_said(count, monkeypatch, caplog):
+    room(monkeypatch, 2**30)
+    monkeypatch.setattr(partition, "several_ranks", lambda: True)
+    forget_warnings()
+    model = nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double()
+    Harness(gate="always", memory="1 GiB").train(model, inputs())
+    assert ("need a share from 0 to 1" in caplog.text) == (count == 1)
 
 
 def test_what_cannot_fit_is_an_error_that_names_the_least_peak(monkeypatch):
