@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,16 @@ SLOW = (
     "test_inductor", "test_training_contexts", "test_masks", "test_loss",
     "test_cast_kernels", "test_norms",
 )  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure when it happens: a run on a borrowed GPU may end before its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        last = str(report.longrepr).strip().splitlines()[-1:]
+        print(
+            f"\nFAILED NOW {report.nodeid} {''.join(last)[:300]}", file=sys.__stderr__, flush=True
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
