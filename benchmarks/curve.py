@@ -36,7 +36,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from . import environment, families, headline, measure, whole, worth_models
+from . import environment, families, headline, measure, whole, worth, worth_models
 
 #: Name -> title and the learning rate's peak.
 RECIPES = {"bf16": ("bfloat16", 6e-4), "rowwise": ("FP8 rowwise", 6e-4),
@@ -65,7 +65,11 @@ def main(arguments: list[str]) -> None:
     if options.part:
         about = environment.describe(arguments[:-2], options.commit, "benchmarks.curve")
         keep = functools.partial(environment.keep, options.file, about)
-        sys.exit(train(options.part, options.steps, keep))
+        sys.exit(
+            train(
+                options.part, options.steps, keep, options.file.with_suffix(f".{options.steps}.pt")
+            )
+        )
     chosen = [n for n in VARIANTS if any(fnmatch.fnmatch(n, p) for p in options.names or ["*"])]
     call = [sys.executable, "-m", "benchmarks", "curve", *arguments, "--part"]
     with ThreadPoolExecutor(4) as threads:
@@ -74,8 +78,9 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"{failed} of {len(chosen)} failed; variants: {', '.join(VARIANTS)}")
 
 
-def train(name: str, steps: int, keep: Any) -> None:
-    """Train one variant; ``keep`` gets its losses so far after each held-out loss."""
+def train(name: str, steps: int, keep: Any, base: Path) -> None:
+    """Train one variant; ``keep`` gets its losses so far after each held-out loss. ``base`` is the
+    file of the weights that adapters start from."""
     recipe, backend, *how = name.split()
     os.environ.setdefault("CODA_TUNE", "never")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -85,10 +90,8 @@ def train(name: str, steps: int, keep: Any) -> None:
     tokens, held = (part.to(measure.device()) for part in text())
     torch.manual_seed(0 if recipe == "lora" else seed)
     model = model_of(recipe)
-    if recipe == "lora":  # on what eager trained for a tenth of the steps, the same for all
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        base = training(model, model, tokens, steps, 2, RECIPES["bf16"][1])
-        list(itertools.islice(base, math.ceil(steps / 10)))
+    if recipe == "lora":
+        start_from(base, model, tokens, steps)
         torch.manual_seed(seed)
         model = worth_models.adapted(model).bfloat16()
     torch.use_deterministic_algorithms("exact" in how, warn_only=True)
@@ -109,6 +112,17 @@ def train(name: str, steps: int, keep: Any) -> None:
                 sites = [site.fused for report in coda_inductor.reports() for site in report.sites]
                 found["fused"] = f"{sum(sites)} of {len(sites)}"
             keep({name: found})
+
+
+def start_from(base: Path, model: Any, tokens: Tensor, steps: int) -> None:
+    """Load what eager trained for a tenth of the steps, the same bits for all: the first process
+    makes the file ``base``."""
+    with worth.turn(base.with_suffix(".pt.lock")):
+        if not base.exists():
+            run = training(model, model, tokens, steps, 2, RECIPES["bf16"][1])
+            list(itertools.islice(run, math.ceil(steps / 10)))
+            torch.save(model.state_dict(), base)
+    model.load_state_dict(torch.load(base, map_location=measure.device()))
 
 
 @functools.cache

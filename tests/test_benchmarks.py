@@ -59,11 +59,9 @@ def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, tmp_pa
     assert json.loads(made.read_text()) == json.loads(shipped.read_text())
 
 
-@pytest.mark.parametrize("recipe", curve.RECIPES)
-def test_a_curve_has_its_losses(recipe, monkeypatch):
-    for needed in {"rowwise": ["torchao"], "lora": ["peft"]}.get(recipe, ()):
-        pytest.importorskip(needed)
-    needs_scaled_mm()
+@pytest.fixture
+def learned(monkeypatch, tmp_path):
+    """What a tiny run of ten steps has found."""
     monkeypatch.setenv("CODA_TUNE", "never")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
@@ -74,11 +72,30 @@ def test_a_curve_has_its_losses(recipe, monkeypatch):
         monkeypatch.setattr(curve, name, value)
     tokens = torch.arange(600, dtype=torch.int16) % 7
     monkeypatch.setattr(curve, "text", lambda: (tokens, tokens))
-    kept = []
-    curve.train(f"{recipe} coda", 10, kept.append)
-    found = kept[-1][f"{recipe} coda"]
+
+    def run(name):
+        kept = []
+        curve.train(name, 10, kept.append, tmp_path / "base.pt")
+        return kept[-1][name]
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", curve.RECIPES)
+def test_a_curve_has_its_losses(recipe, learned):
+    for needed in {"rowwise": ["torchao"], "lora": ["peft"]}.get(recipe, ()):
+        pytest.importorskip(needed)
+    needs_scaled_mm()
+    found = learned(f"{recipe} coda")
     assert found["losses"][0] > found["losses"][-1] > 0
     assert found["held_out"]["0"] > found["held_out"]["10"] > 0
+
+
+def test_adapters_of_all_seeds_start_from_the_same_weights(learned):
+    pytest.importorskip("peft")
+    one, other = (learned(f"lora {run}") for run in ("compile", "compile 1"))
+    assert one["held_out"]["0"] == other["held_out"]["0"]
+    assert one["losses"] != other["losses"]
 
 
 def test_a_whole_model_takes_a_step_and_counts_what_is_frozen(capsys):
