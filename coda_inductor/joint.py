@@ -87,7 +87,8 @@ class Chained(CustomGraphPass):
             return None
         options = self.options
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        decided = crowded(), generation(), getattr(functorch_config, BUDGET, 1.0)
+        torchs = getattr(functorch_config, BUDGET, 1.0), functorch_config.donated_buffer
+        decided = crowded(), generation(), *torchs
         everything = (_sources(), options.identity, identity(), inner, files, decided)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -114,6 +115,7 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     record.limit = limit(graph, record.options) if plans else None
     if not plans and record.options.memory is not None:
         warn_once("option 'memory'", _NO_PLANNER, to="torch's partitioner")
+        notice.told.add("memory")
     on_aten(graph, record)
     notice.after_fusing(record)
 

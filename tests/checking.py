@@ -149,9 +149,16 @@ def replace_pass(monkeypatch: Any, name: str, run: Any) -> Any:
     return made
 
 
+def slice_logits(monkeypatch: Any, size: int) -> None:
+    """Let the gradient of logits be made in slices of ``size`` bytes, whether that saves memory or
+    not."""
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", size)
+    monkeypatch.setattr("coda_inductor.rewrite.loss.slices.no_gain", lambda *_: "")
+
+
 def count_as_large(monkeypatch: Any) -> None:
     """Let small tensors count as large, and a CPU for a GPU, in passes that ask."""
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**8)
+    slice_logits(monkeypatch, 2**8)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
     monkeypatch.setattr(embedding, "LEAST_ROWS", 1)
     monkeypatch.setattr(tables, "LEAST_READS", 1)

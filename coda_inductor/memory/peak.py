@@ -6,17 +6,19 @@ torch's partitioner orders it. A *stored* value has memory of its own: a result 
 what a heavy node reads, what is kept, and outputs. All others exist only inside kernels: whoever
 reads them reads the stored values that they are computed from. Memory is freed after the last
 reader, also that of outputs of the forward pass that the backward pass reads (logits): a caller who
-holds them needs as much more. Gradients stay.
+holds them needs as much more. An elementwise kernel writes over an operand that ends with it, also
+over what was saved for the backward pass where AOTAutograd donates it. Gradients stay.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
+from coda_inductor.compat import functorch_config
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.memory.candidates import Freed, Kept, heavy, maker, owner
@@ -31,6 +33,7 @@ class _Kernel:
     reads: tuple[_Value, ...]
     writes: tuple[_Value, ...]
     workspace: int
+    elementwise: bool
 
 
 class Timeline:
@@ -70,10 +73,23 @@ class Timeline:
         now = most = 0
         for at, kernel in enumerate(kernels):
             now += sum(size(fake(node)) for node, _ in kernel.writes)
-            most = max(most, now + kernel.workspace)
-            over = frees.get(at, ())
+            over = frees.get(at, [])
+            most = max(most, now + kernel.workspace - self._overwritten(kernel, over))
             now -= sum(size(fake(node)) for node, _ in over if node not in self._stay)
         return most
+
+    def _overwritten(self, kernel: _Kernel, over: Sequence[_Value]) -> int:
+        """Bytes of results that take the place of operands, for ``over``: what ends here."""
+        if not kernel.elementwise:
+            return 0
+        own = [size(fake(node)) for node, _ in kernel.writes]
+        found = 0
+        for node, again in over:
+            mine = again or node in self.kept.backward or functorch_config.donated_buffer
+            if mine and node not in self.results and size(fake(node)) in own:
+                own.remove(size(fake(node)))
+                found += size(fake(node))
+        return found
 
     def _kernels(self, freed: Freed) -> list[_Kernel]:
         forward = [n for n in self.kept.forward if self._runs(n)]
@@ -118,7 +134,7 @@ class Timeline:
         if parts and parts[0] in self._halves:
             parts, again = [self._halves[parts[0]]], True
         writes = tuple((part, again) for part in parts or [node])
-        return _Kernel(tuple(reads), writes, workspace(node))
+        return _Kernel(tuple(reads), writes, workspace(node), not heavy(maker(node)))
 
     def _runs(self, node: Node) -> bool:
         """Is ``node`` the result of a kernel?"""

@@ -5,7 +5,7 @@ log-probabilities that are gathered by hand are losses of the rows that the LM h
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import TOLERANCE, check, check_gradients, raised, randn
+from checking import TOLERANCE, check, check_gradients, raised, randn, slice_logits
 from torch import nn
 from zoo.heads import B, Head, Several, T, V, inputs
 
@@ -62,7 +62,7 @@ LOSSES = {
 
 
 def test_the_heads_rows_are_read_as_they_are(monkeypatch):
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", B * T * 2 * 128)
+    slice_logits(monkeypatch, B * T * 2 * 128)
     harness = check_gradients(Several(map(Head, LOSSES.values())), *inputs())
     number = len(LOSSES)
     assert raised(harness, cross_entropy) == number

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import randn
+from checking import randn, slice_logits
 from layers import compiled
 from test_pass_contract import CASES, Case, same_model
 from test_pass_contract import model as model_of
@@ -204,7 +204,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_no_worse_than_torch_compile_and_eager(name, monkeypatch):
     """Logits count as large, and are cut in slices of 512 columns."""
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**14)
+    slice_logits(monkeypatch, 2**14)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     row = TABLE[name]
     torch.manual_seed(0)

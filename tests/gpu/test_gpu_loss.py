@@ -13,14 +13,22 @@ from coda_inductor.semantic.loss import cross_entropy_backward
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
-def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(returned, monkeypatch):
+    """Or no more than torch.compile, which overwrites logits that nobody else has."""
     monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**22)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     model, (x, labels) = head(2048, 65536)
     model.cuda().bfloat16()
     x, labels = x.cuda().bfloat16().requires_grad_(), labels.cuda()
+
+    def function(x, labels):
+        loss, logits = model(x, labels)
+        return (loss, logits) if returned else (loss,)
+
+    ways = {"ours": compiled(function, strict=True), "theirs": torch.compile(function)}
     peaks = {}
-    for name, call in (("ours", compiled(model, strict=True)), ("theirs", torch.compile(model))):
+    for name, call in ways.items():
         for _ in range(2):
             call(x, labels)[0].backward()
             model.zero_grad()
@@ -31,7 +39,7 @@ def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
         model.zero_grad()
     logits = 2048 * 65536 * 2
     assert peaks["ours"] < 1.5 * logits + 2 * 65536 * D * 2
-    assert peaks["ours"] < peaks["theirs"] - logits
+    assert peaks["ours"] < peaks["theirs"] - logits * returned + 2**20
 
 
 @pytest.mark.parametrize(("cap", "z"), [(0.0, 0.0), (5.0, 0.0), (5.0, 0.2)])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from checking import leave_custom_ops
+from checking import leave_custom_ops, slice_logits
 from harness import Harness, Stock
 from zoo.families import FAMILIES
 
@@ -38,7 +38,7 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
     values; gate and up. Not saved: anything normalized, queries and keys before their rotation, the
     operand of their projections, the activation in front of down."""
     leave_custom_ops(monkeypatch)
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 2**12)
+    slice_logits(monkeypatch, 2**12)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
     (two, _), (three, harness) = (saved(layers) for layers in (2, 3))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import rationals
 import torch
-from checking import swiglu
+from checking import slice_logits, swiglu
 from rationals import Kernels, after, joint, results
 from test_rules import SUBJECTS, by, defer, everywhere, subject
 
@@ -109,7 +109,7 @@ HEADS = {
 @pytest.fixture
 def small_slices(monkeypatch):
     """Slices of the vocabulary are two columns wide."""
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 1)
+    slice_logits(monkeypatch, 1)
     monkeypatch.setattr(linear_cross_entropy, "_ALIGN", 2)
 
 

@@ -21,8 +21,9 @@ linear in dloss and a, so a factor can be applied to these.
 
 Why it pays: a second tensor of the logits' size is the memory peak of a training step.
 
-Refuses logits of less than two slices (``runtime.linear_cross_entropy``); a gradient with other
-readers; other ops between it and the linear layer than those of ``logit_gradients``.
+Refuses what saves no memory (``no_gain``): logits of less than two slices, and logits that are no
+output, which Inductor overwrites with their gradient; a gradient with other readers; other ops
+between it and the linear layer than those of ``logit_gradients``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import functorch_config
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import (
@@ -41,12 +43,13 @@ from coda_inductor.graph.nodes import (
     aten,
     fake,
     is_transpose,
+    may_view,
     place,
     renames_or_casts,
     told,
 )
 from coda_inductor.graph.sizes import hint, same
-from coda_inductor.graph.walk import readers
+from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.logit_gradients import (
@@ -73,11 +76,7 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
 def _slice(node: Node) -> Refusal | None:
     given = arguments(node)
     logits = fake(given["logits"])
-    # Each size has its own hint: with rows that a mask selects, their product would have none.
-    size = math.prod(map(hint, logits.shape)) * logits.element_size()
     columns = logits.shape[-1]
-    if size < 2 * loss.SLICE_BYTES:
-        return refuse("no-gain", f"its logits take only {size / 2**20:.0f} MiB")
     gradient, penalty = with_row_term(node, given["logits"])
     gradient, cap = through_soft_cap(gradient, given["logits"])
     gradient, factor = through_factor(gradient)
@@ -101,6 +100,8 @@ def _slice(node: Node) -> Refusal | None:
     if len(dtypes) != 1:
         differ = ", ".join(sorted(map(str, dtypes)))
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
+    if why := no_gain(given["logits"], dgrads, wgrads):
+        return refuse("no-gain", why)
     last = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
     put = Put(node, last.next)
     results: dict[Node, Node] = {}
@@ -125,6 +126,35 @@ def _slice(node: Node) -> Refusal | None:
     settle(list(results.values()))
     prune(list(results))
     return None
+
+
+def no_gain(logits: Node, dgrads: list[Node], wgrads: list[Node]) -> str:
+    """Why slices do not lower the peak of the head's backward pass; empty if they do.
+
+    Logits that are an output stay, beside a gradient of their size. All others end with the kernel
+    that makes their gradient, and if AOTAutograd donates what is saved to the backward pass, as it
+    does by default, that kernel writes over them. Slices need all logits to the end.
+    """
+    size, dx = _bytes(fake(logits)), sum(_bytes(fake(n)) for n in dgrads)
+    if size < 2 * loss.SLICE_BYTES:
+        return f"its logits take only {size / 2**20:.0f} MiB"
+    results = dx + sum(_bytes(fake(n)) for n in wgrads)
+    if any(n.op == "output" for n in readers(base(logits, may_view), may_view)[1]):
+        whole = 2 * size + results
+    elif functorch_config.donated_buffer:
+        whole = size + results
+    else:
+        whole = max(2 * size, size + results)
+    wide = 4 * dx // fake(logits).element_size()  # of the sum over slices
+    if whole <= size + loss.SLICE_BYTES + wide + results:
+        return "its logits are no output, so that their gradient can take their place"
+    return ""
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """Its size. Each dimension has its own hint: with rows that a mask selects, their product would
+    have none."""
+    return math.prod(map(hint, value.shape)) * value.element_size()
 
 
 def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:

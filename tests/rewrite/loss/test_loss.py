@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, leave_custom_ops, raised, randn, reasons
+from checking import check, check_gradients, leave_custom_ops, raised, randn, reasons, slice_logits
 from harness import Harness, Stock
 from passes import codes
 from zoo import edges
 from zoo.heads import B, D, Head, Several, T, V, inputs
 
+from coda_inductor.compat import functorch_config
 from coda_inductor.semantic.loss import cross_entropy
 
 ROWS = B * T
@@ -22,7 +23,7 @@ ROWS = B * T
 @pytest.fixture
 def slices(monkeypatch):
     """Let logits count as large, 16 bits too: three slices of the vocabulary, one ragged."""
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", ROWS * 2 * 128)
+    slice_logits(monkeypatch, ROWS * 2 * 128)
 
 
 def wide(logits):
@@ -257,6 +258,26 @@ def test_small_logits_are_not_sliced():
     assert harness.counts["cross_entropy"] == 1
 
 
+@pytest.mark.parametrize(
+    ("returned", "donated", "sliced"), [(True, True, 1), (False, True, 0), (False, False, 1)]
+)
+def test_logits_that_nobody_else_has_are_overwritten(returned, donated, sliced, monkeypatch):
+    """Slices would need more memory then. Where AOTAutograd donates nothing, a second tensor like
+    these logits is larger than both gradients of the head."""
+    rows, features, columns = 96, 8, 512
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", rows * 128 * 8)
+    x, labels = randn(rows, features).requires_grad_(), torch.randint(columns, (rows,))
+
+    def function(x, w):
+        logits = x @ w.t()
+        return F.cross_entropy(logits, labels), *[logits.detach().view(2, -1, columns)] * returned
+
+    with functorch_config.patch(donated_buffer=donated):
+        harness = check_gradients(function, x, randn(columns, features).requires_grad_())
+    assert harness.counts["cross_entropy_backward"] == sliced
+    assert ("no-gain" in codes(harness)) != sliced
+
+
 @pytest.mark.parametrize("only", [False, True])
 def test_a_bias_added_by_hand(only, slices):
     """A gradient of it alone is not sliced."""
@@ -318,7 +339,7 @@ def test_only_wanted_gradients(frozen, slices):
 def test_rows_that_a_mask_picks(monkeypatch):
     """The head reads the picked rows; where nothing fuses, the op is taken apart. Their number,
     which nothing tells, is taken for 8192: a slice is a tenth of such logits."""
-    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", 8192 * V * 8 // 10)
+    slice_logits(monkeypatch, 8192 * V * 8 // 10)
 
     class Masked(Head):
         def forward(self, x, labels):
@@ -405,7 +426,7 @@ def losses(reduction, smoothing):
 def test_every_row_and_its_gradient(smoothing, sliced, monkeypatch):
     edges, targets = edge_rows()
     if sliced:
-        monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", len(targets) * 8 * 128)
+        slice_logits(monkeypatch, len(targets) * 8 * 128)
     x, w = randn(len(targets), D).requires_grad_(), randn(V, D)
     edges.requires_grad_(not sliced)
     harness = check_gradients(losses("none", smoothing), x, w, edges, targets)
