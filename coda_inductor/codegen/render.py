@@ -34,7 +34,8 @@ RENDERER_VERSION = 2
 
 #: Names that generated source uses for itself, beyond those that ``program.verify`` reserves.
 _OWN_NAMES = frozenset(
-    {"coda_math", "epilogue", "float", "unpack"} | {"pair_delta", "join_delta_a", "join_delta_b"}
+    {"coda_math", "epilogue", "float", "unpack", "pair_delta"}
+    | {f"join_{what}_{operand}" for what in ("delta", "first") for operand in "ab"}
 )
 
 #: Ops that Python has an operator for.

@@ -152,6 +152,9 @@ class Distance(EpiOp):
     def param_fields(self):
         return [(self.name, object, None)]
 
+    def to_params(self, gemm, args):
+        return {self.name: getattr(args, self.name)}
+
 
 @functools.lru_cache(maxsize=4096)
 def _int64(value: int) -> Int64:

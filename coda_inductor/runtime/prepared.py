@@ -4,9 +4,9 @@
 The first call goes the full way through ``launch.Kernel``, which checks, converts and copies. All
 others use its results: the place of each tensor, the outputs, and that each tensor can be read in
 place. They only check what may differ between two such calls: the addresses (16-byte multiples; for
-two weights or terms, their order and distance), M, and PyTorch's current device and deterministic
-mode. If a check fails, the call goes the full way again. The kernel's entry point checks dtypes,
-shapes and the outputs' strides once more.
+two weights or terms, their order and distance), M, and PyTorch's current device. If a check fails,
+the call goes the full way again. The kernel's entry point checks dtypes, shapes and the outputs'
+strides once more.
 """
 
 from __future__ import annotations

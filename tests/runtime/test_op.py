@@ -114,8 +114,8 @@ def test_requests_name_every_kernel_that_a_call_may_launch():
         b, w = torch.empty(K, N), torch.empty(N, K).t()
     a, at, b, w = (x.bfloat16() for x in (a, at, b, w))
     assert [*asked([a], [b]), *asked([a], [w]), *asked([at], [b])] == ["k n", "k k", "m n"]
-    assert asked([a, a], [b, b]) == ["k n straight", "k n crossed"]
-    assert asked([a, a], [w, w]) == ["k k straight", "k k crossed"]
+    assert asked([a, a], [b, b]) == ["k n joined"]
+    assert asked([a, a], [w, w]) == ["k k joined"]
     assert asked([a, at], [w, w]) == asked([a, a, a], [b, b, b]) == ["k n"]  # copied
     assert asked([a], [w, w], kinds()["swiglu"]) == ["k k", "k k swapped"]
 
@@ -133,7 +133,7 @@ def test_requests_leave_the_row_count_symbolic():
         x, w = torch.randn(m, K).bfloat16(), torch.randn(K, N).bfloat16()
         torch._dynamo.mark_dynamic(x, 0)
         run(x, w)
-    assert seen == [["k n straight", "k n crossed"]]
+    assert seen == [["k n joined"]]
 
 
 @pytest.mark.parametrize("name", ["swiglu", "norm_bwd_joined"])
@@ -151,7 +151,7 @@ def test_both_orders_are_loaded_before_a_graph_is_captured(name, monkeypatch):
     outputs = op._allocate(program, SQUARE, as_, bs, operands)
     for order in (1, -1):
         kernel.launch(as_, bs[::order], operands, outputs)
-        assert sorted(built) == (["", "swapped"] if paired else ["crossed", "straight"])
+        assert sorted(built) == (["", "swapped"] if paired else ["joined"])
 
 
 SITE = "layers.0.mlp.down_proj"

@@ -12,11 +12,11 @@ the K of one term::
 where a and b are the lower of the two addresses each. The main loop walks K in steps of 64, so f
 must be a multiple of that: each step is then in one term. It only sees 2 f / 64 steps.
 
-Strides are unsigned, so each operand starts at its lower allocation. The order of a sum does not
-matter if both operands have the same; if not ("crossed"), B is read half of K ahead, cyclically.
-That is a second variant of the kernel; the launch determines which one runs. The distances are
-launch arguments, so one compiled kernel of each variant serves all matrices. Conditions, checked at
-run time: see ``joinable``.
+Strides are unsigned, so each operand starts at its lower allocation. Where that one belongs to the
+second term, the operand is read half of K ahead, cyclically: the sum always starts with the first
+term, so that its bits do not depend on where the allocator puts things. Distances and these orders
+are launch arguments: one compiled kernel serves all matrices. Conditions, checked at run time: see
+``joinable``.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ _STEP = 64
 
 class Join(Plain):
     """The sum of two terms, each (M, f) times (f, N) or (E, f, N), of 16 bits. Terms that cannot be
-    read in place are concatenated. So are all with ``torch.use_deterministic_algorithms``, because
-    in place the sum starts with the term at the lower address, which the allocator chooses."""
+    read in place are concatenated."""
 
-    variants = ("straight", "crossed")
-    distances = ("join_delta_a", "join_delta_b")
+    variants = ("joined",)
+    distances = ("join_delta_a", "join_delta_b", "join_first_a", "join_first_b")
     terms = 2
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return terms > 1
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        # Crossed terms are read half of K apart, which a part of K does not allow.
+        # An operand may be read half of K ahead, which a part of K does not allow.
         return config.split_k == 1
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
-        if _deterministic() or not joinable(as_, bs):
+        if not joinable(as_, bs):
             return [("k", "n", "")]  # for the results of torch.cat
         return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
@@ -65,20 +64,18 @@ class Join(Plain):
         return self.reads(as_, bs) if joinable(as_, bs) else None
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
-        if _deterministic() or not joinable(as_, bs):
+        if not joinable(as_, bs):
             raise UnpairableError("these terms are not read in place")
 
         def read(as_, bs):
-            if _deterministic():
-                raise UnpairableError("these terms are not read in place")
             a, delta_a = distance(as_[0], as_[1], "left operands")
             b, delta_b = distance(bs[0], bs[1], "right operands")
-            return as_[a], bs[b], "crossed" if a != b else "straight", (delta_a, delta_b)
+            return as_[a], bs[b], "joined", (delta_a, delta_b, int(a), int(b))
 
         return read
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
-        return (CrossedTerms if variant == "crossed" else JoinedTerms,)
+        return (JoinedTerms,)
 
 
 def joinable(as_: Tensors, bs: Tensors) -> bool:
@@ -104,11 +101,9 @@ def joinable(as_: Tensors, bs: Tensors) -> bool:
     return b0.stride() == b1.stride() and unit == 1 and rows >= length and aligned
 
 
-_deterministic = torch.are_deterministic_algorithms_enabled
-
-
 class JoinedTerms:  # a mixin for QuACK kernel classes
-    """Changes K of A and B to (f, 2), right after they enter the trace with K = f."""
+    """Changes K of A and B to (f, 2), right after they enter the trace with K = f, and loads each
+    from its first term on."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
@@ -118,20 +113,26 @@ class JoinedTerms:  # a mixin for QuACK kernel classes
         mB = _over_both_terms(mB, epilogue_args.join_delta_b)
         return mA, mB, mD, mC, epilogue_args
 
-
-class CrossedTerms(JoinedTerms):
-    """As JoinedTerms, for terms of A and B with opposite orders of addresses."""
+    def epi_get_smem_tensors(self, params, storage):
+        self._first = params.join_first_a, params.join_first_b  # for all that follows in the kernel
+        return super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
 
     def load_tma(self, pipeline, producer_state, copy_fns, k_tile_cnt, k_tile_start=0):
-        copy_a, copy_b, *others = copy_fns
+        from cutlass import Int32
 
-        def copy_other_term(k_tile, smem_idx, **arguments):
-            copy_b((k_tile + k_tile_cnt // 2) % k_tile_cnt, smem_idx, **arguments)
+        def ahead(copy, first):
+            start = Int32(first) * (k_tile_cnt // 2)
 
+            def copy_term(k_tile, smem_idx, **arguments):
+                copy((k_tile + start) % k_tile_cnt, smem_idx, **arguments)
+
+            return copy_term
+
+        both = map(ahead, copy_fns[:2], self._first)
         return super().load_tma(  # type: ignore[misc]
             pipeline,
             producer_state,
-            [copy_a, copy_other_term, *others],
+            [*both, *copy_fns[2:]],
             k_tile_cnt,
             k_tile_start=k_tile_start,
         )
