@@ -28,7 +28,9 @@ def terms(b_major: str = "n"):
 
 @pytest.mark.parametrize("b_major", ["n", "k"])
 @pytest.mark.parametrize(("a_order", "b_order"), [(1, 1), (1, -1), (-1, 1), (-1, -1)])
-def test_terms_in_place_start_at_the_lower_addresses_and_tell_whose_they_are(b_major, a_order, b_order):
+def test_terms_in_place_start_at_the_lower_addresses_and_tell_whose_they_are(
+    b_major, a_order, b_order
+):
     as_, bs = terms(b_major)
     a, b, variant, distances = JOIN.bind(as_[::a_order], bs[::b_order])
     assert a is as_[0]
