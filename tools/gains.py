@@ -109,8 +109,9 @@ SHORT = row("short of memory", "8B widths, 8 layers, beside selective checkpoint
 EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
               "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
               "[grouped products](docs/experts.md)", above=True)  # fmt: skip
-LORA = row("LoRA", "8B widths, 4 layers, rank 16, H100",
-           "h100_adapters/results/{}", "8B 16 compile, 8B 16 coda")  # fmt: skip
+LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW",
+           WHOLE, "8B lora causal 2x4096 adamw, 8B lora coda 2x4096 adamw")  # fmt: skip
+FLEX = "h200_masks_flex/families/{}-8192-training-bf16/variants/{{}}"
 
 
 def table() -> list[Row]:
@@ -121,29 +122,18 @@ def table() -> list[Row]:
         SHORT,
         EXPERTS,
         LORA,
-        *dropout(),
-        row("QLoRA", "LoRA's case on 4 bits (nf4)",
+        row("QLoRA", "8B widths, 4 layers, rank 16, 4 bits (nf4), H100",
             "h100_adapters_4bit/results/{}", "8B 16 nf4 compile, 8B 16 nf4 coda"),
         row("long prompts", "Llama 1B, prefill of 8192 tokens, H200",
             "h200_headline/results/Llama 1B prefill/{}", "compile_causal, coda", above=True),
         row("packed documents (1)", "1B widths, 8 layers, 8 documents a row, H200",
-            "h200_masks_models/results/packed/{}", "torch.compile, coda",
-            "`use_cache=False`", above=True),
+            FLEX.format("packed"), "compile_flex, coda", "`use_cache=False`", above=True),
+        row("padded batches (1)", "the same, 4 x 2048, padded on the left",
+            FLEX.format("padded"), "compile_flex, coda", "`use_cache=False`", above=True),
         row("images (2)", "ViT-L, 64 images, training, H200",
             "h200_families/families/vit-8192-training-bf16/variants/{}", "compile, coda",
             above=True),
     ]  # fmt: skip
-
-
-def dropout() -> list[Row]:
-    """LoRA with dropout, once a file has it."""
-    case = "8B 16 p0.1"
-    for path in sorted(RESULTS.glob("*_adapters*.json")):
-        if f"{case} coda" in results(path.stem)["results"]:
-            what = f"LoRA's case, `lora_dropout=0.1`, {path.stem[:4].upper()}"
-            place = path.stem + "/results/{}"
-            return [row("LoRA with dropout", what, place, f"{case} compile, {case} coda")]
-    return []
 
 
 def _rows_that_fit(variant: str) -> int:
@@ -197,7 +187,7 @@ def picture(ink: str, stock: str, ours: str) -> str:
         ("step with experts, OLMoE", EXPERTS.before.ms, EXPERTS.after.ms, "ms"),
         ("bfloat16 step, Llama 8B", FULL.before.ms, FULL.after.ms, "ms"),
         ("its peak memory", FULL.before.gib, FULL.after.gib, "GiB"),
-        ("peak memory of LoRA, 8B widths", LORA.before.gib, LORA.after.gib, "GiB"),
+        ("peak memory of LoRA, Llama 8B", LORA.before.gib, LORA.after.gib, "GiB"),
     ]
     title = "coda, in percent of torch.compile: less is better"
     look = f'font-family="sans-serif" font-size="15" fill="{ink}"'
