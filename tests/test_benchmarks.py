@@ -47,7 +47,13 @@ def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     [
         (["h100_sweep", "h100_experts_sites", "h100_paper_sites"], "nvidia_h100_80gb_hbm3.json"),
         (
-            ["h200_sweep", "h200_heads_sites", "h200_sites_loaded", "h200_experts_sites"],
+            [
+                "h200_sweep",
+                "h200_heads_sites",
+                "h200_sites_loaded",
+                "h200_experts_sites",
+                "h200_dit_sites",
+            ],
             "nvidia_h200.json",
         ),
     ],
