@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from checking import leave_custom_ops
 from harness import Harness, Stock
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -15,7 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from zoo.layers import Gated
 
 import coda_inductor
-from coda_inductor.compat import CustomPartitionerFn, min_cut_rematerialization_partition
+from coda_inductor.compat import (
+    CustomPartitionerFn,
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import JointPass
 from coda_inductor.log import forget_warnings
@@ -309,6 +314,21 @@ def test_a_peak_of_one_of_many_blocks_is_said(count, monkeypatch, caplog):
     model = nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double()
     Harness(gate="always", memory="1 GiB").train(model, inputs())
     assert ("need a share from 0 to 1" in caplog.text) == (count == 1)
+
+@pytest.mark.parametrize("donated", [True, False])
+def test_a_gradient_takes_the_place_of_what_ends_with_its_kernel(donated, monkeypatch):
+    """Of logits, which AOTAutograd donates to the backward pass."""
+    leave_custom_ops(monkeypatch)
+    rows, columns = 512, 1024
+    x, weight = (torch.randn(n, D).bfloat16().requires_grad_() for n in (rows, columns))
+    labels = torch.randint(columns, (rows,))
+    harness = Harness(gate="always", memory=1.0)
+    torch._dynamo.reset()
+    with functorch_config.patch(donated_buffer=donated):
+        loss = torch.compile(lambda x, w: F.cross_entropy(x @ w.t(), labels), backend=harness)
+        loss(x, weight).backward()
+    tensors = 1 if donated else 2  # like the logits
+    assert tensors <= harness.report.memory.peak / (rows * columns * 2) < tensors + 0.2
 
 
 def test_what_cannot_fit_is_an_error_that_names_the_least_peak(monkeypatch):

@@ -120,11 +120,15 @@ class JoinedTerms:  # a mixin for QuACK kernel classes
     def load_tma(self, pipeline, producer_state, copy_fns, k_tile_cnt, k_tile_start=0):
         from cutlass import Int32
 
+        steps = k_tile_cnt // 2
+
         def ahead(copy, first):
-            start = Int32(first) * (k_tile_cnt // 2)
+            lower = Int32(first)
 
             def copy_term(k_tile, smem_idx, **arguments):
-                copy((k_tile + start) % k_tile_cnt, smem_idx, **arguments)
+                # A flat coordinate would be divided by the steps of a term: 7 % of the time.
+                term = Int32(k_tile >= steps)
+                copy((k_tile - term * steps, term ^ lower), smem_idx, **arguments)
 
             return copy_term
 
