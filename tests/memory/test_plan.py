@@ -315,6 +315,7 @@ def test_a_peak_of_one_of_many_blocks_is_said(count, monkeypatch, caplog):
     Harness(gate="always", memory="1 GiB").train(model, inputs())
     assert ("need a share from 0 to 1" in caplog.text) == (count == 1)
 
+
 @pytest.mark.parametrize("donated", [True, False])
 def test_a_gradient_takes_the_place_of_what_ends_with_its_kernel(donated, monkeypatch):
     """Of logits, which AOTAutograd donates to the backward pass."""
