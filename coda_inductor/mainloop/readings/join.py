@@ -13,10 +13,10 @@ where a and b are the lower of the two addresses each. The main loop walks K in 
 must be a multiple of that: each step is then in one term. It only sees 2 f / 64 steps.
 
 Strides are unsigned, so each operand starts at its lower allocation. Where that one belongs to the
-second term, the operand is read half of K ahead, cyclically: the sum always starts with the first
-term, so that its bits do not depend on where the allocator puts things. Distances and these orders
-are launch arguments: one compiled kernel serves all matrices. Conditions, checked at run time: see
-``joinable``.
+second term, the operand's two terms change places as they are loaded: the sum always starts with
+the first term, so that its bits do not depend on where the allocator puts things. Distances and
+these orders are launch arguments: one compiled kernel serves all matrices. Conditions, checked at
+run time: see ``joinable``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Join(Plain):
         return terms > 1
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        # An operand may be read half of K ahead, which a part of K does not allow.
+        # A part of K would have to know where the second term starts.
         return config.split_k == 1
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
