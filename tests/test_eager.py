@@ -127,6 +127,14 @@ def test_numbers_are_compared_as_eager_compares_them():
     assert torch.equal(have, torch.ones_like(w))
 
 
+def test_powers_round_each_product():
+    x, w = randn(ROWS, D).bfloat16(), randn(D, D).bfloat16()
+    harness = Harness(numerics="eager", gate="always")
+    have = harness.run(lambda x, w: ((x @ w) ** 3, (x @ w).float() ** 3), x, w)
+    assert differing(have, ((x @ w) ** 3, (x @ w).float() ** 3)) == 0
+    assert len(harness.fused) == 2
+
+
 def test_sums_of_rows_stay_outside_of_epilogues():
     harness = Harness(numerics="eager")
     harness.train(NormLinear().bfloat16(), randn(ROWS, D).bfloat16())

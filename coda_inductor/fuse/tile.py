@@ -29,9 +29,10 @@ from coda_inductor.graph.nodes import (
     told,
     words_for,
 )
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Value
+from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Emit, Value
 from coda_inductor.graph.walk import back_to, base, source
 from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS, dtype_name
@@ -145,7 +146,7 @@ class Tile:
         if self.region.eager and fake(node).dtype == torch.bool:  # numbers are converted first
             dtype = fake(node.all_input_nodes[0]).dtype
             args = [self._rounded(a, dtype) if isinstance(a, float) else a for a in args]
-        result = lowering(self._emit, *args)
+        result = lowering(self._emit_of(node), *args)
         if result is None:
             others = tuple(item for name, item in given.items() if name != "input")
             text = f"{words_for(node)} with {others} is not in the epilogue vocabulary"
@@ -309,6 +310,12 @@ class Tile:
         kind = operands.classify(fake(arg).shape, full)
         assert kind is not None, "checked by operands.refusal"
         return self.region.operand(through(arg), kind)
+
+    def _emit_of(self, node: Node) -> Emit:
+        if not self.region.eager or op_name(node) != "pow":
+            return self._emit
+        # Of a power, torch rounds each product.
+        return lambda op, *args: self._rounded(self._emit(op, *args), fake(node).dtype)
 
     def _emit(self, op: str, *args: Value) -> Value:
         if not any(isinstance(a, str) for a in args):
