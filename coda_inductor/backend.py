@@ -51,7 +51,8 @@ def coda(
     settings = parse(mode, options)
     name = name or "graph"
     theirs = pass_mode.beneath(settings.inductor)
-    patches = {**settings.inductor, **theirs}
+    rounding = {"emulate_precision_casts": True} if settings.numerics == "eager" else {}
+    patches = {**rounding, **settings.inductor, **theirs}
 
     def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
         if out is None:

@@ -18,7 +18,9 @@ from coda_inductor.errors import OptionError, PatternError, meant
 from coda_inductor.log import say_once
 
 GATES = ("auto", "always", "never")
-_CHOICES = {"gate": GATES, "tune": GATES}
+_CHOICES = {"gate": GATES, "tune": GATES, "numerics": ("fused", "eager")}
+#: (option, another one, the value of that which leaves the first without effect).
+_WITHOUT_EFFECT = (("tune_seconds", "tune", "never"), ("patterns", "numerics", "eager"))
 #: Options of earlier versions, which are warned of for one more: code that sets them still runs.
 _REMOVED = dict.fromkeys(
     ("fp8", "fp8_skip", "fp8_small"),
@@ -59,6 +61,9 @@ class Options:
         reference: run every fused site through the reference executor even where kernels exist,
             with the kernels' numerics on every device: products are not rounded before their
             epilogue.
+        numerics: ``"eager"`` rounds each value where eager does, in epilogues and, by
+            ``emulate_precision_casts``, in Inductor's kernels: rewrites that round elsewhere are
+            off. ``"fused"`` (the default) rounds what a kernel stores.
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
         memory: how much memory a training step may take. A number of bytes with its unit, as
@@ -81,6 +86,7 @@ class Options:
     tune: str = "auto"
     tune_seconds: float | None = None
     reference: bool = False
+    numerics: str = "fused"
     fp16_norms: bool = False
     memory: int | float | str | None = None
     aot: bool = False
@@ -134,14 +140,19 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )
-    if own.get("tune") == "never" and "tune_seconds" in own:
-        say_once("option 'tune_seconds' has no effect where 'tune' is \"never\"")
+    _say_what_has_no_effect(own)
     for path in own["patterns"]:
         if not Path(path).exists():
             ours = path in (options or {}).get("patterns", ())
             what = "option 'patterns'" if ours else "CODA_PATTERNS"
             raise PatternError(f"{what}: no such file {path!r}; give paths of .py files or folders")
     return Options(**own, inductor=inductor)
+
+
+def _say_what_has_no_effect(own: Mapping[str, Any]) -> None:
+    for key, other, chosen in _WITHOUT_EFFECT:
+        if own.get(key) and own.get(other) == chosen:
+            say_once(f'option {key!r} has no effect where {other!r} is "{chosen}"')
 
 
 def _env_patterns() -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from coda_inductor.compat import (
 )
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import Chained, begin, rewrite
-from coda_inductor.log import warn_once
+from coda_inductor.log import say_once, warn_once
 from coda_inductor.matching import value
 from coda_inductor.memory.partition import Partitioner, installed, usable
 from coda_inductor.options import EVERYTHING, Options, parse
@@ -181,6 +181,11 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
     if EVERYTHING in settings.disable:
         return {}
     check_names(Record(dataclasses.replace(settings, debug=False)))
+    if settings.numerics == "eager" and not inductor_config.emulate_precision_casts:
+        say_once(
+            "option 'numerics': set torch._inductor.config.emulate_precision_casts = True too, or "
+            "Inductor's own kernels round elsewhere"
+        )
     theirs, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
     missing = lacking() or [
         f"torch._inductor.config.{n}" for n in (DYNAMO, JOINT) if n not in theirs

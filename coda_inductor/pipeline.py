@@ -115,6 +115,7 @@ class Pass:
         when: does it run on this graph?
         counts: the counters it fires under, besides the names of patterns.
         needed: the graph is wrong or slower without it, so it cannot be disabled.
+        eager: every value keeps its bits, so it also runs where ``options["numerics"]`` is "eager".
         stage: the debug folder gets the graph under this name before the pass.
         after: passes that must come before it, because it reads what they write.
     """
@@ -124,14 +125,15 @@ class Pass:
     when: Callable[[Graph, Record], bool] = lambda _graph, _record: True
     counts: tuple[str, ...] = ()
     needed: bool = False
+    eager: bool = False
     stage: str = ""
     after: tuple[str, ...] = ()
 
 
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
-    Pass("assertions", drop_assertions, stage="0_before"),
-    Pass("in_place", change_copies),
+    Pass("assertions", drop_assertions, eager=True, stage="0_before"),
+    Pass("in_place", change_copies, eager=True),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
     Pass("dropouts", multiply_dropped, counts=("adapter_dropout",)),
@@ -145,7 +147,7 @@ FUSED = ("residual", "epilogue", "experts_backward")
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
-    Pass("noops", remove_noops),
+    Pass("noops", remove_noops, eager=True),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
@@ -157,14 +159,14 @@ ON_ATEN = (
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True, after=("loss", "norm", "heads", "fp8_casts")),
-    Pass("tables", keep_tables, _fuses),
-    Pass("recompute", recompute_in_backward, _recomputes),
-    Pass("fuse", fuse_gemms, counts=FUSED, stage="3_rewritten", after=("decompose",)),
+    Pass("tables", keep_tables, _fuses, eager=True),
+    Pass("recompute", recompute_in_backward, _recomputes, eager=True),
+    Pass("fuse", fuse_gemms, counts=FUSED, eager=True, stage="3_rewritten", after=("decompose",)),
     Pass("experts_rest", finish_experts, after=("fuse",)),
     Pass("fp8_rest", finish_fp8, after=("fuse",)),
     Pass("decompose_rest", decompose, needed=True, after=("fuse",)),
-    Pass("tables", keep_tables, _fuses),  # of rotations that no epilogue took
-    Pass("borders", save_borders, lambda graph, _: training(graph)),
+    Pass("tables", keep_tables, _fuses, eager=True),  # of rotations that no epilogue took
+    Pass("borders", save_borders, lambda graph, _: training(graph), eager=True),
     Pass("refresh_views", refresh_views, needed=True, after=("decompose_rest", "borders")),
 )
 
@@ -300,7 +302,8 @@ def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
-        if not record.enabled(each.name):
+        rounds = record.options.numerics == "eager" and not (each.needed or each.eager)
+        if rounds or not record.enabled(each.name):
             continue
         try:
             if each.when(graph, record):

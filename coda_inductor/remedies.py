@@ -53,6 +53,7 @@ _DO = {
     "symbolic-features": "Keep weights static: mark only batch and sequence as dynamic "
     "(torch._dynamo.mark_dynamic), not the feature dimension.",
     # would it win
+    "eager-numerics": "Leave options['numerics'] at 'fused'.",
     "gate-never": "Leave options['gate'] at 'auto'.",
     "too-small": "Use a larger batch or longer sequences, or mode='reduce-overhead' (CUDA graphs "
     f"remove the host's limit); {_ALWAYS}.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/frameworks.md, internals/exported.md, loop.md and liger.md, word for word: each block runs
+"""docs/frameworks.md, internals/exported.md and loop.md, word for word: each block runs
 with a small Llama, and trains or computes as without us. So do recipes that are one sentence there.
 
 Inductor's generated code is swapped for eager execution of the graphs: what is tested is that our
@@ -25,7 +25,7 @@ from zoo.layers import D, whole
 import coda_inductor
 from coda_inductor.backend import coda
 
-PAGES = ("frameworks", "internals/exported", "loop", "liger")
+PAGES = ("frameworks", "internals/exported", "loop")
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = "".join((DOCS / f"{name}.md").read_text() for name in PAGES)
 BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
@@ -211,7 +211,6 @@ BLOCKS_THAT_TRAIN = {
     "deepspeed": ("deepspeed", "deepspeed", SHARED, zero),
     "trl": ("trl", "trl", {}, weights),
     "loop": ("torch", "loop", {**TRAINED, "cross_entropy": 1}, weights),
-    "liger": ("torch", "liger", {**TRAINED, "cross_entropy": 1}, gradients),
     "blocks": ("torch", "blocks", {**SHARED, "cross_entropy": 0}, gradients),
     "blocks_and_loss": ("torch", "blocks_and_loss", {**SHARED, "cross_entropy": 1}, gradients),
     "torchao": (
@@ -226,7 +225,7 @@ def test_every_block_is_run():
     text = Path(__file__).read_text()
     ran = {name for name in ALL if re.search(rf"""run\(\s*"{name}[",]""", text)}
     assert {*ran, *BLOCKS_THAT_TRAIN, *GENERATES} == {*ALL}
-    assert PAGE.count("```python") == len(BLOCKS) + 1  # the first shows one line
+    assert PAGE.count("```python") == len(BLOCKS)
 
 
 def given_to(name, monkeypatch):

@@ -26,7 +26,7 @@ from coda_inductor.pipeline import ON_ATEN, ON_DYNAMO
 # with, and leaves out the last calls of one kind of pass: neither serves here.
 HELP = "find the pass, pattern or GEMM that makes a script fail"
 PASSES = list(dict.fromkeys(p.name for p in (*ON_DYNAMO, *ON_ATEN) if not p.needed))
-SEND = "Please report it with this paragraph: docs/bug.md in the repository says how."
+SEND = "Please report it with this paragraph: docs/debugging.md in the repository says how."
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

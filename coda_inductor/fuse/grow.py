@@ -46,7 +46,8 @@ def grow(
     """
     banned = dict(banned or {})
     known = set(banned)
-    first = Grower(Region(anchors, total, lanes=lanes or {}), scope, banned)
+    region = Region(anchors, total, lanes=lanes or {}, eager=scope.eager)
+    first = Grower(region, scope, banned)
     while True:
         first.run(early=True)
         grower = _fewer_tiles(first)
@@ -67,7 +68,7 @@ def _fewer_tiles(first: Grower) -> Grower:
     made = {tile for tile in tiles if scope.recomputed(tile)}
     if not made:
         return first
-    again = Region(region.anchors, region.total, lanes=region.lanes)
+    again = Region(region.anchors, region.total, lanes=region.lanes, eager=region.eager)
     second = Grower(again, scope, first.banned, tiles - made)
     second.run(early=False)
     return second if len(second.tiles()) < len(tiles) else first

@@ -7,6 +7,7 @@ Nothing here changes a graph: :mod:`coda_inductor.fuse.grow` fills regions, ``em
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from coda_inductor.program import (
 )
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.program.operands import KINDS
+from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal
 
 #: The kind of an operand with one value per column, which a swap reads at the other column.
@@ -53,6 +55,7 @@ class Region:
             which is an accumulator, and all that reads it.
         heads: for a region that rotates heads: columns per head, how many of these are rotated, and
             the distance of the two columns of a pair (``program.heads``).
+        eager: does each node round its value to its dtype, as eager does?
     """
 
     anchors: tuple[Node, ...]
@@ -65,6 +68,7 @@ class Region:
     refusals: dict[Node, Refusal] = field(default_factory=dict)
     heads: tuple[int, int, int] | None = None
     lanes: dict[Node, int] = field(default_factory=dict)
+    eager: bool = False
 
     @property
     def shape(self) -> tuple[Any, int, int]:
@@ -116,7 +120,13 @@ class Region:
     def step(self, value: Value) -> Step | None:
         """The step that computes ``value``, if one does: its name says which."""
         name = str(value)
-        return self.steps[int(name[1:])] if name.startswith("v") else None
+        return self.steps[int(name[1:])] if re.fullmatch(r"v\d+", name) else None
+
+    def unrounded(self, value: Value) -> Step | None:
+        """The step that computes ``value``, before it is rounded."""
+        step = self.step(value)
+        rounds = step is not None and step.op in ROUNDING.values()
+        return self.step(step.args[0]) if step is not None and rounds else step
 
     def operand(self, node: Node, kind: str) -> str:
         """The name of ``node`` as an operand of ``kind``."""
@@ -159,6 +169,8 @@ class Region:
             0 if self.heads is None else self.heads[0],
             bool(self.lanes),
         )
+        if self.eager:
+            return verify(simplify(program, exact=True))
         return verify(simplify(consistent(simplify(program), self._uncombined())))
 
     def _stored_dtype(self, nodes: list[Node]) -> torch.dtype:

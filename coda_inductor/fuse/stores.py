@@ -35,7 +35,7 @@ def unstorable(
     def only_adds_a_store(value: Value) -> bool:
         """Would Inductor compute ``value`` for free in the kernels that read it? It does so if they
         are elementwise and the inputs of ``value`` are in memory anyway."""
-        step = region.step(value)
+        step = region.unrounded(value)
         if step is None or not names.issuperset(step.names):
             return False
         users = (u for n in nodes_of[value] for u in n.users if u not in inside)

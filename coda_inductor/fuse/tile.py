@@ -29,12 +29,14 @@ from coda_inductor.graph.nodes import (
     told,
     words_for,
 )
+from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Value
+from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Emit, Value
 from coda_inductor.graph.walk import back_to, base, source
 from coda_inductor.program import OPS, Reduce, Step
-from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.program.dtypes import FLOATS, dtype_name
+from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.rotary import rotate_heads
 
@@ -72,7 +74,7 @@ class Tile:
             self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
             through = base if operand in scales else source  # unfused, it takes float32
             acc = self._emit(op, acc, self._operand(operand, shape, through))
-        self.region.values[node] = acc
+        self._note(node, acc, pull=False)
         return None
 
     def _unlike(self, node: Node) -> Refusal | None:
@@ -141,7 +143,10 @@ class Tile:
         if reason is not None:
             return reason
         args = [self._argument(node, name, a, full) for name, a in given.items()]
-        result = lowering(self._emit, *args)
+        if self.region.eager and fake(node).dtype == torch.bool:  # numbers are converted first
+            dtype = fake(node.all_input_nodes[0]).dtype
+            args = [self._rounded(a, dtype) if isinstance(a, float) else a for a in args]
+        result = lowering(self._emit_of(node), *args)
         if result is None:
             others = tuple(item for name, item in given.items() if name != "input")
             text = f"{words_for(node)} with {others} is not in the epilogue vocabulary"
@@ -214,7 +219,16 @@ class Tile:
         return {node for node, kind in self.region.operands if kind == "tile"}
 
     def _note(self, node: Node, value: Value, pull: bool) -> None:
+        if self.region.eager:
+            value = self._rounded(value, fake(node).dtype)
         (self.region.pulled if pull else self.region.values)[node] = value
+
+    def _rounded(self, value: Value, dtype: torch.dtype) -> Value:
+        """``value`` as an op of eager's leaves it in memory."""
+        op, step = ROUNDING.get(dtype_name(dtype)), self.region.step(value)
+        if op is None or (step is not None and step.op == op):
+            return value
+        return self._emit(op, value)
 
     def _reduction(self, node: Node) -> Refusal | None:
         axis_text = f"{words_for(node)} does not reduce one row or column of the tile"
@@ -234,6 +248,8 @@ class Tile:
             return refuse("not-on-tile", text)
         if self.region.heads is not None:
             return heads.UNREDUCED
+        if self.region.eager and REDUCTIONS[node.target] != "max":
+            return refuse("eager-numerics", "a kernel sums in another order than eager")
         if axis == "col" and self.region.grouped:
             text = "each expert has its own rows: no kernel sums over all of them"
             return refuse("not-on-tile", text)
@@ -294,6 +310,12 @@ class Tile:
         kind = operands.classify(fake(arg).shape, full)
         assert kind is not None, "checked by operands.refusal"
         return self.region.operand(through(arg), kind)
+
+    def _emit_of(self, node: Node) -> Emit:
+        if not self.region.eager or op_name(node) != "pow":
+            return self._emit
+        # Of a power, torch rounds each product.
+        return lambda op, *args: self._rounded(self._emit(op, *args), fake(node).dtype)
 
     def _emit(self, op: str, *args: Value) -> Value:
         if not any(isinstance(a, str) for a in args):

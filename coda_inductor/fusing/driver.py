@@ -147,7 +147,7 @@ class _Planner:
     """Decides what happens to each GEMM of one graph; does not change the graph."""
 
     def __init__(self, graph: Graph, record: Record):
-        self.record, self.scope = record, Scope(graph)
+        self.record, self.scope = record, Scope(graph, eager=record.options.numerics == "eager")
         self.banned = {
             node: _disabled(node.meta["coda_pattern"][0])
             for node in graph.nodes
@@ -219,7 +219,9 @@ class _Planner:
 
     def _candidates(self, anchor: Node) -> Iterator[Make]:
         """How to grow regions around ``anchor``, the most profitable first."""
-        if (found := sum_with(anchor, self.scope, self.record.plan.legal)) is not None:
+        legal = self.record.plan.legal
+        found = None if self.scope.eager else sum_with(anchor, self.scope, legal)
+        if found is not None:
             yield lambda banned: grow(found[0], self.scope, banned, found[1])
         yield lambda banned: alternating(anchor, self.scope, banned)
         yield lambda banned: pair_with(anchor, self.scope, banned)
@@ -386,4 +388,5 @@ def _residual_adds(region: Region) -> list[Node]:
         and len(loaded.intersection(step.args)) == 1
         and any(arg in tiles and reads[arg] == 1 for arg in step.args)
     }
-    return [node for node, value in (region.values | region.pulled).items() if value in adds]
+    made = {node: region.unrounded(v) for node, v in (region.values | region.pulled).items()}
+    return [node for node, step in made.items() if step is not None and step.name in adds]

@@ -32,9 +32,11 @@ class Scope:
     Attributes:
         forward: the nodes that some output of the forward pass needs, or that are ``EARLY``.
         graded: the nodes that depend on a tangent, a gradient of an output.
+        eager: must epilogues round as eager's ops do?
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, *, eager: bool = False):
+        self.eager = eager
         self.forward: set[Node] = set()
         self.graded: set[Node] = set()
         self._put = put_into(graph)

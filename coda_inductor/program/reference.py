@@ -98,12 +98,14 @@ def run(
             else:
                 env[found.value] = _rounded_fp8(program, found, as_[0], b, env).to(wide)
                 done.update(found.steps)
-    elif not exact and (bias := _bias(program)) is not None and len(as_) == 1:
-        name, at = bias
-        env[name] = torch.addmm(operands[at], as_[0], bs[0]).to(wide)
-        done.add(name)
     else:
-        env.update(_products(program, as_, bs, (groups, index), wide, exact=exact))
+        biases = {} if exact or len(as_) > 1 else _biases(program)
+        for acc, (name, at) in biases.items():
+            bias = operands[at][::2] if program.paired else operands[at]
+            env[name] = torch.addmm(bias, as_[0], bs[program.accs.index(acc)]).to(wide)
+            done.add(name)
+        if len(biases) < len(program.accs):
+            env.update(_products(program, as_, bs, (groups, index), wide, exact=exact))
     for step in program.steps:
         if step.name in done:
             continue
@@ -155,19 +157,22 @@ def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[
     return env
 
 
-def _bias(program: EpilogueProgram) -> tuple[str, int] | None:
-    """The step that adds a bias to the product, and the operand that it adds; None if there is no
-    such step. ``addmm`` rounds once where a product and a sum round twice."""
-    if len(program.accs) > 1 or program.grouped:
-        return None
-    readers = [step for step in program.steps if program.accs[0] in step.args]
-    values = [s.value for s in program.stores] + [r.value for r in program.reduces]
-    if len(readers) != 1 or readers[0].op != "add" or program.accs[0] in values:
-        return None
-    for at, operand in enumerate(program.operands):
-        if operand.name in readers[0].args and operand.kind == "row":
-            return (readers[0].name, at) if operand.dtype == program.a_dtype else None
-    return None
+def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
+    """For each accumulator to which a step, its only reader, adds a bias: that step, and the
+    position of the bias. ``addmm`` rounds once where a product and a sum round twice."""
+    rows = {
+        operand.name: at
+        for at, operand in enumerate(program.operands)
+        if operand.kind == "row" and operand.dtype == program.a_dtype and not program.grouped
+    }
+    read = {s.value for s in program.stores} | {r.value for r in program.reduces}
+    found = {}
+    for acc in program.accs:
+        readers = [step for step in program.steps if acc in step.args]
+        at = next((rows[a] for step in readers for a in step.names if a in rows), None)
+        if at is not None and [step.op for step in readers] == ["add"] and acc not in read:
+            found[acc] = readers[0].name, at
+    return found
 
 
 def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from coda_inductor.program.ir import EpilogueProgram, Step
+from coda_inductor.program.ir import EpilogueProgram, Step, Store
+from coda_inductor.program.statistics import ROUNDING
 
 #: Ops whose two arguments may be exchanged.
 _COMMUTATIVE = frozenset(
@@ -21,15 +22,25 @@ _COMMUTATIVE = frozenset(
 )
 
 
-def simplify(program: EpilogueProgram) -> EpilogueProgram:
-    """Rewrite ``program`` by the identities of this module; operands and outputs stay."""
+def simplify(program: EpilogueProgram, *, exact: bool = False) -> EpilogueProgram:
+    """Rewrite ``program`` by the identities of this module; operands and outputs stay. ``exact``:
+    only by those that keep each bit: a store rounds by itself, and functions stay as spelled."""
     made = {step.name: step for step in program.steps}
     steps: list[Step] = []
     for step in program.steps:
-        steps += _logistic(step, made) or [step]
-    program = _merged(dataclasses.replace(program, steps=tuple(steps)))
+        steps += (None if exact else _logistic(step, made)) or [step]
+    stores = tuple(_unrounded(store, made) if exact else store for store in program.stores)
+    program = _merged(dataclasses.replace(program, steps=tuple(steps), stores=stores))
     needed = program.sources(output.value for output in program.outputs)
     return dataclasses.replace(program, steps=tuple(s for s in program.steps if s.name in needed))
+
+
+def _unrounded(store: Store, made: dict[str, Step]) -> Store:
+    """``store`` of the value before a rounding that it does itself."""
+    step = made.get(store.value)
+    if step is None or step.op != ROUNDING.get(store.dtype):
+        return store
+    return dataclasses.replace(store, value=str(step.args[0]))
 
 
 def _merged(program: EpilogueProgram) -> EpilogueProgram:

@@ -58,7 +58,7 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
 def after_matching(gm: GraphModule, record: Record) -> None:
     """Warn of patterns of the user's that are nowhere in the first graph with a product."""
     options, refused = record.options, {why.what for why in record.report.refusals}
-    if record.dry or not options.patterns or not _has_product(gm):
+    if record.dry or not options.patterns or options.numerics == "eager" or not _has_product(gm):
         return
     targets = {node.target for body in bodies(gm.graph) for node in body.graph.nodes}
     for pattern in loading.load(options.patterns, strict=False):

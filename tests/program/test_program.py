@@ -249,6 +249,12 @@ def test_an_unfused_product_and_its_bias_are_rounded_once():
     (z,) = reference.run(twice, [a], [b], [w], exact=False)
     product = (a @ b).float()
     assert torch.equal(z, ((product + w) * product).bfloat16())
+    steps, rows = "x add acc0 v; y add acc1 w; z mul x y", "v:row:bfloat16 w:row:bfloat16"
+    pair = program(steps, rows, "z:bfloat16", dtype="bfloat16", accs=("acc0", "acc1"))
+    v, c = torch.randn(32).bfloat16(), torch.randn_like(b)
+    (z,) = reference.run(pair, [a], [b, c], [v.repeat_interleave(2), w.repeat_interleave(2)],
+                         exact=False)  # fmt: skip
+    assert torch.equal(z, torch.addmm(v, a, b) * torch.addmm(w, a, c))
 
 
 def test_an_unfused_fp8_product_is_rounded_behind_its_scales():

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``options={"numerics": "eager"}``: the bits of eager where products have them, in 16 bits.
+
+On a CPU a fused site computes its product by the same ``mm`` as eager, so that whole results and
+gradients are compared. ``tests/gpu/test_gpu_eager.py`` asks it of the kernels.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import differentiate, randn
+from harness import Harness
+from torch import nn
+from zoo.layers import Block, Everything, Gated, T, V, rotated, swiglu
+
+from coda_inductor import pass_mode, pipeline
+from coda_inductor.options import parse
+
+D, ROWS = 64, 64
+
+
+class NormLinear(nn.Module):
+    """A linear layer behind the norm of a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.o, self.q = nn.RMSNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.q(self.norm(x + self.o(x)))
+
+
+class Lora(nn.Module):
+    """A linear layer with an adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(D, D), nn.Linear(D, 8, False), nn.Linear(8, D, False)
+
+    def forward(self, x):
+        return F.relu(self.base(x) + self.b(self.a(x)) * 0.3)
+
+
+def mlp(gate=swiglu, **how):
+    return Gated(D, 2 * D, gate=gate, norm=lambda _: nn.Identity(), **how)
+
+
+MODELS = {
+    "gate": lambda: mlp(residual=False),
+    "norm and linear": NormLinear,
+    "residual": lambda: mlp(lambda gate, up: F.relu(gate) - up, front=True, bias=True),
+    "adapter": Lora,
+    "Llama block": lambda: Block(D, turn=rotated),
+}
+CASES = [(name, torch.bfloat16) for name in MODELS] + [("residual", torch.float16)]
+
+
+def results(model, x, call=lambda model, x: model(x)):
+    """The output and all gradients."""
+    model, x = copy.deepcopy((model, x))
+    y = call(model, x)
+    return [y, *differentiate(y, (model, (x,)))]
+
+
+def differing(left, right) -> int:
+    """How many numbers have other bits."""
+    assert len(left) == len(right)
+    return sum(int((a != b).sum()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_results_and_gradients_have_eagers_bits(name, dtype):
+    torch.manual_seed(0)
+    model, x = MODELS[name]().to(dtype), randn(4, ROWS // 4, D).to(dtype).requires_grad_()
+    want, harness, other = results(model, x), Harness(numerics="eager"), Harness()
+    assert differing(results(model, x, harness.train), want) == 0
+    assert differing(results(model, x, other.train), want) > 0
+    assert len(harness.fused) >= 2
+    assert harness.counts.keys() <= {"residual", "epilogue"}
+
+
+def gate(x, tile, w1, w2, bias):
+    return F.relu(F.linear(x, w1, bias)) * F.linear(x, w2) * 0.3
+
+
+def residual(x, tile, w1, w2, bias):
+    return tile + (F.linear(x, w1, bias) * 0.3 - tile) * tile
+
+
+def adapter(x, tile, w1, w2, bias):
+    base = F.linear(x, w1, bias)
+    return base + F.linear(F.linear(x, w2[:16]), w2[:, :16]) * 0.3
+
+
+EXACT = pytest.mark.parametrize("function", [gate, residual, adapter])
+
+
+def small_integers(device="cpu", rows=264, width=256, hidden=640):
+    """Arguments of the functions above with which each product is exact, in any order of sums."""
+    torch.manual_seed(0)
+    shapes = (rows, width), (hidden, width), (hidden, width), (hidden,)
+    x, w1, w2, bias = (torch.randint(-2, 3, s, device=device).bfloat16() for s in shapes)
+    return x, torch.randn(rows, hidden, device=device).bfloat16(), w1, w2, bias
+
+
+@EXACT
+def test_programs_round_what_kernels_accumulate(function):
+    arguments = small_integers()
+    harness = Harness(numerics="eager", reference=True)
+    want = function(*arguments)
+    assert torch.equal(harness.run(function, *arguments), want)
+    assert harness.fused
+    assert not torch.equal(Harness(reference=True).run(function, *arguments), want)
+
+
+def clamped(x, w):
+    return (x @ w).clamp(-0.3, 0.7)
+
+
+def test_numbers_are_compared_as_eager_compares_them():
+    """-0.3 in bfloat16 is less than -0.3: the gradient there must not be zero."""
+    x, w = torch.eye(8).bfloat16(), torch.full((8, 8), -0.3).bfloat16().requires_grad_()
+    y = Harness(numerics="eager", gate="always").train(clamped, x, w)
+    (have,) = torch.autograd.grad(y, [w], torch.ones_like(y))
+    assert torch.equal(have, torch.ones_like(w))
+
+
+def test_powers_round_each_product():
+    x, w = randn(ROWS, D).bfloat16(), randn(D, D).bfloat16()
+    harness = Harness(numerics="eager", gate="always")
+    have = harness.run(lambda x, w: ((x @ w) ** 3, (x @ w).float() ** 3), x, w)
+    assert differing(have, ((x @ w) ** 3, (x @ w).float() ** 3)) == 0
+    assert len(harness.fused) == 2
+
+
+def test_sums_of_rows_stay_outside_of_epilogues():
+    harness = Harness(numerics="eager")
+    harness.train(NormLinear().bfloat16(), randn(ROWS, D).bfloat16())
+    assert "eager-numerics" in {stop.code for site in harness.fused for stop in site.stops}
+
+
+def test_only_passes_that_keep_all_bits_run():
+    torch.manual_seed(0)
+    tokens = torch.randint(V, (2, T))
+    changed = []
+    for options in ({}, {"numerics": "eager"}):
+        harness = Harness(**options)
+        harness.train(Everything().bfloat16(), tokens, tokens)[0].backward()
+        changed.append({*harness.record.changed})
+    allowed = {p.name for p in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if p.eager}
+    assert {"packed", "idioms", "attention", "norm"} <= changed[0] - allowed
+    assert "fuse" in changed[1] <= allowed
+
+
+def test_inductors_own_kernels_round_too():
+    torch.manual_seed(0)
+    model, x = NormLinear().bfloat16(), randn(ROWS, D).bfloat16()
+    with torch.no_grad():
+        want = model(x)
+        for numerics, same in (("eager", True), ("fused", False)):
+            torch._dynamo.reset()
+            options = {"numerics": numerics}
+            have = torch.compile(model, backend="coda", options=options)(x)
+            assert torch.equal(have, want) is same
+
+
+def test_it_is_part_of_what_caches_know():
+    assert parse(None, {"numerics": "eager"}).identity != parse(None, None).identity
+
+
+def test_what_has_no_effect_then_is_said(caplog, tmp_path):
+    parse(None, {"numerics": "eager", "patterns": [tmp_path]})
+    assert "option 'patterns' has no effect where 'numerics' is \"eager\"" in caplog.text
+
+
+def test_inductors_setting_is_asked_for_where_we_cannot_set_it(caplog):
+    with pass_mode.enabled(numerics="eager"):
+        assert "emulate_precision_casts = True" in caplog.text
