@@ -6,8 +6,8 @@ Random weights make the speed and the rounding real, not what is learnt.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -227,30 +227,24 @@ def build(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     return MODELS[name](name, length)
 
 
-def liger(model: Any) -> Callable[[], contextlib.AbstractContextManager]:
-    """Patch one Llama with Liger's kernels as its users do; returns a context manager, under which
-    alone what Liger exchanges globally (the rotary embedding) is exchanged.
+#: Their masks say no more than "causal", which SDPA can be told.
+CAUSAL = ("tiny", "1B", "8B", "qwen3", "phi3", "mistral", "granite", "olmo2", "starcoder2",
+          "gptneox")  # fmt: skip
 
-    Raises ImportError where Liger is not installed (`pip install liger-kernel`), ValueError where
-    it does not know the model.
-    """
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from transformers.models.llama import modeling_llama
 
-    if type(model) is not modeling_llama.LlamaForCausalLM:
-        raise ValueError("Liger is measured on Llamas only")
-    names = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
-    before = {name: getattr(modeling_llama, name) for name in names}
-    apply_liger_kernel_to_llama(model=model)
-    after = {name: getattr(modeling_llama, name) for name in names}
+def causal(model: Any) -> Any:
+    """`model` again, on the same weights, with SDPA told to be causal where it was given a mask."""
+    weights = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    own = copy.deepcopy(model, weights)
+    make_causal(own)
+    return own
 
-    @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        vars(modeling_llama).update(after)
-        try:
-            yield
-        finally:
-            vars(modeling_llama).update(before)
 
-    vars(modeling_llama).update(before)
-    return patched
+def make_causal(model: Any) -> None:
+    """Tell the SDPA of `model` to be causal where it was given a mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # transformers makes no mask for attention of a name that has no function for masks.
+    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+    model.set_attn_implementation("sdpa_causal")

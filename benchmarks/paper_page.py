@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .environment import REPOSITORY
-from .report import number, table
+from .measure import table
 
 PAGE = REPOSITORY / "docs" / "results" / "paper.md"
 TITLES = {"forward": "Forward", "backward": "Backward", "step": "Forward and backward"}
@@ -34,6 +34,11 @@ s and vary by 5 %: the [gotchas](../internals/gotchas.md) ("Power") have calmer 
 `python -m benchmarks paper FILE --render`; do not edit.
 """
 _ERROR = "Worst Frobenius norm of a result's difference from float32, over float32's:"
+
+
+def number(value: float | None, form: str, unit: float = 1) -> str:
+    """`value` in `unit`, in format `form`; a dash for None."""
+    return "-" if value is None else format(value / unit, form)
 
 
 def baseline(result: dict[str, Any], mode: str) -> float | None:

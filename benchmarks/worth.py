@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from . import environment, families
+from . import environment, models
 from .measure import mark
 from .worth_models import WORKLOADS, Workload
 from .worth_page import gains, page
@@ -180,7 +180,7 @@ def plain(workload: Workload, told: bool = True) -> Step:
     says."""
     own = copy.copy(workload)
     if own.causal and told:
-        own.model = families.causal(own.model)
+        own.model = models.causal(own.model)
     return own.step((), "inductor")
 
 
