@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo.float8 import needs_scaled_mm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
@@ -72,21 +71,12 @@ def learned(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("recipe", curve.RECIPES)
-def test_a_curve_has_its_losses(recipe, learned):
-    for needed in {"rowwise": ["torchao"], "lora": ["peft"]}.get(recipe, ()):
-        pytest.importorskip(needed)
-    needs_scaled_mm()
-    found = learned(f"{recipe} coda")
-    assert found["losses"][0] > found["losses"][-1] > 0
-    assert found["held_out"]["0"] > found["held_out"]["10"] > 0
-
-
 def test_adapters_of_all_seeds_start_from_the_same_weights(learned):
     pytest.importorskip("peft")
     one, other = (learned(f"lora {run}") for run in ("compile", "compile 1"))
     assert one["held_out"]["0"] == other["held_out"]["0"]
     assert one["losses"] != other["losses"]
+    assert one["held_out"]["0"] > one["held_out"]["10"] > 0
 
 
 def test_a_whole_model_takes_a_step_and_counts_what_is_frozen(capsys):
