@@ -65,11 +65,8 @@ def main(arguments: list[str]) -> None:
     if options.part:
         about = environment.describe(arguments[:-2], options.commit, "benchmarks.curve")
         keep = functools.partial(environment.keep, options.file, about)
-        sys.exit(
-            train(
-                options.part, options.steps, keep, options.file.with_suffix(f".{options.steps}.pt")
-            )
-        )
+        base = options.file.with_suffix(f".{options.steps}.pt")
+        sys.exit(train(options.part, options.steps, keep, base))
     chosen = [n for n in VARIANTS if any(fnmatch.fnmatch(n, p) for p in options.names or ["*"])]
     call = [sys.executable, "-m", "benchmarks", "curve", *arguments, "--part"]
     with ThreadPoolExecutor(4) as threads:

@@ -15,7 +15,6 @@ from .environment import scrub
 
 Call = Callable[[], Any]
 Result = TypeVar("Result")
-MIB = 2**20
 
 
 def device() -> str:
@@ -45,7 +44,7 @@ def peak_mib(call: Call) -> float | None:
     before = torch.cuda.memory_allocated()
     call()
     synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def kernel_times(call: Call, calls: int = 3, top: int = 15) -> dict:

@@ -18,13 +18,8 @@ Batch = dict[str, torch.Tensor]
 
 
 def _widths(hidden: int, inner: int, heads: int, layers: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        **more,
-    }
+    return {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
+            "num_hidden_layers": layers, **more}  # fmt: skip
 
 
 #: 8B stands for four of its layers, 8B-32 is all of it, with a head of its own.
@@ -48,15 +43,7 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
         _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32000, sliding_window=4096),
     ),
 }
-VIT = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-IMAGES = 64
-
-
+VIT, IMAGES = _widths(1024, 4096, 16, 24), 64
 #: Tokens of a sequence, of models that take less than 2048.
 SEQUENCES = {"modernbert": 1024, "gpt2": 1024, "bert": 512, "t5": 512}
 #: Name -> (class in transformers, its config): the widths of the model in the comment, and so many

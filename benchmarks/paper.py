@@ -200,16 +200,13 @@ class Case:
         if self.paper:
             return {"paper": lambda: kit(paper_cuts.Paper)}
         measure.register("coda")
-        found = {
+        return {
             "eager": lambda: kit(Torch),
             "compile": compiled,
             "coda": lambda: compiled(backend="coda"),
             "liger": lambda: kit(paper_cuts.Liger),
             "quack": lambda: kit(paper_cuts.Quack),
         }
-        if cut.name not in ("head", "rotary"):
-            found["flashinfer"] = lambda: kit(paper_cuts.FlashInfer)
-        return found
 
     def refresh(self) -> None:
         """Gradients of the outputs that no variant has written over, as Liger's rotation does."""

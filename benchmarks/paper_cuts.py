@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of CODA's paper (arXiv 2605.19269) as it cuts them from a Llama, in plain torch and
-with the kernels that Liger, FlashInfer, QuACK and CODA itself offer for the same.
+with the kernels that Liger, QuACK and CODA itself offer for the same.
 
 A cut is written once, over a *kit* of operations. ``x0`` (rows, d) is the residual stream, ``y``
 (rows, d) what the attention gives.
@@ -84,35 +84,6 @@ class Liger(Torch):
 
     def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return self.library.liger_fused_linear_cross_entropy(x, weight, target)
-
-
-class FlashInfer(Torch):
-    """Its norms and gates, which have no backward; the rest is torch."""
-
-    def __init__(self) -> None:
-        self.norms = importlib.import_module("flashinfer.norm")
-        self.gates = importlib.import_module("flashinfer.activation")
-
-    def norm(self, x: Tensor, weight: Tensor) -> Any:
-        self.forward_only()
-        return self.norms.rmsnorm(x, weight, EPS)
-
-    def forward_only(self) -> None:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("FlashInfer's norms and gates have no backward")
-
-    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
-        self.forward_only()
-        h, x = F.linear(y, w), x0.clone()  # both are written to, and x0 is the caller's
-        self.norms.fused_add_rmsnorm(h, x, weight, EPS)
-        return x, h
-
-    def gated(self, h: Any, cut: Cut) -> Tensor:
-        return self.gates.silu_and_mul(F.linear(h, self.stacked(cut)))
-
-    @functools.cache  # noqa: B019  prepared once a process
-    def stacked(self, cut: Cut) -> Tensor:
-        return torch.cat([cut.gate, cut.up]).detach()
 
 
 class Quack(Torch):

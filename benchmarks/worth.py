@@ -77,9 +77,7 @@ def main(arguments: list[str]) -> None:
     chosen = options.workloads
     names = chosen.split(",") if chosen else list(CLIFFS if options.cliffs else WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
-        parser.error(
-            f"--workloads: unknown {', '.join(sorted(unknown))}; known: {', '.join(WORKLOADS)}"
-        )
+        parser.error(f"--workloads: {', '.join(unknown)} is none of {', '.join(WORKLOADS)}")
     if options.what == "render":
         files = filter(None, (options.file, options.of_cliffs))
         text = page(*(json.loads(file.read_text()) for file in files))
@@ -116,13 +114,8 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
         command += ["--workloads", name, "--seconds", str(left), *["--cliffs"] * options.cliffs]
         with paths[name].with_suffix(".log").open("w") as log:
             try:
-                return subprocess.call(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    timeout=left + 20,
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
-                )
+                env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+                return subprocess.call(command, stdout=log, stderr=log, timeout=left + 20, env=env)
             except subprocess.TimeoutExpired:
                 return 1
 

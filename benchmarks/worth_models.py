@@ -33,7 +33,6 @@ class Workload:
     """
 
     causal = False
-
     blocks: Sequence[nn.Module] = ()
     optimizer: torch.optim.Optimizer | None = None
 
