@@ -8,7 +8,7 @@ VENV ?= .venv-torch$(TORCH)
 export CODA_CPU_TORCH := torch==$(TORCH)
 endif
 VENV ?= .venv
-OUT ?= benchmarks/results/latest
+OUT ?= benchmarks/results/latest.json
 # Tests side by side, and threads of torch's in each.
 JOBS ?= 2
 THREADS ?= 1
@@ -34,8 +34,8 @@ fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure p
 	FUZZ="$(SEED) $(N)" OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) \
 		--timeout 600 --timeout-method thread tests/fuzz/test_fuzz.py $(ARGS)
 
-bench: $(VENV)/.bench  ## run the suite of the benchmarks, whole models, into OUT (needs a GPU)
-	$(RUN) -m benchmarks families --out $(OUT) $(ARGS)
+bench: $(VENV)/.bench  ## stock models under torch.compile and coda, into OUT (needs a GPU)
+	$(RUN) -m benchmarks headline $(OUT) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits
 	$(RUN) tools/lint.py

@@ -6,11 +6,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-#: Name -> module, imported when asked for.
-COMMANDS = {name: name for name in (
-    "account", "report", "worth", "headline", "first", "whole", "adapters", "paper", "memory",
-    "dit", "curve",
-)} | {"families": "run"}  # fmt: skip
+#: Names of modules, imported when asked for.
+COMMANDS = ("account", "worth", "headline", "first", "whole", "adapters", "paper", "memory", "dit",
+            "curve")  # fmt: skip
 
 
 def main() -> None:
@@ -19,7 +17,7 @@ def main() -> None:
     if name not in COMMANDS:
         print(f"usage: python -m benchmarks NAME ...\n\nNAME: {', '.join(COMMANDS)}")
         sys.exit(0 if name in ("-h", "--help") else 2)
-    importlib.import_module(f"benchmarks.{COMMANDS[name]}").main(arguments)
+    importlib.import_module(f"benchmarks.{name}").main(arguments)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import tempfile
@@ -25,13 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from coda_inductor.select.device import gpu_of
 
-from . import energy, environment, families, models
-from .cases import TRAINING, Case, json_object, ways
-from .measure import Call, device, synchronize
-from .report import table
-from .run import forget
+from . import energy, environment, models, worth_models
+from .measure import Call, device, synchronize, table
 
 MODELS = ("1B", "8B", "qwen3", "gemma3")
+VARIANTS = ("coda", "compile_causal", "compile")
 CALLS = 3
 #: Seconds that a step repeats for its energy and its clock.
 ENERGY_S = 1.5
@@ -178,48 +177,42 @@ def main(arguments: Sequence[str]) -> None:
     """Print the account of each model under each backend; ``--out`` gets it as JSON."""
     parser = argparse.ArgumentParser("python -m benchmarks account", description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=models.MODELS)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a step")
-    parser.add_argument("--variants", nargs="+", default=("coda", "compile_causal"))
-    parser.add_argument(
-        "--options", type=json_object, help="JSON; the variant coda_options is ours with these"
-    )
+    parser.add_argument("--variants", nargs="+", default=VARIANTS[:2], choices=VARIANTS)
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     parser.add_argument("--commit", default="", help="measured commit, where there is no .git")
     options = parser.parse_args(arguments)
-    known_ways = ways(options.options)
-    if unknown := sorted({*options.variants} - {*known_ways}):
-        parser.error(f"--variants: no {', '.join(unknown)} among {', '.join(known_ways)}")
     if device() != "cuda":
         parser.error("there is no GPU: an account is of kernels on one")
     full = gpu_of(torch.device("cuda", torch.cuda.current_device())).bytes_per_us
     about = environment.describe(["account", *arguments], options.commit or None)
     found: dict[str, Any] = {}
-    for name in options.models:
-        for variant in options.variants:
-            way = known_ways[variant]
-            if way.attention and name not in families.CAUSAL:
-                continue
-            forget()
-            call = families.Model(Case(name, options.tokens, TRAINING)).compiled(way)
-            call()
-            call()
-            events = traced(call)
-            kernels, idle = read(events, CALLS), idle_us(events, CALLS)
-            print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, idle, full)}")
-            try:
-                power = energy.joules(call, ENERGY_S, energy.Counter())
-                kept = ", ".join(f"{k} {share:.0%}" for k, share in power["limits"].items())
-                clock = "{watts:.0f} W, {mhz:.0f} MHz, where it repeats".format(**power)
-                print(f"\n{clock}; what kept the clock down, part of the time: {kept or 'nothing'}")
-            except energy.EnergyError as error:
-                power = {}
-                print(f"\nno energy: {error}")
-            known = {k: dataclasses.asdict(v) for k, v in kernels.items()}
-            found[f"{name}-{options.tokens}-{variant}"] = {
-                "ms": shares(kernels, idle),
-                "energy": power,
-                "kernels": known,
-            }
-            if options.out:  # each time: the next one may run out of time
-                whole = {"environment": about, "bytes_per_us": full, "account": found}
-                options.out.write_text(json.dumps(whole, indent=1) + "\n")
+    for name, variant in itertools.product(options.models, options.variants):
+        if variant == "compile_causal" and name not in models.CAUSAL:
+            continue
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        workload = worth_models.stock(name, layers=worth_models.ALL)
+        if variant == "compile_causal":
+            models.make_causal(workload.model)
+        call = workload.step((), "coda" if variant == "coda" else "inductor")
+        call()
+        call()
+        events = traced(call)
+        kernels, idle = read(events, CALLS), idle_us(events, CALLS)
+        print(f"\n{name}, {worth_models.TOKENS} tokens, {variant}\n\n{text(kernels, idle, full)}")
+        try:
+            power = energy.joules(call, ENERGY_S, energy.Counter())
+            kept = ", ".join(f"{k} {share:.0%}" for k, share in power["limits"].items())
+            clock = "{watts:.0f} W, {mhz:.0f} MHz, where it repeats".format(**power)
+            print(f"\n{clock}; what kept the clock down, part of the time: {kept or 'nothing'}")
+        except energy.EnergyError as error:
+            power = {}
+            print(f"\nno energy: {error}")
+        found[f"{name}-{worth_models.TOKENS}-{variant}"] = {
+            "ms": shares(kernels, idle),
+            "energy": power,
+            "kernels": {k: dataclasses.asdict(v) for k, v in kernels.items()},
+        }
+        if options.out:  # each time: the next one may run out of time
+            whole = {"environment": about, "bytes_per_us": full, "account": found}
+            options.out.write_text(json.dumps(whole, indent=1) + "\n")

@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 from coda_inductor.runtime.op import OP
 
-from . import account, families, headline, worth, worth_models
+from . import account, headline, models, worth, worth_models
 
 CASES = tuple(f"{size} {rank}" for size in ("1B", "8B") for rank in (0, 16, 64))
 KINDS = ("GEMMs of rank r", "others of rank r", *account.KINDS, account.REST)
@@ -64,7 +64,7 @@ def answer(name: str, lock: Path) -> None:
     size, rank, *own, backend = name.split()
     dropout = float(own.pop()[1:]) if own and own[-1][:1] == "p" else 0.0
     workload = worth_models.lora(size, int(rank), *own, dropout=dropout)
-    families.make_causal(workload.model)
+    models.make_causal(workload.model)
     step = workload.step((), {"compile": "inductor"}.get(backend, backend))
     with worth.compiled(step, lambda: worth.turn(lock)):
         line: Any = {"peak": worth.facts(step)["peak"]}

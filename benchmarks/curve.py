@@ -36,7 +36,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from . import environment, families, headline, measure, whole, worth, worth_models
+from . import environment, headline, measure, models, whole, worth, worth_models
 
 #: Name -> title and the learning rate's peak.
 RECIPES = {"bf16": ("bfloat16", 6e-4), "rowwise": ("FP8 rowwise", 6e-4),
@@ -65,11 +65,8 @@ def main(arguments: list[str]) -> None:
     if options.part:
         about = environment.describe(arguments[:-2], options.commit, "benchmarks.curve")
         keep = functools.partial(environment.keep, options.file, about)
-        sys.exit(
-            train(
-                options.part, options.steps, keep, options.file.with_suffix(f".{options.steps}.pt")
-            )
-        )
+        base = options.file.with_suffix(f".{options.steps}.pt")
+        sys.exit(train(options.part, options.steps, keep, base))
     chosen = [n for n in VARIANTS if any(fnmatch.fnmatch(n, p) for p in options.names or ["*"])]
     call = [sys.executable, "-m", "benchmarks", "curve", *arguments, "--part"]
     with ThreadPoolExecutor(4) as threads:
@@ -161,7 +158,7 @@ def model_of(recipe: str) -> Any:
         config._experts_implementation = "grouped_mm"
     with torch.device(measure.device()):
         model = kind(config).bfloat16().train()
-    families.make_causal(model)
+    models.make_causal(model)
     return worth_models.in_float8(model, recipe) if recipe == "rowwise" else model
 
 

@@ -101,36 +101,7 @@ def wan() -> Model:
     }  # fmt: skip
 
 
-def pixart() -> Model:
-    """PixArt-Sigma, an image of 1024 x 1024 with classifier-free guidance."""
-    model = _of("pixart_transformer_2d PixArtTransformer2DModel", num_layers=8, sample_size=128,
-                caption_channels=4096, use_additional_conditions=False)  # fmt: skip
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(2, 4, 128, 128), "encoder_hidden_states": _random(2, 300, 4096),
-        "timestep": torch.full((2,), 500, device="cuda"),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }  # fmt: skip
-
-
-def ltx() -> Model:
-    """LTX-Video: 121 frames of 512 x 704."""
-    frames, height, width = 16, 16, 22
-    model = _of("ltx LTXVideoTransformer3DModel", num_layers=8)
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(1, frames * height * width, 128),
-        "encoder_hidden_states": _random(1, 128, 4096),
-        "timestep": torch.full((1,), 500, device="cuda"),
-        "encoder_attention_mask": torch.ones(1, 128, device="cuda"),
-        "num_frames": frames, "height": height, "width": width,
-    }  # fmt: skip
-
-
-MODELS: dict[str, Callable[[], Model]] = {
-    "flux": flux, "flux_2048": lambda: flux(128), "sd3": sd3, "qwen": qwen, "wan": wan,
-    "pixart": pixart, "ltx": ltx,
-}  # fmt: skip
+MODELS: dict[str, Callable[[], Model]] = {"flux": flux, "sd3": sd3, "qwen": qwen, "wan": wan}
 
 
 def measured(model: nn.Module, inputs: dict[str, Any], profile: bool) -> dict[str, Any]:

@@ -24,17 +24,8 @@ import torch
 #: Variables that name the folders of what is compiled.
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR")
 REPOSITORY = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "torch",
-    "triton",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "transformers",
-    "liger-kernel",
-    "flashinfer-python",
-    "torchao",
-    "coda-inductor",
-)
+PACKAGES = ("torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "transformers",
+            "liger-kernel", "torchao", "coda-inductor")  # fmt: skip
 
 
 def _output(*command: str) -> str | None:

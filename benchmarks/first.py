@@ -20,48 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from . import environment, measure, worth_models
-
-#: Widths of a Llama 1B: of the model, of its MLP, of k and of v.
-WIDTHS = (2048, 8192, 512)
-
-
-class Block(nn.Module):
-    """A layer of these widths without its attention, from ``y``, which attention gave, to the next
-    layer's q, k and v."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        d, f, kv = WIDTHS
-        self.o, self.q = (nn.Linear(d, d, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(d, f, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(d, kv, bias=False) for _ in range(2))
-        self.down = nn.Linear(f, d, bias=False)
-        self.norm1, self.norm2 = (nn.RMSNorm(d, eps=1e-5) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = x + self.o(y)
-        h = self.norm1(x)
-        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        h = self.norm2(x)
-        return x, self.q(h), self.k(h), self.v(h)
-
-
-def block() -> worth_models.Workload:
-    """One layer and its inputs."""
-    shape = (1, worth_models.TOKENS, WIDTHS[0])
-    with torch.device(measure.device()):
-        module = Block().bfloat16()
-        batch = {name: torch.randn(shape).bfloat16().requires_grad_() for name in ("x", "y")}
-    return worth_models.Workload(module, batch)
-
+from . import environment, worth_models
 
 STOCK = {"llama1b": ("1B", 16), "8b": ("8B",), "qwen3": ("qwen3_8b",), "qwen2": ("qwen2",)}
 CASES = {
-    "layer": block,
     **{name: functools.partial(worth_models.stock, *how) for name, how in STOCK.items()},
     **{name: worth_models.WORKLOADS[name] for name in ("LoRA", "window", "packed")},
 }
@@ -121,7 +84,7 @@ def measured(case: str, backend: str) -> dict[str, Any]:
         out = function(**workload.batch)
         wait()
         times.append(time.perf_counter())
-        (sum(part.float().sum() for part in out) if case == "layer" else out.loss).backward()
+        out.loss.backward()
         wait()
         times.append(time.perf_counter())
     first, forward, second = times[2] - times[0], times[1] - times[0], times[4] - times[2]

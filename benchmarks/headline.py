@@ -22,10 +22,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from . import environment, experts, families, worth, worth_models
+from . import environment, experts, models, worth, worth_models
 
 #: Samples of one variant, and how many cases are in memory at a time.
 SAMPLES, TOGETHER = 4, 2
+#: More of ``models.MODELS``, with as many layers as there.
+FAMILIES = ("qwen3", "gemma2", "gemma3", "phi3", "mistral", "granite", "olmo2", "starcoder2",
+            "gptneox", "modernbert", "gpt2", "bert", "t5", "vit")  # fmt: skip
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
     "Llama 1B training": functools.partial(worth_models.stock, "1B", layers=16),
     "Llama 8B, 4 layers, training": worth_models.WORKLOADS["8B training"],
@@ -35,10 +38,13 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
     **{f"{name}, {layers} layers, training": functools.partial(worth_models.stock, name, layers)
        for name, layers in (("olmoe", 8), ("qwen3_moe", 8), ("mixtral", 2))},
     **experts.CASES,
+    **{f"{name} training": functools.partial(worth_models.stock, name, worth_models.ALL)
+       for name in FAMILIES},
 }  # fmt: skip
 #: ``compile_causal``: SDPA told to be causal, which some releases of transformers do by themselves.
 VARIANTS = ("compile", "compile_causal", "coda")
-NO_CAUSAL = ("packed", "window", "FP8 rowwise", *experts.CASES)
+NO_CAUSAL = ("packed", "window", "FP8 rowwise", *experts.CASES,
+             *(f"{name} training" for name in FAMILIES if name not in models.CAUSAL))  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
@@ -165,7 +171,7 @@ def answer(case: str, variant: str) -> None:
     workload = CASES[case]()
     weights = torch.cuda.memory_allocated() / 2**20
     if variant == "compile_causal":
-        workload.model = families.causal(workload.model)
+        workload.model = models.causal(workload.model)
     step = workload.step((), "coda" if variant == "coda" else "inductor")
     step()
     torch.cuda.synchronize()

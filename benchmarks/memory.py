@@ -27,7 +27,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from . import environment, families, worth, worth_models
+from . import environment, models, worth, worth_models
 
 GIB = 2**30
 
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
     workload = CASES[options.case]()
     stock = getattr(workload.model, "get_base_model", lambda: workload.model)()
     stock.config.use_cache = False  # a checkpoint would fill the cache twice
-    families.make_causal(stock)
+    models.make_causal(stock)
     rows, steps = found["results"].setdefault(options.case, {}), {}
     for setting in options.setting or SETTINGS:
         steps[setting], rows[setting] = prepared(workload, *setting.split(":", 1))

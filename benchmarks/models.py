@@ -6,8 +6,8 @@ Random weights make the speed and the rounding real, not what is learnt.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +18,8 @@ Batch = dict[str, torch.Tensor]
 
 
 def _widths(hidden: int, inner: int, heads: int, layers: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        **more,
-    }
+    return {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
+            "num_hidden_layers": layers, **more}  # fmt: skip
 
 
 #: 8B stands for four of its layers, 8B-32 is all of it, with a head of its own.
@@ -48,15 +43,7 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
         _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32000, sliding_window=4096),
     ),
 }
-VIT = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-IMAGES = 64
-
-
+VIT, IMAGES = _widths(1024, 4096, 16, 24), 64
 #: Tokens of a sequence, of models that take less than 2048.
 SEQUENCES = {"modernbert": 1024, "gpt2": 1024, "bert": 512, "t5": 512}
 #: Name -> (class in transformers, its config): the widths of the model in the comment, and so many
@@ -227,30 +214,24 @@ def build(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     return MODELS[name](name, length)
 
 
-def liger(model: Any) -> Callable[[], contextlib.AbstractContextManager]:
-    """Patch one Llama with Liger's kernels as its users do; returns a context manager, under which
-    alone what Liger exchanges globally (the rotary embedding) is exchanged.
+#: Their masks say no more than "causal", which SDPA can be told.
+CAUSAL = ("tiny", "1B", "8B", "qwen3", "phi3", "mistral", "granite", "olmo2", "starcoder2",
+          "gptneox")  # fmt: skip
 
-    Raises ImportError where Liger is not installed (`pip install liger-kernel`), ValueError where
-    it does not know the model.
-    """
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from transformers.models.llama import modeling_llama
 
-    if type(model) is not modeling_llama.LlamaForCausalLM:
-        raise ValueError("Liger is measured on Llamas only")
-    names = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
-    before = {name: getattr(modeling_llama, name) for name in names}
-    apply_liger_kernel_to_llama(model=model)
-    after = {name: getattr(modeling_llama, name) for name in names}
+def causal(model: Any) -> Any:
+    """`model` again, on the same weights, with SDPA told to be causal where it was given a mask."""
+    weights = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    own = copy.deepcopy(model, weights)
+    make_causal(own)
+    return own
 
-    @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        vars(modeling_llama).update(after)
-        try:
-            yield
-        finally:
-            vars(modeling_llama).update(before)
 
-    vars(modeling_llama).update(before)
-    return patched
+def make_causal(model: Any) -> None:
+    """Tell the SDPA of `model` to be causal where it was given a mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # transformers makes no mask for attention of a name that has no function for masks.
+    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+    model.set_attn_implementation("sdpa_causal")

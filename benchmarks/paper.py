@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from . import environment, headline, measure, paper_cuts, paper_page, worth
 from .paper_cuts import Cut, Torch
@@ -53,8 +52,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a sample, and before it")
-    parser.add_argument("--skip", default="", help="variants to leave out, comma-separated")
-    parser.add_argument("--tune", action="store_true", help="QuACK tries its configurations")
     parser.add_argument("--coda-kernels", default="", metavar="FOLDER")
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     parser.add_argument("--render", action="store_true")
@@ -79,8 +76,7 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
     log = options.file.with_suffix(".log")
     # There are many processes, each with compile workers of its own.
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="4", CODA_COMPILE_WORKERS="2")
-    more = ["--seconds", str(options.seconds), "--skip", options.skip]
-    more += [*["--tune"] * options.tune, "--part"]
+    more = ["--seconds", str(options.seconds), "--part"]
     parts = {"all": "", "paper": options.coda_kernels}
     for name, processes in _running(names, ["paper", str(log), *more], parts, log):
         result = results[name] = {"errors": {}, "variants": {}}
@@ -132,9 +128,8 @@ def answer(name: str, options: argparse.Namespace) -> None:
     os.environ.setdefault("CODA_TUNE", "never")
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a graph is used again and again
-    skip = options.skip.split(",")
     cut = patient(lambda: Cut(*CASES[name]))
-    case = Case(cut, options.tune, options.part == "paper", skip)
+    case = Case(cut, options.part == "paper")
     for line in sys.stdin:
         question = json.loads(line)
         said: Any = None
@@ -169,7 +164,7 @@ class Case:
         variants: has the errors of what does not.
     """
 
-    def __init__(self, cut: Cut, tune: bool, paper: bool, skip: Sequence[str] = ()):
+    def __init__(self, cut: Cut, paper: bool):
         self.cut, self.kit, self.paper = cut, Torch(), paper
         self.leaves = [each.requires_grad_() for each in cut.inputs]
         self.wanted = [*self.leaves, *(w for w in cut.parameters() if w.requires_grad)]
@@ -178,9 +173,8 @@ class Case:
         self.functions: dict[str, Call] = {}
         self.modes: dict[str, list[str]] = {}
         self.variants = measure.Variants()
-        for variant, make in self.makers(tune).items():
-            function = None if variant in skip else self.variants.attempt(variant, make)
-            if function is None:
+        for variant, make in self.makers().items():
+            if (function := self.variants.attempt(variant, make)) is None:
                 continue
             self.functions[variant], self.modes[variant] = function, []
             patient(self.refresh)
@@ -191,7 +185,7 @@ class Case:
                 elif mode == "forward":
                     break
 
-    def makers(self, tune: bool) -> dict[str, Callable[[], Call]]:
+    def makers(self) -> dict[str, Callable[[], Call]]:
         """Variant -> what makes its function."""
         cut = self.cut
 
@@ -204,22 +198,15 @@ class Case:
             return torch.compile(lambda *x: body(torch_kit, cut, *x), dynamic=False, **more)
 
         if self.paper:
-            return {"paper": lambda: kit(lambda: paper_cuts.Paper(tune))}
+            return {"paper": lambda: kit(paper_cuts.Paper)}
         measure.register("coda")
-        found = {
+        return {
             "eager": lambda: kit(Torch),
             "compile": compiled,
-            "max_autotune": lambda: compiled(mode="max-autotune-no-cudagraphs"),
             "coda": lambda: compiled(backend="coda"),
             "liger": lambda: kit(paper_cuts.Liger),
-            "quack": lambda: kit(lambda: paper_cuts.Quack(tune)),
+            "quack": lambda: kit(paper_cuts.Quack),
         }
-        if cut.name == "head":
-            fused = "linear_cross_entropy"  # torch 2.13 has it
-            found["torch_fused"] = lambda: lambda x: (getattr(F, fused)(x, cut.head, cut.target),)
-        elif cut.name != "rotary":
-            found["flashinfer"] = lambda: kit(paper_cuts.FlashInfer)
-        return found
 
     def refresh(self) -> None:
         """Gradients of the outputs that no variant has written over, as Liger's rotation does."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of CODA's paper (arXiv 2605.19269) as it cuts them from a Llama, in plain torch and
-with the kernels that Liger, FlashInfer, QuACK and CODA itself offer for the same.
+with the kernels that Liger, QuACK and CODA itself offer for the same.
 
 A cut is written once, over a *kit* of operations. ``x0`` (rows, d) is the residual stream, ``y``
 (rows, d) what the attention gives.
@@ -86,48 +86,18 @@ class Liger(Torch):
         return self.library.liger_fused_linear_cross_entropy(x, weight, target)
 
 
-class FlashInfer(Torch):
-    """Its norms and gates, which have no backward; the rest is torch."""
-
-    def __init__(self) -> None:
-        self.norms = importlib.import_module("flashinfer.norm")
-        self.gates = importlib.import_module("flashinfer.activation")
-
-    def norm(self, x: Tensor, weight: Tensor) -> Any:
-        self.forward_only()
-        return self.norms.rmsnorm(x, weight, EPS)
-
-    def forward_only(self) -> None:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("FlashInfer's norms and gates have no backward")
-
-    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
-        self.forward_only()
-        h, x = F.linear(y, w), x0.clone()  # both are written to, and x0 is the caller's
-        self.norms.fused_add_rmsnorm(h, x, weight, EPS)
-        return x, h
-
-    def gated(self, h: Any, cut: Cut) -> Tensor:
-        return self.gates.silu_and_mul(F.linear(h, self.stacked(cut)))
-
-    @functools.cache  # noqa: B019  prepared once a process
-    def stacked(self, cut: Cut) -> Tensor:
-        return torch.cat([cut.gate, cut.up]).detach()
-
-
 class Quack(Torch):
     """QuACK's kernels put together by hand: without gradients the norm is in the epilogues of the
     GEMMs around it, with gradients its autograd functions are used."""
 
-    def __init__(self, tuned: bool) -> None:
+    def __init__(self) -> None:
         names = ("gemm_interface", "linear", "mlp", "rmsnorm", "rotary", "linear_cross_entropy")
         self.gemms, *self.more = (importlib.import_module(f"quack.{name}") for name in names)
-        self.tuned = tuned
 
     def linear(self, x: Any, w: Tensor) -> Tensor:  # type: ignore[override]
         if isinstance(x, tuple):
-            return self.gemms.gemm_norm_act(x[0], w.mT, x[1], tuned=self.tuned)[1]
-        return self.more[0].linear_func(x, w, tuned=self.tuned)
+            return self.gemms.gemm_norm_act(x[0], w.mT, x[1], tuned=False)[1]
+        return self.more[0].linear_func(x, w, tuned=False)
 
     def norm(self, x: Tensor, weight: Tensor) -> Any:
         return self.more[2].rmsnorm(x, weight, eps=EPS)
@@ -138,7 +108,7 @@ class Quack(Torch):
             h, x = self.more[2].rmsnorm(z, weight, residual=x0, eps=EPS, prenorm=True)
             return x, h
         x = torch.empty_like(x0)
-        return x, self.gemms.gemm_rms(y, w.mT, x0, weight, premult_out=x, eps=EPS, tuned=self.tuned)
+        return x, self.gemms.gemm_rms(y, w.mT, x0, weight, premult_out=x, eps=EPS, tuned=False)
 
     def gated(self, h: Any, cut: Cut) -> Tensor:
         if torch.is_grad_enabled():
@@ -147,12 +117,12 @@ class Quack(Torch):
         gated = self.gemms.gemm_act if plain else self.gemms.gemm_norm_act
         x, more = (h, {}) if plain else (h[0], {"rstd": h[1]})
         return gated(x, cut.alternating.mT, activation="swiglu", store_preact=False,
-                     tuned=self.tuned, **more)[1]  # fmt: skip
+                     tuned=False, **more)[1]  # fmt: skip
 
     def mlp(self, h: Any, x: Tensor, cut: Cut) -> tuple[Tensor, Any]:
         if not torch.is_grad_enabled():
             return super().mlp(h, x, cut)
-        z = self.more[1].mlp_func(h, cut.alternating, cut.down, "swiglu", tuned=self.tuned)
+        z = self.more[1].mlp_func(h, cut.alternating, cut.down, "swiglu", tuned=False)
         h, x = self.more[2].rmsnorm(z, cut.norm2, residual=x, eps=EPS, prenorm=True)
         return x, h
 
@@ -165,17 +135,16 @@ class Quack(Torch):
 
     def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         function = self.more[4].chunked_linear_cross_entropy
-        return function(x, weight, target, tuned=self.tuned)
+        return function(x, weight, target, tuned=False)
 
 
 class Paper(Torch):
     """The paper's own kernels, of the package ``coda`` (imported, never copied). They want a head's
     halves alternating, gate and up too. Here the head alone has a backward."""
 
-    def __init__(self, tuned: bool) -> None:
+    def __init__(self) -> None:
         interface = importlib.import_module("coda.core.gemm.gemm_interface")
-        if not tuned:
-            interface.GEMM_CONFIGS[:] = [interface.default_config(torch.device("cuda"))]
+        interface.GEMM_CONFIGS[:] = [interface.default_config(torch.device("cuda"))]
         self.gemms = importlib.import_module("coda.core.gemm.functional")
         self.head = importlib.import_module("coda.kernels.functional.cross_entropy")
         self.reduce = importlib.import_module("quack.rms_final_reduce").rms_final_reduce

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .environment import REPOSITORY
-from .report import number, table
+from .measure import table
 
 PAGE = REPOSITORY / "docs" / "results" / "paper.md"
 TITLES = {"forward": "Forward", "backward": "Backward", "step": "Forward and backward"}
-BASELINE = ("compile", "max_autotune")
 COLORS = {"eager": "#c9ced6", "liger": "#e3b673", "flashinfer": "#b7a5d3", "quack": "#93c59b",
-          "paper": "#e08a8a", "torch_fused": "#d9c58a", "coda": "#4f8fd0"}  # fmt: skip
+          "paper": "#e08a8a", "coda": "#4f8fd0"}  # fmt: skip
 _HEAD = """
 CODA (arXiv 2605.19269) cuts a Llama layer into kernels. This page times the same cuts, which coda
 compiles from plain torch: *residual* is GEMM, residual, RMSNorm, GEMM; *swiglu* RMSNorm, the GEMMs
@@ -24,22 +23,25 @@ heads of 128, no grouped heads, vocabulary 32768, no gradients of weights. Only
 `head 4096x128256`, of 4096 tokens, has them.
 
 A time is the median of samples in which one variant runs back to back, A B B A. A backward is
-`autograd.grad` of a graph that is kept. *compile* and *max_autotune* are torch.compile; the faster
-one is the baseline. *torch_fused* is `F.linear_cross_entropy`. *liger* and *flashinfer* stand
-around cuBLAS; Liger's SwiGLU writes its gradients over what its forward saved, so that only its
-first backward of a graph is right, and its head makes the gradients in the forward. *quack* is
-QuACK's functions put together by hand, *paper* the paper's own kernels. Neither tries its
-configurations unless the command says `--tune`, and coda measures none. These samples were of 0.1
-s and vary by 5 %: the [gotchas](../internals/gotchas.md) ("Power") have calmer ones. Rendered by
+`autograd.grad` of a graph that is kept. *compile*, torch.compile, is the baseline. *liger* and
+*flashinfer* stand around cuBLAS; Liger's SwiGLU writes its gradients over what its forward saved,
+so that only its first backward of a graph is right, and its head makes the gradients in the
+forward. *quack* is QuACK's functions put together by hand, *paper* the paper's own kernels. Neither
+tries its configurations, and coda measures none. These samples were of 0.1 s and vary by 5 %: the
+[gotchas](../internals/gotchas.md) ("Power") have calmer ones. Rendered by
 `python -m benchmarks paper FILE --render`; do not edit.
 """
 _ERROR = "Worst Frobenius norm of a result's difference from float32, over float32's:"
 
 
+def number(value: float | None, form: str, unit: float = 1) -> str:
+    """`value` in `unit`, in format `form`; a dash for None."""
+    return "-" if value is None else format(value / unit, form)
+
+
 def baseline(result: dict[str, Any], mode: str) -> float | None:
-    """Milliseconds of the faster torch.compile."""
-    times = (result["variants"].get(name, {}).get(mode) for name in BASELINE)
-    return min((each["median_ms"] for each in times if each), default=None)
+    """Milliseconds of torch.compile."""
+    return result["variants"].get("compile", {}).get(mode, {}).get("median_ms")
 
 
 def write(found: dict[str, Any], source: str, page: Path = PAGE) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from . import energy, environment, families, headline, measure, worth, worth_models
+from . import energy, environment, headline, measure, models, worth, worth_models
 
 VARIANTS = ("bf16 eager", *(f"{recipe} {backend}" for recipe in ("bf16", "rowwise", "tensorwise")
                             for backend in ("compile", "causal", "coda")))  # fmt: skip
@@ -91,7 +91,7 @@ def built(variant: str) -> tuple[worth_models.Workload, float]:
     else:
         workload = worth_models.float8(recipe, name, layers)
     if said["backend"] == "causal":
-        families.make_causal(workload.model)
+        models.make_causal(workload.model)
     config = workload.model.config
     ids = torch.randint(config.vocab_size, (rows, tokens), device=measure.device())
     workload.batch = {"input_ids": ids, "labels": ids}

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from . import environment, families
+from . import environment, models
 from .measure import mark
 from .worth_models import WORKLOADS, Workload
 from .worth_page import gains, page
@@ -77,9 +77,7 @@ def main(arguments: list[str]) -> None:
     chosen = options.workloads
     names = chosen.split(",") if chosen else list(CLIFFS if options.cliffs else WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
-        parser.error(
-            f"--workloads: unknown {', '.join(sorted(unknown))}; known: {', '.join(WORKLOADS)}"
-        )
+        parser.error(f"--workloads: {', '.join(unknown)} is none of {', '.join(WORKLOADS)}")
     if options.what == "render":
         files = filter(None, (options.file, options.of_cliffs))
         text = page(*(json.loads(file.read_text()) for file in files))
@@ -116,13 +114,8 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
         command += ["--workloads", name, "--seconds", str(left), *["--cliffs"] * options.cliffs]
         with paths[name].with_suffix(".log").open("w") as log:
             try:
-                return subprocess.call(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    timeout=left + 20,
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
-                )
+                env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+                return subprocess.call(command, stdout=log, stderr=log, timeout=left + 20, env=env)
             except subprocess.TimeoutExpired:
                 return 1
 
@@ -180,7 +173,7 @@ def plain(workload: Workload, told: bool = True) -> Step:
     says."""
     own = copy.copy(workload)
     if own.causal and told:
-        own.model = families.causal(own.model)
+        own.model = models.causal(own.model)
     return own.step((), "inductor")
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import families, models
+from . import models
 
 Step = Callable[[], Any]
 #: Of a step or a prompt.
 TOKENS = 8192
+#: No model here has so many layers.
+ALL = 99
 
 
 class Workload:
@@ -31,7 +33,6 @@ class Workload:
     """
 
     causal = False
-
     blocks: Sequence[nn.Module] = ()
     optimizer: torch.optim.Optimizer | None = None
 
@@ -79,7 +80,7 @@ def stock(name: str, layers: int = 4, training: bool = True, **more: Any) -> Wor
         batch.pop("labels")
         more["logits_to_keep"] = 1
     workload = Workload(model, batch | more, training)
-    workload.causal = name in families.CAUSAL
+    workload.causal = name in models.CAUSAL
     return workload
 
 

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo.float8 import needs_scaled_mm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
-from benchmarks import __main__, curve, run, sweep, whole  # noqa: E402
+from benchmarks import __main__, curve, sweep, whole  # noqa: E402
 from coda_inductor.select.device import H100  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
-TINY = "tiny-32-training-bf16"
 
 
 @pytest.mark.parametrize("name", __main__.COMMANDS)
@@ -26,20 +24,6 @@ def test_each_command_has_help(name, monkeypatch, capsys):
         __main__.main()
     assert ended.value.code == 0
     assert "usage: " in capsys.readouterr().out
-
-
-def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """Eager only, because compiling takes longest. The results name no path of this machine."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run.main(["--out", str(tmp_path), "--cases", TINY, "--variants", "eager", "--seconds", "0.01"])
-    text = (tmp_path / "results.json").read_text()
-    found = json.loads(text)["families"][TINY]
-    assert found["errors"] == {}
-    assert len(found["variants"]["eager"]["samples_ms"]) >= 11
-    assert all(0 < error < 0.05 for error in found["accuracy"]["eager"].values())
-    assert f"{found['variants']['eager']['median_ms']:.3f}" in capsys.readouterr().out
-    assert str(ROOT) not in text
-    assert str(tmp_path) not in text
 
 
 @pytest.mark.parametrize(
@@ -87,21 +71,12 @@ def learned(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("recipe", curve.RECIPES)
-def test_a_curve_has_its_losses(recipe, learned):
-    for needed in {"rowwise": ["torchao"], "lora": ["peft"]}.get(recipe, ()):
-        pytest.importorskip(needed)
-    needs_scaled_mm()
-    found = learned(f"{recipe} coda")
-    assert found["losses"][0] > found["losses"][-1] > 0
-    assert found["held_out"]["0"] > found["held_out"]["10"] > 0
-
-
 def test_adapters_of_all_seeds_start_from_the_same_weights(learned):
     pytest.importorskip("peft")
     one, other = (learned(f"lora {run}") for run in ("compile", "compile 1"))
     assert one["held_out"]["0"] == other["held_out"]["0"]
     assert one["losses"] != other["losses"]
+    assert one["held_out"]["0"] > one["held_out"]["10"] > 0
 
 
 def test_a_whole_model_takes_a_step_and_counts_what_is_frozen(capsys):

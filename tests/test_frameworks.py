@@ -287,13 +287,6 @@ def test_what_the_page_says_of_copies_names_and_caches():
     assert run("blocks", without, SEVERAL)[1]["swiglu"] == SEVERAL
 
 
-def test_accelerate_refuses_the_backend_by_name_with_the_pages_words():
-    utils = pytest.importorskip("accelerate.utils")
-    (words,) = set(re.findall(r"'CODA' is not a valid DynamoBackend", PAGE))
-    with pytest.raises(ValueError, match=words):
-        utils.TorchDynamoPlugin(backend="coda")
-
-
 #: Block -> norms that fire at least.
 GENERATES = {"generate": NORMS, "generate_static": 1}
 

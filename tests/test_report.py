@@ -99,15 +99,6 @@ def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
     assert "nothing to absorb" not in table
 
 
-def test_a_table_fits_100_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    wide = dataclasses.replace(LEGAL, site="model.language_model.layers.11.feed_forward.experts.up")
-    times = {"fused_us": 12345.6, "unfused_us": 23456.7}
-    sites = [dataclasses.replace(site, choice=dataclasses.replace(site.choice, **times))
-             for site in (KERNEL, PLAIN, wide)]  # fmt: skip
-    assert max(map(len, sites_table(sites, "NVIDIA H200").splitlines())) <= 100
-
-
 def test_a_report_is_kept_once():
     forget()
     report = GraphReport("g")

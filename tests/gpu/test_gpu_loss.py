@@ -76,6 +76,3 @@ def test_a_slice_of_float64_logits_stays_float64():
     dx, dw, _ = torch.ops.coda_inductor.linear_cross_entropy_backward(*args)
     torch.testing.assert_close(dx, want @ w, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(dw, want.T @ x, rtol=1e-10, atol=1e-10)
-
-
-T = 1024

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import compiled, errors, make
+from layers import agree, compiled, make
 from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
 from programs import inputs, kinds, legal
 
@@ -72,15 +72,6 @@ def test_operands_at_the_end_of_their_allocations(segments, caching, tmp_path):
 def _path() -> str:
     folders = [HERE.parents[1], HERE, HERE.parent, os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(map(str, folders))
-
-
-def agree(run, model, *xs):
-    with torch.no_grad():
-        have, want = run(*xs), model(*xs)
-        exact = model.double()(*(x.double() for x in xs))
-        model.bfloat16()
-    for ours, theirs in zip(errors(have, exact), errors(want, exact), strict=True):
-        assert ours <= 1.2 * theirs
 
 
 def example(device="cuda"):
