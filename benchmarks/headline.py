@@ -34,7 +34,7 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
     "Llama 8B, 4 layers, training": worth_models.WORKLOADS["8B training"],
     "Llama 1B prefill": functools.partial(worth_models.stock, "1B", 16, training=False),
     "Llama 8B, 4 layers, prefill": worth_models.WORKLOADS["8B prefill"],
-    **{name: worth_models.WORKLOADS[name] for name in ("packed", "window", "FP8 rowwise")},
+    **{name: worth_models.WORKLOADS[name] for name in (*models.MASKED, "FP8 rowwise")},
     **{f"{name}, {layers} layers, training": functools.partial(worth_models.stock, name, layers)
        for name, layers in (("olmoe", 8), ("qwen3_moe", 8), ("mixtral", 2))},
     **experts.CASES,
@@ -42,8 +42,9 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
        for name in FAMILIES},
 }  # fmt: skip
 #: ``compile_causal``: SDPA told to be causal, which some releases of transformers do by themselves.
-VARIANTS = ("compile", "compile_causal", "coda")
-NO_CAUSAL = ("packed", "window", "FP8 rowwise", *experts.CASES,
+#: ``compile_flex``: transformers' FlexAttention, where a mask comes from data.
+VARIANTS = ("compile", "compile_causal", "compile_flex", "coda")
+NO_CAUSAL = (*models.MASKED, "FP8 rowwise", *experts.CASES,
              *(f"{name} training" for name in FAMILIES if name not in models.CAUSAL))  # fmt: skip
 
 
@@ -102,7 +103,8 @@ def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, An
         )
         for case in names
         for variant in (*VARIANTS, *trees)
-        if case not in NO_CAUSAL or variant != "compile_causal"
+        if (case not in NO_CAUSAL or variant != "compile_causal")
+        and (case in models.MASKED or variant != "compile_flex")
     }  # fmt: skip
     found: dict[str, Any] = {}
     for case in names:
@@ -172,6 +174,8 @@ def answer(case: str, variant: str) -> None:
     weights = torch.cuda.memory_allocated() / 2**20
     if variant == "compile_causal":
         workload.model = models.causal(workload.model)
+    elif variant == "compile_flex":
+        workload.model.set_attn_implementation("flex_attention")
     step = workload.step((), "coda" if variant == "coda" else "inductor")
     step()
     torch.cuda.synchronize()
