@@ -66,7 +66,8 @@ def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
         node = node.next
     for node in sorted((*region.values, *region.reduces), reverse=True):
         node.graph.erase_node(node)
-    settle(new)
+    late = {size for node in new for size in node.all_input_nodes if not size < end}
+    settle([*new, *late])  # symbolic sizes of a view in the region may stand behind it
     return call
 
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.gemms import routes_of
 from coda_inductor.graph.nodes import fake, told
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import hint, same
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.program.operands import KINDS
@@ -46,9 +46,8 @@ def classify(shape: tuple, full: tuple) -> str | None:
         return "scalar"
     if same(padded[-1], full[-1]) and all(same(size, 1) for size in padded[:-1]):
         return "row"
-    part = math.prod(full[1:-1])
     of_batch = same(padded, (full[0], *[1] * (len(full) - 2), full[-1]))
-    if of_batch and isinstance(part, int) and part >= LEAST_PART:
+    if of_batch and hint(math.prod(full[1:-1])) >= LEAST_PART:
         return "batch"
     if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
         return "col"

@@ -157,6 +157,13 @@ class EpilogueProgram:
         """N of a call; in a grouped pair, one of ``bs`` may have the columns of both."""
         return bs[0].shape[-1] // (len(self.accs) if len(bs) < len(self.accs) else 1)
 
+    def too_thin(self, m: Any, operands: Sequence[Any]) -> bool:
+        """Does a part of a batch have fewer rows than the largest tile, so that no kernel may run?
+        Where sizes are symbolic, only a call tells."""
+        pairs = zip(self.operands, operands, strict=True)
+        parts = [x.shape[0] for operand, x in pairs if operand.kind == "batch"]
+        return any(n > 1 and m < n * LEAST_PART for n in parts)
+
     @property
     def paired(self) -> bool:
         return len(self.accs) == 2

@@ -100,8 +100,11 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     why = _unsupported(program, n, k, (a.dtype, b.dtype), majors, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
+    m = entry.program.rows(as_, operands)
+    if entry.program.too_thin(m, operands):
+        return _reference(as_, bs, operands, program, config)
     outputs = _allocate(entry.program, entry.config, as_, bs, operands)
-    if entry.program.rows(as_, operands) == 0:
+    if m == 0:
         return outputs
     try:
         entry.launch(as_, bs, operands, outputs)

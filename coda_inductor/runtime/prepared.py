@@ -72,6 +72,7 @@ def prepare(
     names = [o.name for o in program.operands]
     c = None if kernel.mapping.c is None else names.index(kernel.mapping.c)
     d = None if kernel.mapping.d is None else program.outputs.index(kernel.mapping.d)
+    of_batch = any(o.kind == "batch" for o in program.operands)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
     (groups, gathered), index = program.routes, a.get_device()
@@ -82,6 +83,8 @@ def prepare(
         for x in operands:
             bits |= x.data_ptr()
         if bits & 15 or not 0 < m <= most_rows or index != current_device():
+            return None
+        if of_batch and program.too_thin(m, operands):
             return None
         for i in scalars:
             if operands[i].get_device() != index:

@@ -76,10 +76,10 @@ def view_of(pointer, shape, strides, dtype, _device):
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides).mT
 
 
-def case(name: str, m: int = M):
+def case(name: str, m: int = M, batch: int = 1):
     """(as_, bs, operands, program's text, config) of a call, its tensors by address."""
     program = ONE_EACH[name]
-    how = {"b_major": B_MAJOR.get(name, "k"), "terms": TERMS.get(name, 1)}
+    how = {"b_major": B_MAJOR.get(name, "k"), "terms": TERMS.get(name, 1), "batch": batch}
     as_, bs, operands = inputs(program, m, N, K, **how)
     as_.sort(key=torch.Tensor.data_ptr)
     bs.sort(key=torch.Tensor.data_ptr)
@@ -238,6 +238,18 @@ def test_no_rows(entry):
     calls = len(entry.calls)
     assert [x.shape for x in op._cuda(*case("rms_partial", 0))] == [(0, N), (0, N), (0, 1)]
     assert len(entry.calls) == calls
+
+
+def test_no_kernel_has_a_tile_of_three_parts_of_a_batch(entry):
+    """Sizes that were symbolic when it was compiled; before and after a call is prepared."""
+    for prepare in (False, True):
+        if prepare:
+            given(entry, case("gated", 600, 2))
+            assert not given(entry, case("gated", 512, 2))[1]
+        before, call = len(entry.calls), case("gated", 510, 2)
+        for have, want in zip(op._cuda(*call, "", True), op._reference(*call), strict=True):
+            assert torch.equal(have, want)
+        assert len(entry.calls) == before
 
 
 def test_what_is_kept_is_bounded(entry):

@@ -105,7 +105,7 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
     product = put(aten.mm.default, norm.h, gemm_inputs(gemm)[1])
     scope.replace(gemm, product)
     z, shift, scale = put.cast(product, fake(norm.flat).dtype), norm.shift, norm.flat
-    parts = next((fake(v).shape[0] for v in (colsum, offset) if v and fake(v).dim() > 1), None)
+    parts = next((put.sizes(v)[0] for v in (colsum, offset) if v and fake(v).dim() > 1), None)
     if parts is not None:
         z, shift, scale = (put.reshape(n, [parts, -1, fake(n).shape[1]]) for n in (z, shift, scale))
     if shift is not None:
@@ -113,7 +113,7 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
     z = put.mul(z, scale)
     if parts is not None:
         z = put.add(z, offset) if offset is not None else z
-        z, offset = put.reshape(z, put.sizes(product)), None
+        z, offset = put.reshape(z, [-1, fake(product).shape[1]]), None
     if offset is not None:
         z = put.add(z, offset)
     if bias_of(gemm) is not None and not plain_bias(gemm):
@@ -133,7 +133,7 @@ def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
 
     def times(vector: Node) -> Node:
         if fake(vector).numel() != fake(w).shape[0]:
-            each = put.reshape(put.cast(vector, wide), [fake(vector).shape[0], -1, 1])
+            each = put.reshape(put.cast(vector, wide), [-1, fake(w).shape[0], 1])
             return put(aten.sum.dim_IntList, put.mul(each, w), [1], True)
         return put.column_sum(put.mul(w, put.reshape(put.cast(vector, wide), [-1, 1])))
 

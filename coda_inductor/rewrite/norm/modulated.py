@@ -32,7 +32,7 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import only_reader, parts
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.program.ir import LEAST_PART
@@ -89,6 +89,5 @@ def _is_vector(v: Any, shape: torch.Size) -> bool:
     batch, *tokens, width = (*[1] * (len(shape) - v.dim()), *v.shape)
     if not same(width, shape[-1]) or not all(same(size, 1) for size in tokens):
         return False
-    part: Any = math.prod(shape[1:-1])
-    large = isinstance(part, int) and part >= LEAST_PART
+    large = hint(math.prod(shape[1:-1])) >= LEAST_PART
     return same(batch, 1) or (large and same(batch, shape[0]))

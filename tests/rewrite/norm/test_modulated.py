@@ -97,16 +97,42 @@ def test_a_product_that_a_kernel_reads_anyway_is_fused_only_where_that_is_expect
     assert last.refusal.code == "expected-slower"
 
 
-@pytest.mark.parametrize("rows", [256, 300])
-def test_vectors_of_a_batch(rows):
+@pytest.mark.parametrize(("rows", "dynamic"), [(256, False), (300, False), (300, True)])
+def test_vectors_of_a_batch(rows, dynamic):
     """All norms but the first wait, and gates are rows of a batch; not of fewer than a tile has."""
-    harness = check(Blocks(Block, 2).double(), randn(2, rows, D), randn(2, D))
+    harness = check(Blocks(Block, 2).double(), randn(2, rows, D), randn(2, D), dynamic=dynamic)
     assert harness.counts == {"modulated": 4, "layer_norm": 3, "residual": 4}
     kinds = [[o.kind for o in site.program.operands] for site in harness.fused]
     assert kinds[0] == ["row", "batch", "tile", "col", "batch"]  # bias, gate, x, mean, scale
     assert kinds[1] == ["col", "batch", "col", "batch"]  # m, sums of W, rstd, offset
-    few = check(Blocks(Block, 2).double(), randn(2, 100, D), randn(2, D))
+    assert all(len(site.program.stores) <= 2 for site in harness.fused)
+    few = check(Blocks(Block, 2).double(), randn(2, 100, D), randn(2, D), dynamic=dynamic)
     assert few.counts["modulated"] == few.counts["layer_norm"] == 0
+
+
+def test_other_sizes_of_a_batch_compile_nothing():
+    """Nor do those of which a tile has more than two parts: what runs decides at each call."""
+    torch._dynamo.reset()
+    model, harness = Blocks(Block, 2).double(), Harness()
+    compiled, graphs = torch.compile(model, backend=harness, dynamic=True), []
+    for batch, rows in ((2, 256), (2, 400), (3, 300), (5, 70)):
+        inputs = randn(batch, rows, D), randn(batch, D)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-10, atol=1e-10)
+        graphs.append(harness.graphs)
+    assert "batch" in [o.kind for site in harness.fused for o in site.program.operands]
+    assert len(set(graphs)) == 1
+
+
+def test_heads_of_symbolic_sizes():
+    """The epilogue's view is of the sizes of what stands behind its operands."""
+
+    def function(x, w, scale):
+        x = x + F.linear(F.layer_norm(x, (D,)), w)
+        return F.linear(F.layer_norm(x, (D,)) * scale[:, None], w).unflatten(2, (2, -1)).cumsum(1)
+
+    harness = check(function, randn(2, 300, D), randn(D, D), randn(2, D), dynamic=True)
+    assert harness.counts["layer_norm"] == 1
 
 
 def test_a_scale_of_a_batch_alone():
