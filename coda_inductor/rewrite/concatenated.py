@@ -20,10 +20,12 @@ expected to be faster.
 
 Refuses: a concatenation that others read as well (a weight's gradient), or none of whose parts is
 computed by a GEMM's epilogue that is expected to win; products that are no narrower; parts at which
-W cannot be read in place; scaled products (FP8), whose operand is quantized as a whole.
+W cannot be read in place. ``rewrite.fp8`` reads the parts of what is quantized as a whole.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
@@ -36,51 +38,59 @@ from coda_inductor.graph.walk import chain
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 
+if TYPE_CHECKING:
+    from coda_inductor.plan import Plan
+
 
 def add_products(graph: Graph, record: Record) -> None:
     """Apply the rewrite to an aten graph, in place."""
     scope = Scope(graph)
     for gemm in [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]:
-        *views, joined = chain(gemm_inputs(gemm)[0])
-        if joined.target is not aten.cat.default or not _of_columns(joined, gemm):
+        parts = columns_of(gemm_inputs(gemm)[0])
+        if not any(map(producer, parts)):
             continue
-        if not any(map(producer, arguments(joined)["tensors"])):
-            continue
-        if (why := _refusal(gemm, [*views, joined], scope, record)) is not None:
+        if (why := _refusal(gemm, parts, scope, record)) is not None:
             record.refuse("concatenated", place(gemm), why)
             continue
-        _split(gemm, arguments(joined)["tensors"])
+        _split(gemm, parts)
         record.fire("concatenated")
         scope.refresh()
 
 
-def _of_columns(joined: Node, gemm: Node) -> bool:
-    """Are the columns of the left operand of ``gemm`` those of the parts of ``joined``?"""
-    whole, a = fake(joined), fake(gemm_inputs(gemm)[0])
-    parts, given = [fake(part) for part in arguments(joined)["tensors"]], arguments(joined)
+def columns_of(a: Node) -> list[Node]:
+    """The parts that the columns of the matrix ``a`` are concatenated of; empty if it is none."""
+    joined = chain(a)[-1]
+    if joined.target is not aten.cat.default:
+        return []
+    whole, given = fake(joined), arguments(joined)
+    parts = [fake(part) for part in given["tensors"]]
     alike = all(p.dim() == whole.dim() and p.dtype == whole.dtype for p in parts)
     last = given["dim"] % whole.dim() == whole.dim() - 1
     fixed = all(isinstance(part.shape[-1], int) for part in parts)
-    return alike and last and fixed and same(whole.shape[-1], a.shape[-1])
+    whole_rows = same(whole.shape[-1], fake(a).shape[-1])
+    return list(given["tensors"]) if alike and last and fixed and whole_rows else []
 
 
-def _refusal(gemm: Node, names: list[Node], scope: Scope, record: Record) -> Refusal | None:
-    """Why the concatenation, of these ``names``, stays as the operand of ``gemm``, or None."""
+def in_epilogue(parts: list[Node], scope: Scope, plan: Plan) -> bool:
+    """Does an epilogue that is expected to win compute one of ``parts``?"""
+    return any(
+        maker is not None
+        and plan.legal(maker) is None
+        and plan.absorbs(maker, part, scope, wins=True)
+        for part, maker in zip(parts, map(producer, parts), strict=True)
+    )
+
+
+def _refusal(gemm: Node, parts: list[Node], scope: Scope, record: Record) -> Refusal | None:
+    """Why the concatenation of ``parts`` stays as the operand of ``gemm``, or None."""
     plan, (a, b) = record.plan, gemm_inputs(gemm)
     if (why := plan.legal(gemm)) is not None:
         return why.excused()
     if bias_of(gemm) is not None and not plain_bias(gemm):
         return refuse("bias-form", "its bias or alpha/beta are not supported")
-    if any(len(name.users) != 1 for name in names):
+    if any(len(name.users) != 1 for name in chain(a)):
         return refuse("no-gain", "the concatenation is read elsewhere, so it is written anyway")
-    parts = arguments(names[-1])["tensors"]
-    makers = [(part, producer(part)) for part in parts]
-    if not any(
-        maker is not None
-        and plan.legal(maker) is None
-        and plan.absorbs(maker, part, scope, wins=True)
-        for part, maker in makers
-    ):
+    if not in_epilogue(parts, scope, plan):
         return refuse("no-gain", "no epilogue computes a part of the concatenation")
     # Written and read: the concatenation; each product but the first, and the first one too where
     # no epilogue adds the others.

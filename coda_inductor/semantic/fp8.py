@@ -5,6 +5,9 @@ after AOTAutograd."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,6 +49,16 @@ def quantize_by(
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
     return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
+
+
+def quantize_by_rows(
+    x: Tensor, parts: list[Tensor], dims: list[int], *kind: Any
+) -> tuple[Tensor, Tensor]:
+    """``quantize(x, dims, *kind)`` that divides, of rows or of everything, for ``x`` of 16 bits
+    whose columns are those of ``parts``: the maxima are of rows of these first."""
+    rows = [torch.amax(torch.abs(part), dim=1, keepdim=True) for part in parts]
+    amax = functools.reduce(torch.maximum, rows)
+    return quantize_by(x.to(torch.float32), amax if dims else torch.amax(amax), *kind)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool = False) -> Tensor:

@@ -19,8 +19,11 @@ it reads or computes the tensor anyway. The backward pass may recompute the tens
 values; what then exceeds the maximum by a rounding saturates. A norm before it is deferred
 (``norms``).
 
-Without kernels, quantizations are left to be decomposed. So are those in inference, by rows, of a
-tensor that no epilogue computes (attention's result): Inductor reads it once.
+Without kernels, quantizations are left to be decomposed. So are those in inference of a tensor that
+no epilogue computes (a LayerNorm's or attention's result), because one of Inductor's kernels
+computes it and its rows' maxima; those of all of it are maxima of these. Where the tensor is a
+concatenation and an epilogue computes one of its parts (FLUX's MLP beside attention), the maxima
+are of the parts. Only the cast reads the concatenation then, and Inductor makes both in one kernel.
 """
 
 from __future__ import annotations
@@ -31,17 +34,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put
+from coda_inductor.graph.edit import Put, replace_parts
 from coda_inductor.graph.gemms import gemm_inputs, producer
-from coda_inductor.graph.nodes import arguments, aten, is_transpose
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose
 from coda_inductor.graph.sides import Scope, checkpoint
-from coda_inductor.graph.walk import parts
+from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import parts as results
 from coda_inductor.record import Record
+from coda_inductor.rewrite.concatenated import columns_of, in_epilogue
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.norms import make_again, wait
 from coda_inductor.rewrite.fp8.raising import origin
-from coda_inductor.rewrite.fp8.scales import ROW, Source, scales
-from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.rewrite.fp8.scales import ALL, ROW, Source, scales
+from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by_rows, scaled_mm
 from coda_inductor.semantic.fp8_casts import CAST
 
 if TYPE_CHECKING:
@@ -79,12 +84,20 @@ def _quantizations(graph: Graph) -> list[Node]:
 
 def _expand(nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
     x, gemm = source.x, producer(source.x)
-    in_epilogue = gemm is not None and plan.absorbs(gemm, x, scope)
+    absorbed = gemm is not None and plan.absorbs(gemm, x, scope)
     given = {node: arguments(node) for node in nodes}
-    if not in_epilogue and all(g["divides"] and tuple(g["dims"]) == ROW for g in given.values()):
-        return  # one of Inductor's kernels computes the tensor, its rows' maxima and the cast
+    kinds = {tuple(how["dims"]) for how in given.values()}
+    if not absorbed and kinds <= {ROW, ALL} and all(how["divides"] for how in given.values()):
+        parts = columns_of(x)
+        parts = parts if in_epilogue(parts, scope, plan) else []
+        for node, how in given.items() if parts or ALL in kinds else ():
+            put = Put(node)
+            own = [put.reshape(part, [-1, fake(part).shape[-1]]) for part in parts] or [x]
+            kind = [how[name] for name in KIND]
+            replace_parts(node, splice(node, quantize_by_rows, [x, own, how["dims"], *kind]))
+        return
     put = Put(x if x.op == "call_function" else nodes[0], nodes[0])
-    scale = scales(put, nodes, source, in_epilogue=in_epilogue, early=x not in scope.graded)
+    scale = scales(put, nodes, source, in_epilogue=absorbed, early=x not in scope.graded)
     places: dict[tuple, list[Node]] = {}
     for node, how in given.items():
         key = (node in scope.forward, node in scope.graded, checkpoint(node), how["divides"])
@@ -116,7 +129,7 @@ def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
             for reader, old in readers:
                 reader.replace_input_with(old, one if is_transpose(old) == bool(i) else other)
     for node in nodes:
-        if (inverse := parts(node).get(1)) is not None:
+        if (inverse := results(node).get(1)) is not None:
             undoes = scale[node]
             if not divide:
                 undoes = Put(inverse)(aten.reciprocal.default, undoes)
@@ -127,7 +140,7 @@ def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
     """(reader, what it reads) of those that need rows of the result in FP8, and of those that need
     columns: products multiply along the dimension with stride one."""
     found: list[list[tuple[Node, Node]]] = [[], []]
-    if (q := parts(node).get(0)) is not None:
+    if (q := results(node).get(0)) is not None:
         for name in (q, *filter(is_transpose, q.users)):
             for user in name.users:
                 right = user.target is scaled_mm and gemm_inputs(user)[name is q] is name

@@ -6,9 +6,12 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import Harness
 from passes import aten_graph, run_pass
+from zoo.diffusion import Blocks, Single
 from zoo.float8 import (
+    D,
     Eager,
     Stack,
     batch,
@@ -22,11 +25,12 @@ from zoo.float8 import (
 
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope
+from coda_inductor.rewrite.decompose import decompose
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
-E4M3 = torch.float8_e4m3fn
+aten, E4M3 = torch.ops.aten, torch.float8_e4m3fn
 #: What kernels compute, in plain ops.
 ALL = {"gate": "always", "reference": True}
 
@@ -166,10 +170,9 @@ def test_counts_of_inference_follow_the_layers(how, layers, rows):
     harness.run(in_fp8(Stack, how, layers=layers), batch(rows=rows))
     ops = harness.ops()
     assert ops["aten._scaled_mm.default"] == ops["aten.max.default"] == 0
-    # The first norm's input is given: by rows, the kernel that makes its result casts it as well.
-    given = int(how == "tensor")
-    assert ops["coda_inductor.fp8_cast.default"] == 2 * layers - 1 + given
-    assert ops["coda_inductor.fp8_amax.default"] == given
+    # The first norm's input is given: the kernel that makes its result makes its maxima as well.
+    assert ops["coda_inductor.fp8_cast.default"] == 2 * layers - 1
+    assert ops["coda_inductor.fp8_amax.default"] == 0
     counts = harness.counts
     assert counts["swiglu"] == layers
     assert counts["residual"] == layers
@@ -187,6 +190,49 @@ def test_counts_of_inference_follow_the_layers(how, layers, rows):
     down = [s for s in harness.fused if s.site.endswith("down")]
     assert [s.absorbed.count("amax") for s in down] == [1] * (layers - 1) + [0]
     assert len(harness.fused) == 2 * layers
+
+
+#: A concatenation of given columns and an MLP's -> does an epilogue make the maxima of a part?
+JOINED = {
+    "columns": (lambda x, h: torch.cat([x, h], 1), True),
+    "of batches": (lambda x, h: torch.cat([x[None], h[None]], 2).flatten(0, 1), True),
+    "rows": (lambda x, h: torch.cat([torch.cat([x, x], 1), h.reshape(32, -1)[:, :128]]), False),
+    "no epilogue": (lambda x, h: torch.cat([x, h.cumsum(1)], 1), False),
+}
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("dims", [[1], []])
+def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, name, value):
+    joined, in_epilogue = JOINED[name]
+
+    def function(x, w):
+        q, s = quantize(joined(x, F.gelu(x @ w)), dims, E4M3, False, True)
+        return q.float(), s
+
+    args = torch.randn(32, 64).bfloat16(), torch.randn(64, 192).bfloat16()
+    args[0][3] = value
+    graph = aten_graph(function, *args)
+    record = run_pass(expand_quantizations, graph, **ALL)
+    ops = [node.target for node in graph.nodes]
+    assert (quantize in ops) == (bool(dims) and not in_epilogue)
+    assert ops.count(aten.amax.default) == (2 * in_epilogue if dims else 2 + in_epilogue)
+    assert not {CAST, AMAX} & {*ops}
+    decompose(graph, record)
+    for have, want in zip(torch.fx.GraphModule({}, graph)(*args), function(*args), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", ["row", "tensor"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_mlp_beside_attention_makes_its_maxima(layers, how):
+    model = in_fp8(Blocks, how, kind=Single, layers=layers, width=D)
+    inputs = [torch.randn(1, n, D).bfloat16() for n in (24, 8)]
+    harness = Harness(**ALL)
+    harness.run(model, *inputs, torch.randn(1, D).bfloat16())
+    assert [s.absorbed[-2:] for s in sites(harness, "up")] == [("abs", "amax")] * layers
+    assert not [op for op in harness.ops() if "fp8_" in op]
 
 
 def test_with_a_static_scale_nothing_is_read_for_a_maximum():
