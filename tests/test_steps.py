@@ -165,8 +165,8 @@ def test_a_scope_follows_what_passes_put_in(monkeypatch):
     begin, refresh = Scope.__init__, Scope.refresh
     seen = []
 
-    def begun(self, graph):
-        begin(self, graph)
+    def begun(self, graph, **how):
+        begin(self, graph, **how)
         self.graph, self.old = graph, {*graph.nodes}
 
     def refreshed(self):
