@@ -63,6 +63,14 @@ def test_whatever_differs_is_seen(ours, eager, kind):
     assert not [*differences(have, have)]
 
 
+def test_other_bits_are_found(monkeypatch):
+    program = Program((("x", "randn(16, 32)"), ("w", "randn(32, 32)")),
+                      "return [(x @ w * 0.3 + x) * x]", low="bfloat16")  # fmt: skip
+    assert not fuzz_rounding.judge_bits(program).failure
+    monkeypatch.setattr(fuzz_rounding, "Harness", lambda numerics: Harness())
+    assert fuzz_rounding.judge_bits(program).kind == "rounding"
+
+
 @pytest.mark.parametrize("faulty", [True, False])
 def test_rounding_is_judged_in_both_numerics(faulty, monkeypatch):
     """A fault of one does not hide behind the other."""
