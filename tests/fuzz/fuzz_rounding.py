@@ -56,6 +56,29 @@ def judge(program: Program, limit: float = LIMIT) -> Outcome:
     return outcome
 
 
+def judge_bits(program: Program, limit: float = LIMIT) -> Outcome:
+    """Whether ``numerics="eager"`` has the bits of torch.compile's graph, run op by op."""
+    outcome = Outcome()
+    with environment(program):
+        try:
+            run = Runs(program)
+            want = run("stock", Stock())
+        except Exception as error:
+            outcome.invalid = f"torch.compile without us: {error}"
+            return outcome
+        harness = Harness(numerics="eager")
+        try:
+            with time_limit(limit):
+                have = run("ours", harness)
+        except (Exception, TooSlowError) as error:
+            outcome.failure = f"exception {type(error).__name__}: {error}"
+            return outcome
+    outcome.counts["fused with bits"] += len(harness.fused)
+    wrong = [n for n in want if not torch.equal(have[n].nan_to_num(7), want[n].nan_to_num(7))]
+    outcome.failure = f"rounding: other bits in {', '.join(wrong)}" if wrong else ""
+    return outcome
+
+
 def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) -> None:
     from torch._dynamo.utils import counters
 

@@ -17,7 +17,7 @@ SHORT = 8
 
 
 def program_of(mode: str, seed: int) -> Program:
-    if mode == "rounding":
+    if mode in ("rounding", "bits"):
         program = write(seed, training=seed % 4 != 0, smooth=True)
         return fuzz_rounding.in_arithmetic(program, seed)
     return write(seed, training=mode == "training" or (mode == "end_to_end" and seed % 2 == 0))
@@ -26,6 +26,8 @@ def program_of(mode: str, seed: int) -> Program:
 def judged(mode: str, program: Program, limit: float = fuzz_oracle.LIMIT) -> Outcome:
     if mode == "rounding":
         return fuzz_rounding.judge(program, limit=limit)
+    if mode == "bits":
+        return fuzz_rounding.judge_bits(program, limit=limit)
     if mode == "end_to_end":
         return fuzz_oracle.judge_end_to_end(program)
     return fuzz_oracle.judge(program, limit)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs: forward passes, training, rounding errors, and a sample through Inductor's code.
+"""Random programs: forward passes, training, rounding errors, bits, and a sample through Inductor's
+code.
 
 The same ones each time; ``make fuzz`` hunts with others: ``FUZZ`` is "SEED N".
 """
@@ -10,7 +11,7 @@ import pytest
 from fuzz_seeds import outcome, report, totals
 
 #: Mode -> how many programs; code generation takes seconds a program, and one of its two trains.
-PROGRAMS = {"inference": 20, "training": 14, "rounding": 5, "end_to_end": 2}
+PROGRAMS = {"inference": 20, "training": 14, "rounding": 5, "bits": 4, "end_to_end": 2}
 #: Mode, rewrite -> in how many of these programs it fires at least.
 FIRES = {
     "inference": {
@@ -21,9 +22,10 @@ FIRES = {
         "rms_norm": 2, "rms_norm_backward": 2, "swiglu": 2, "swiglu_backward": 2, "pair": 2,
         "sum": 1, "cross_entropy": 1, "cross_entropy_backward": 1, "embedding_backward": 1,
     },
+    "bits": {"fused with bits": 4},
 }  # fmt: skip
 #: Which mode each of twenty seeds of a hunt is for.
-SHARES = ("inference",) * 7 + ("training",) * 8 + ("rounding",) * 4 + ("end_to_end",)
+SHARES = ("inference",) * 7 + ("training",) * 8 + ("rounding",) * 3 + ("bits", "end_to_end")
 
 
 def cases() -> list[tuple[str, int]]:
