@@ -120,11 +120,12 @@ def clamped(x, w):
 
 
 def test_numbers_are_compared_as_eager_compares_them():
-    """-0.3 in bfloat16 is less than -0.3: the gradient there must not be zero."""
+    """-0.3 in bfloat16 is less than -0.3, but eager rounds both. At the limit torch 2.13 passes a
+    gradient on, torch 2.15 does not."""
     x, w = torch.eye(8).bfloat16(), torch.full((8, 8), -0.3).bfloat16().requires_grad_()
     y = Harness(numerics="eager", gate="always").train(clamped, x, w)
-    (have,) = torch.autograd.grad(y, [w], torch.ones_like(y))
-    assert torch.equal(have, torch.ones_like(w))
+    have, want = (torch.autograd.grad(z.sum(), [w])[0] for z in (y, clamped(x, w)))
+    assert torch.equal(have, want)
 
 
 def test_powers_round_each_product():
