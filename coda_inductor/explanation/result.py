@@ -185,9 +185,12 @@ class Explanation:
     def __str__(self) -> str:
         table = sites_table(self.sites, self.gpu)
         summary = self.summary.replace("; ", "\n  ")
-        lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table]
+        lines, given = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table], set()
         for found in self.advised.values():
-            lines += ["", f"{places(found)}: {common_text(found)}", f"  -> {found[0].remedy.text}"]
+            advice = found[0].remedy.text
+            lines += ["", f"{places(found)}: {common_text(found)}"]
+            lines += [f"  -> {'As above.' if advice in given else advice}"]
+            given.add(advice)
         return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
 
     def __repr__(self) -> str:
