@@ -141,6 +141,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 "accepted too"
             )
     _say_what_has_no_effect(own)
+    if "debug_dir" in (options or {}) and "debug" not in (options or {}) and not own["debug"]:
+        say_once("option 'debug_dir' has no effect without {'debug': True}")
     for path in own["patterns"]:
         if not Path(path).exists():
             ours = path in (options or {}).get("patterns", ())

@@ -108,8 +108,9 @@ _DO = {
     "fp8-form": "Give torch._scaled_mm one scale per row and one per column, or one per tensor, in "
     "float32, and none for its result.",
     # the loss
-    "logits-read": "Something between the loss and the LM head (for example a penalty) reads the "
-    "gradient of all logits, so it is computed in one piece.",
+    "logits-read": "Nothing to do if the model returns its logits with the loss, and they take "
+    "less than 512 MiB. Otherwise remove what reads the gradient of all logits between the loss "
+    "and the LM head (for example a penalty).",
     "logits-dtypes": "Give the LM head one dtype.",
     "loss-targets": "Give class indices (M,), and logits (M, V) with the classes last.",
     # raising idioms
@@ -162,10 +163,10 @@ _NOTHING = {
     "(options={'gate': 'always'} does it)",
     "layer-norm-training": "LayerNorms are deferred in inference only: in training the sums for "
     "their gradients take longer than the kernels that are saved. RMSNorms are deferred in both",
-    "norm-input-no-gemm": "for the first norm of a model, which follows an embedding or an input. "
-    "After a residual of another norm's result (Gemma 2), Inductor's own kernel computes it. "
-    "Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, a "
-    "gather, a collective, a graph break)",
+    "norm-input-no-gemm": "a model's first norm follows an embedding or an input, and Inductor "
+    "computes a norm whose input is the sum of a residual and another norm (Gemma 2). For other "
+    "norms, look for an op after the GEMM that is not elementwise (a gather, a collective), or a "
+    "graph break",
     "collective": "a collective needs each rank's complete data before anything that follows; each "
     "side of it is fused by itself. Under FSDP, which shards no product, norms and GEMMs are not "
     "separated",

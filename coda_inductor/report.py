@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from coda_inductor import compat
+from coda_inductor.log import say_once
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
 from coda_inductor.table import fold, sites_table
@@ -144,10 +146,14 @@ class MemoryReport:
     peak: int
 
     def __str__(self) -> str:
-        kept, before, peak = (f"{x / 2**30:.2f} GiB" for x in (self.kept, self.before, self.peak))
+        kept, before, peak = map(_size, (self.kept, self.before, self.peak))
         less = f" in place of {before}, computes {self.again} tensors again" if self.again else ""
         took = f" (about {self.ms:.1f} ms)" if self.again else ""
         return f"keeps {kept} for the backward pass{less}{took}; peak about {peak} over its inputs"
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**28 else f"{number / 2**20:.2f} MiB"
 
 
 @dataclass
@@ -207,8 +213,16 @@ _REPORTS: deque[GraphReport] = deque(maxlen=256)
 def reports() -> list[GraphReport]:
     """Reports of the graphs compiled in this process, oldest first (the last 256).
 
-    A graph that came out of torch's compile cache was not analysed again and has no report.
+    A graph that came out of torch's compile cache was not analysed again and has no report; one
+    warning says so where there is none at all.
     """
+    counters = compat.counters  # imports Dynamo, which compile workers do not need
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
+    if not _REPORTS and hits + counters["inductor"]["fxgraph_cache_hit"]:
+        say_once(
+            "no reports: all graphs came from torch's compile cache; "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them again"
+        )
     return list(_REPORTS)
 
 

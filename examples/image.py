@@ -77,9 +77,13 @@ def main() -> None:
         deviation = float(y.float().std())  # waits for the GPU
         took = f"{(time.perf_counter() - begin) / steps:.4f} s a step"
         peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if gpu else ""
-        print(f"{tokens} tokens, deviation {deviation:.3f}", f"{took}{peak}" if gpu else "(no GPU)")
+        speed = f", {took}{peak}" if gpu else ""
+        print(f"{tokens} tokens, standard deviation {deviation:.3f}{speed}")
     if backend == "coda":
-        print(coda_inductor.reports()[-1].summary)
+        for report in coda_inductor.reports():  # none of graphs from torch's compile cache
+            print(report.summary)
+    if not gpu:
+        print("This machine has no GPU: the example runs, and its speed would say nothing.")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main(folder: str = "checkpoint") -> None:
     dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
     if dist.get_rank() == 0:
         print(
-            f"{STEPS} steps on {dist.get_world_size()} ranks, last loss {last:.3f}, saved {folder}"
+            f"{STEPS} steps, {dist.get_world_size()} rank(s), last loss {last:.3f}, saved {folder}"
         )
         if ON_GPU:
             median = sorted(seconds[STEPS // 2 :])[STEPS // 4]

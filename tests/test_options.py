@@ -11,6 +11,7 @@ import torch
 from harness import Harness
 
 from coda_inductor import OptionError, PatternError, patterns
+from coda_inductor.log import forget_warnings
 from coda_inductor.options import _OWN, Options, parse
 
 PATTERN = """
@@ -108,12 +109,16 @@ def test_where_inductor_measures_so_do_we(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["1", "true", "on", "0", "", "off"])
-def test_debug_from_the_environment(monkeypatch, text):
+def test_debug_from_the_environment(monkeypatch, text, caplog):
     monkeypatch.setenv("CODA_DEBUG", text)
     monkeypatch.setenv("CODA_DEBUG_DIR", "elsewhere")
     assert parse(None, None).debug is (text in ("1", "true", "on"))
     assert parse(None, None).debug_dir == "elsewhere"
     assert parse(None, {"debug": False, "debug_dir": "here"}) == Options(debug_dir="here")
+    assert not caplog.text
+    forget_warnings()
+    parse(None, {"debug_dir": "here"})
+    assert ("'debug_dir' has no effect" in caplog.text) is (text not in ("1", "true", "on"))
 
 
 def test_disabled_from_the_environment(monkeypatch, caplog):

@@ -4,15 +4,18 @@ reason has a code, every code a remedy, every remedy a use: no sentence is read.
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from coda_inductor.compat import counters
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import (
     Choice,
     GraphReport,
+    MemoryReport,
     SiteReport,
     forget,
     record,
@@ -97,6 +100,19 @@ def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
     table = GraphReport("g", [gradient("expected-slower")]).table()
     assert "this or that" in table
     assert "nothing to absorb" not in table
+
+
+def test_graphs_from_torchs_cache_have_no_report_and_that_is_said(monkeypatch, caplog):
+    forget()
+    for hits in (0, 1):
+        monkeypatch.setitem(counters, "aot_autograd", Counter(autograd_cache_hit=hits))
+        assert not reports()
+        assert ("all graphs came from torch's compile cache" in caplog.text) is bool(hits)
+
+
+def test_small_sizes_are_not_zero():
+    text = str(MemoryReport(kept=3 << 20, before=3 << 30, again=2, ms=0.25, peak=5 << 30))
+    assert text.startswith("keeps 3.00 MiB for the backward pass in place of 3.00 GiB, computes 2")
 
 
 def test_a_report_is_kept_once():

@@ -162,13 +162,13 @@ def blocks() -> dict[str, str]:
 tensorwise one, without optimizer.
 
 - **Memory**: the peak of the step in bfloat16 falls {peaks}. Without optimizer {four} rows fit
-where torch.compile fits {two}. At a peak that torch.compile reaches by recomputation, the speedup
-is {SHORT.gain}.
+where torch.compile fits {two}. At a peak that torch.compile reaches only by recomputation, the
+speedup is {SHORT.gain}.
 
 - **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory.
 
-- **bfloat16** without any of these: {FULL.gain}, because the GPU is at its power limit, and its
-products need that power either way.
+- **bfloat16** without any of these: {FULL.gain}, because the GPU runs at its power limit, and GEMMs
+need the same power under both.
 """
     title, *points = (
         textwrap.fill(part, 124, subsequent_indent="  " * part.startswith("-"))

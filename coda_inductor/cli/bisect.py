@@ -26,7 +26,7 @@ from coda_inductor.pipeline import ON_ATEN, ON_DYNAMO
 # with, and leaves out the last calls of one kind of pass: neither serves here.
 HELP = "find the pass, pattern or GEMM that makes a script fail"
 PASSES = list(dict.fromkeys(p.name for p in (*ON_DYNAMO, *ON_ATEN) if not p.needed))
-SEND = "Please report it with this paragraph: docs/debugging.md in the repository says how."
+SEND = "Please report it: send this paragraph, and what docs/debugging.md asks for."
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +127,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
         text.seek(0)
         lines = text.read().decode(errors="replace").strip().splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    lines = [line for line in lines if not re.match(r"\s|.*Warning: ", line)]  # nor its source
     return (errors or lines or [f"exit status {status}"])[-1][:200] if status else ""
 
 

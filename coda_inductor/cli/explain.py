@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what the backend does with a model: a table, and with --out a page.
 
-The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the
-function returns (model, args) or (model, args, kwargs). The model is not run, and --hf models take
-no memory, so that any size can be explained on any machine.
+The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
+MODULE:FUNCTION, where the function returns (model, args) or (model, args,
+kwargs). The model is not run, and --hf models take no memory, so that any size
+can be explained on any machine.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     many bytes are a note: the pattern brings nothing."""
     ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
-        (f"{' + '.join(site.patterns)} at {site.site}, in bfloat16", render(site.program))
+        (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))
         for site in ours.sites
         if site.program is not None and any(p.startswith(pattern.name) for p in site.patterns)
     )

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure on this GPU what a model needs, before it is compiled; --report shows what was measured.
+"""Measure kernels of a model on this GPU, before the model is compiled.
 
-The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the
-function returns (model, args) or (model, args, kwargs). It is traced as in explain: the model is
-not run, --hf models take no memory, and one layer is enough (--set num_hidden_layers=1). The
-measurements are kept in the cache folder and used for every model with such layers. Without a
-model, the sites are measured that graphs compiled here had no time for.
+The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
+MODULE:FUNCTION, where the function returns (model, args) or (model, args,
+kwargs). As in explain, the model is not run, and --hf models take no memory.
+One layer is enough (--set num_hidden_layers=1). The measurements are kept in
+the cache folder and used for every model with such layers. Without a model,
+the command measures what earlier compilations on this machine had no time to
+measure. --report shows the measurements.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Explanation:
 
     @property
     def forecast(self) -> str:
-        """``143 -> 137 ms (within 16 %)``: of the call or step; empty without an estimate. The
+        """``243 -> 137 ms (within 16 %)``: of the call or step; empty without an estimate. The
         error is from steps on an H200, none with a mask that hides blocks, which kernels skip."""
         if self.ms is None:
             return ""
@@ -97,7 +97,8 @@ class Explanation:
         if self.hides:
             return f"{before} -> less than {after} ms"
         where = "" if self.gpu == "an H200" else ", as measured on an H200"
-        return f"{before} -> {after} ms (within {100 * ERROR:.0f} %{where})"
+        small = ": measure a gain this small" if self.ms[0] < (1 + ERROR) * self.ms[1] else ""
+        return f"{before} -> {after} ms (within {100 * ERROR:.0f} %{where}{small})"
 
     @property
     def gemms(self) -> int:
@@ -185,9 +186,12 @@ class Explanation:
     def __str__(self) -> str:
         table = sites_table(self.sites, self.gpu)
         summary = self.summary.replace("; ", "\n  ")
-        lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table]
+        lines, given = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table], set()
         for found in self.advised.values():
-            lines += ["", f"{places(found)}: {common_text(found)}", f"  -> {found[0].remedy.text}"]
+            advice = found[0].remedy.text
+            lines += ["", f"{places(found)}: {common_text(found)}"]
+            lines += [f"  -> {'As above.' if advice in given else advice}"]
+            given.add(advice)
         return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
 
     def __repr__(self) -> str:

@@ -83,7 +83,7 @@ class Tile:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
             text = f"{words_for(node)} is not elementwise"
             if str(node.target).startswith("coda_inductor.gemm_epilogue"):
-                text = "the epilogue of the next fused GEMM reads it"
+                text = "it is an operand of that epilogue"
             return refuse("not-on-tile", text)
         if node.target is aten.permute.default:
             return refuse("no-neighbours", "it transposes the tile")

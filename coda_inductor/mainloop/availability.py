@@ -46,7 +46,7 @@ def kernel_stack(device: torch.device | None = None) -> Refusal | None:
         why = "torch sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         if torch.version.cuda is None:
             built = f"torch {torch.__version__} is built without CUDA"
-            why = f"{built}, an NVIDIA GPU needs a build with it"
+            why = f"{built}; kernels need a build with CUDA"
         return refuse("no-cuda", f"no CUDA device is available: {why}")
     arch = arch_with(torch.cuda.get_device_capability(device))
     return unsupported_gpu(arch) or library_stack()

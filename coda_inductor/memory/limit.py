@@ -83,8 +83,9 @@ def _room(graph: Graph, asked: int | str) -> int:
     ranks, because their kernels must be the same."""
     device = next((d for d in map(_device, graph.nodes) if d is not None), None)
     if device is None:
+        value = repr(asked) if isinstance(asked, str) else f"{asked / 2**30:g} GiB"
         raise OptionError(
-            f"option 'memory' is {asked!r}, but the graph has no tensor on a GPU: a number from 0 "
+            f"option 'memory' is {value}, but the graph has no tensor on a GPU: a number from 0 "
             "to 1 works everywhere"
         )
     held = torch.cuda.memory_allocated(device)

@@ -50,8 +50,8 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
         _tell(
             "kernels",
             f"no GEMM becomes a kernel here: {reason}. Results are correct, and as fast as "
-            "torch.compile's. options={'reference': True} asks for plain torch ops and "
-            "silences this",
+            "torch.compile's. options={'reference': True} runs what would be fused as plain torch "
+            "ops, without this warning",
         )
 
 
@@ -63,8 +63,8 @@ def after_matching(gm: GraphModule, record: Record) -> None:
     targets = {node.target for body in bodies(gm.graph) for node in body.graph.nodes}
     for pattern in loading.load(options.patterns, strict=False):
         if pattern.name not in {*loading.builtin_names(), *options.disable, *refused}:
-            text = f"pattern {pattern.name} was found nowhere in {record.name}: compare its idioms "
-            text += "with the model's code (python -m coda_inductor check runs them alone)"
+            text = f"pattern {pattern.name} was found nowhere in {_graph(record)}: compare its "
+            text += "idioms with the model's code (python -m coda_inductor check runs them alone)"
             told.update([pattern.name] * (pattern.op in targets))
             _tell(pattern.name, text)
 
@@ -77,17 +77,17 @@ def after_fusing(record: Record) -> None:
         told.add("fused")
     elif sites and not record.dry:
         reason, times = Counter(site.reason for site in sites).most_common(1)[0]
-        text = (
-            f"none of the {len(sites)} GEMMs of {record.name} is fused, {times} because: {reason}"
-        )
+        none = f"none of the {len(sites)} GEMMs of {_graph(record)} is fused"
+        text = f"{none}, {times} because: {reason}"
         _tell("fused", f"{text}. print(coda_inductor.reports()[-1].table()) has all")
     if record.limit is not None:
         told.add("memory")
     elif options.memory is not None:
-        _tell("memory", f"option 'memory' has no effect on {record.name}, which has no gradients")
+        text = f"option 'memory' has no effect on {_graph(record)}, which has no gradients"
+        _tell("memory", text)
     told.update(f"disable {name}" for name in record.stopped)
     for name in options.disable if sites and not record.dry else ():
-        text = f"option 'disable' has no effect on {record.name}: "
+        text = f"option 'disable' has no effect on {_graph(record)}: "
         gemm = f"it fuses no GEMM of a module {name.removeprefix(GEMM)!r}"
         text += gemm if name.startswith(GEMM) else f"nothing in it is called {name!r}"
         if name.removesuffix("_backward") not in record.stopped:  # else there is no gradient of it
@@ -121,6 +121,10 @@ def _has_product(gm: GraphModule) -> bool:
     calls = (node for body in bodies(gm.graph) for node in body.graph.nodes)
     names = (str(getattr(n.target, "__name__", n.target)) for n in calls)
     return any(name.split(".")[0] in _PRODUCTS for name in names)  # mm, and aten's mm.default
+
+
+def _graph(record: Record) -> str:
+    return "the graph" if record.name == "graph" else record.name
 
 
 def _tell(what: str, text: str) -> None:

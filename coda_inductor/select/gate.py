@@ -30,12 +30,12 @@ def host_bound(
     """
     us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
     each = gpu.host_trained_us if training else gpu.host_gemm_us
-    host = (gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * each
-    if us >= _HOST * host:
+    host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * each)
+    if us >= host:
         return None
     text = (
-        f"too small: the graph's GEMMs take {us:.0f} us, launching them {host:.0f} us, so the host "
-        "is the limit (options['gate'] = 'always' fuses anyway)"
+        f"too small: the graph's GEMMs take {us:.0f} us, launching them up to {host:.0f} us, so "
+        "the host is the limit (options['gate'] = 'always' fuses anyway)"
     )
     return refuse("too-small", text)
 

@@ -79,7 +79,9 @@ def test_nothing_to_find(search):
 
 def test_the_last_error_counts_or_the_status(search):
     said = "print('x.YError: y\\nhint', file=sys.stderr); os.abort(); ("
-    for end, why in ((said, "x.YError: y"), ("os.abort(); (", "exit status -6")):
+    warned = "import warnings; warnings.warn('w'); sys.exit(3); ("
+    ends = {said: "x.YError: y", "os.abort(); (": "exit status -6", warned: "exit status 3"}
+    for end, why in ends.items():
         text = FAKE.replace("sys.exit(", end)
         assert f"fail: {why}. It" in search("out & {'*', 'norm'}", text=text)[1]
 

@@ -169,6 +169,9 @@ def test_a_step_has_one_total():
     assert "143 \u2192 36 ms a step on an H100 (within" in words(found.html())
     found.gpu = "an H200"
     assert found.forecast == "143 -> 36 ms (within 16 %)"
+    found.ms = (328.0, 324.0)
+    assert found.forecast == "328 -> 324 ms (within 16 %: measure a gain this small)"
+    found.ms = (143.4, 36.04)
     found.hides = True
     assert found.forecast == "143 -> less than 36 ms"
 

@@ -48,6 +48,7 @@ from coda_inductor.graph.nodes import (
     renames_or_casts,
     told,
 )
+from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
@@ -89,7 +90,9 @@ def _slice(node: Node) -> Refusal | None:
     sums = [p for p in products if _sums_rows(p, columns)]
     for product in products:
         if product not in (*dgrads, *wgrads, *sums):
-            return refuse("logits-read", f"{told(product)} reads it too")
+            returned = any(is_tangent(base(n)) for n in product.all_input_nodes)
+            reader = "the gradient of returned logits is added to it"
+            return refuse("logits-read", reader if returned else f"{told(product)} reads it too")
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
         return refuse("idiom-form", "it is not the gradient of one linear layer")
     lefts = [(fake(factors[p][0]).shape, p in dgrads) for p in (*dgrads, *wgrads)]

@@ -246,6 +246,16 @@ def test_what_would_be_rounded_otherwise_is_not_sliced(loss, dtype, tolerance, s
     assert {"logits-read", "idiom-form"} & codes(harness)
 
 
+def test_returned_logits_are_named_as_what_keeps_their_gradient_whole(slices):
+    def head(x, w, labels):
+        logits = x @ w.T
+        return hugging_face(logits, labels), logits
+
+    x, labels = inputs()
+    harness = not_sliced("logits-read", head, x, randn(V, D).requires_grad_(), labels)
+    assert "the gradient of returned logits is added to it" in reasons(harness)
+
+
 def not_sliced(code, *how):
     harness = check_gradients(*how)
     assert harness.counts["cross_entropy_backward"] == 0
