@@ -29,6 +29,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.tensors import UnpairableError
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.program.dtypes import dtype_name
+from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.launch import kernel
 from coda_inductor.select import legality
@@ -102,7 +103,8 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
     m = entry.program.rows(as_, operands)
     if entry.program.too_thin(m, operands):
-        return _reference(as_, bs, operands, program, config)
+        cause = f"a part of the batch has fewer rows than the largest tile, {LEAST_PART}"
+        return _fall_back(cause, as_, bs, operands, program, config, site, strict)
     outputs = _allocate(entry.program, entry.config, as_, bs, operands)
     if m == 0:
         return outputs

@@ -10,6 +10,8 @@ import pytest
 import torch
 from programs import B_MAJOR, TERMS, fp8, inputs, kinds, legal, programs
 
+from coda_inductor.errors import KernelError
+from coda_inductor.log import forget_warnings
 from coda_inductor.mainloop.readings import pair
 from coda_inductor.runtime import launch, op, prepared
 from coda_inductor.runtime.launch import Kernel
@@ -234,16 +236,20 @@ def test_no_rows(entry):
     assert len(entry.calls) == calls
 
 
-def test_no_kernel_has_a_tile_of_three_parts_of_a_batch(entry):
+def test_no_kernel_has_a_tile_of_three_parts_of_a_batch(entry, caplog):
     """Sizes that were symbolic when it was compiled; before and after a call is prepared."""
+    forget_warnings()
     for prepare in (False, True):
         if prepare:
             given(entry, case("gated", 600, 2))
             assert not given(entry, case("gated", 512, 2))[1]
         before, call = len(entry.calls), case("gated", 510, 2)
-        for have, want in zip(op._cuda(*call, "", True), op._reference(*call), strict=True):
+        for have, want in zip(op._cuda(*call), op._reference(*call), strict=True):
             assert torch.equal(have, want)
+        with pytest.raises(KernelError, match="fewer rows than the largest tile, 256"):
+            op._cuda(*call, "", True)
         assert len(entry.calls) == before
+    assert caplog.text.count("fewer rows") == 1
 
 
 def test_what_is_kept_is_bounded(entry):
