@@ -20,7 +20,8 @@ not change the loss of a row. A cross entropy of one class is minus its log-soft
 ``index`` no row is ignored: one below zero remains an error.
 
 What it enables: rule R7. The log-sum-exps are of rows of the head's result, neither logits nor
-their log-softmax are copied, and the gradient is computed one slice of the vocabulary at a time.
+their log-softmax are copied, and the gradient takes the logits' place or is computed one slice of
+the vocabulary at a time.
 
 Leaves alone, silently, because the graph does not get worse: class weights, probabilities, an
 ``ignore_index`` that is not a literal; other slices; tensors that are changed in place in between;
