@@ -36,6 +36,10 @@ _NO_PLANNER = (
     "another custom_partitioner_fn is set in torch._inductor.config or torch.compile's options, or "
     "this torch has none; take it away, or set torch._functorch.config.activation_memory_budget"
 )
+_HELD = (
+    "what a peak leaves for a graph depends on what the device holds when it is compiled: give "
+    "explain a share from 0 to 1"
+)
 
 #: torch's setting of how much memory is kept, of ``torch._functorch.config``.
 BUDGET = "activation_memory_budget"
@@ -114,7 +118,8 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     partitioner ``plans`` for it."""
     record.limit = limit(graph, record.options) if plans else None
     if not plans and record.options.memory is not None:
-        warn_once("option 'memory'", _NO_PLANNER, to="torch's partitioner")
+        why = _HELD if record.dry else _NO_PLANNER
+        warn_once("option 'memory'", why, to="torch's partitioner")
         notice.told.add("memory")
     on_aten(graph, record)
     notice.after_fusing(record)

@@ -90,6 +90,7 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str
             "of a loss on meta), so there are no kept tensors to compare with. Create the "
             "model on a CPU, where explain does not run it either."
         )
+    notes += [f"Memory: it {g.report.memory}." for g in graphs if g.report.memory is not None]
     if breaks:
         reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())
         notes.append(
