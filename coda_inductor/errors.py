@@ -40,6 +40,6 @@ class ExplainError(CodaError, RuntimeError):
 
 
 def meant(name: Any, known: Iterable[str]) -> str:
-    """Did the user mean one of ``known``?"""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """Did the user mean one of ``known``? At most three are named."""
+    close = difflib.get_close_matches(str(name), known, n=3)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

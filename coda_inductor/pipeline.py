@@ -38,7 +38,7 @@ from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, say_once, warn_once
 from coda_inductor.matching import bodies
-from coda_inductor.options import GEMM, env_disable
+from coda_inductor.options import GEMM, Options, env_disable
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
@@ -171,6 +171,19 @@ ON_ATEN = (
 )
 
 
+def names(options: Options) -> set[str]:
+    """Load the patterns. Returns all that ``options["disable"]`` takes, but for GEMMs and "*".
+
+    Raises:
+        PatternError: with ``strict``, when a pattern file does not load.
+    """
+    loaded = [p.name for p in patterns.load(options.patterns, strict=options.strict)]
+    passes = (*ON_DYNAMO, *ON_ATEN)
+    counts = {name for each in passes for name in each.counts}
+    ours = {each.name for each in passes if not each.needed}
+    return {*loaded, *(f"{name}_backward" for name in loaded), *counts, *ours}
+
+
 def check_names(record: Record) -> None:
     """Load the patterns, and compare ``options["disable"]`` with what there is.
 
@@ -179,18 +192,14 @@ def check_names(record: Record) -> None:
             needed pass.
         PatternError: with ``strict``, when a pattern file does not load.
     """
-    loaded = [p.name for p in patterns.load(record.options.patterns, strict=record.options.strict)]
-    passes = (*ON_DYNAMO, *ON_ATEN)
-    names = {*loaded, *(f"{name}_backward" for name in loaded)}
-    names |= {name for each in passes for name in each.counts}
-    for name in record.options.disable:
-        if any(each.needed and each.name == name for each in passes):
-            raise OptionError(f"option 'disable': the pass {name!r} cannot be disabled")
-    names |= {each.name for each in passes if not each.needed}
+    known = names(record.options)
     given = {name for name in record.options.disable if not name.startswith(GEMM)}
-    if unknown := sorted(given - names):
-        said = ", ".join(f"{name!r}{meant(name, names)}" for name in unknown)
-        text = f"there is no {said}; known names are {', '.join(sorted(names))}"
+    for each in (*ON_DYNAMO, *ON_ATEN):
+        if each.needed and each.name in given:
+            raise OptionError(f"option 'disable': the pass {each.name!r} cannot be disabled")
+    if unknown := sorted(given - known):
+        said = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
+        text = f"there is no {said}; `python -m coda_inductor --names` lists all names"
         if not set(unknown) <= set(env_disable()):
             raise OptionError(f"option 'disable': {text}")
         say_once(f"CODA_DISABLE: {text}")  # another graph may have other patterns

@@ -26,7 +26,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.compat import functorch_config, unset_fake_temporarily
-from coda_inductor.errors import OptionError
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import snapshot
@@ -64,6 +63,9 @@ def limit(graph: Graph, options: Options) -> Limit | None:
     selective = any(n.meta["recompute"] in _SAVED for n in marked)
     share = min(1.0, getattr(functorch_config, "activation_memory_budget", 1.0))
     asked = options.memory
+    room = _room(graph, asked) if isinstance(asked, (int, str)) else None
+    if room is None and not isinstance(asked, float):
+        asked = None
     if asked is None and share >= 1 and not selective:
         return None
     before = snapshot(graph)
@@ -74,20 +76,16 @@ def limit(graph: Graph, options: Options) -> Limit | None:
         node.meta["recompute"] = None
     if isinstance(asked, float):
         return Limit(module, min(share, asked))
-    return Limit(module, share, None if asked is None else _room(graph, asked))
+    return Limit(module, share, room)
 
 
-def _room(graph: Graph, asked: int | str) -> int:
+def _room(graph: Graph, asked: int | str) -> int | None:
     """Bytes that a step may take beyond what the device holds now: up to a peak of ``asked`` bytes,
     or what is free, less a margin for what the allocator cannot use ("fit"). The least of all
-    ranks, because their kernels must be the same."""
+    ranks, because their kernels must be the same. None on a CPU, where a part of a model may be."""
     device = next((d for d in map(_device, graph.nodes) if d is not None), None)
     if device is None:
-        value = repr(asked) if isinstance(asked, str) else f"{asked / 2**30:g} GiB"
-        raise OptionError(
-            f"option 'memory' is {value}, but the graph has no tensor on a GPU: a number from 0 "
-            "to 1 works everywhere"
-        )
+        return None
     held = torch.cuda.memory_allocated(device)
     if asked == "fit":
         free, _ = torch.cuda.mem_get_info(device)
