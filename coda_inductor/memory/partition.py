@@ -30,9 +30,10 @@ from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.log import logger, say_once
 from coda_inductor.memory.candidates import Freed, Kept
 from coda_inductor.memory.halves import add_halves
-from coda_inductor.memory.limit import Limit, several_ranks
+from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
 from coda_inductor.memory.planner import Chain, Choice
+from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport
 
