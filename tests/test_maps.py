@@ -61,3 +61,9 @@ def test_no_page_names_a_file_that_is_gone_or_links_to_nothing():
         assert not [link for link in links if not (page.parent / link).exists()], page
     listed = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_no_advice_names_a_file_that_is_gone():
+    named = re.findall(r"\w+(?:/\w+)+\.py", (PACKAGE / "remedies.py").read_text())
+    assert named
+    assert all((ROOT / name).exists() for name in named)
