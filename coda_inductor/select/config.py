@@ -14,8 +14,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 
-_TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn)?(?::kN)?".replace("N", r"([1-9]\d*)"))
-_SWIZZLE = 8  # QuACK's
+_TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(:dyn)?(?::kN)?".replace("N", r"([1-9]\d*)"))
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,9 @@ class Config:
         pingpong: the schedule: ping-pong (two consumer warpgroups on two tiles) or cooperative (all
             of them on one tile).
         lean: the epilogue has small buffers and the main loop more memory (``mainloop.lean``).
-        swizzle: width, in clusters, of the band in which tiles are visited, so that they share
-            data in the L2 cache.
         dynamic: a cluster takes its next tile from a counter in memory, not by a fixed step, so
             none waits for processors that another kernel holds. On Hopper; Blackwell always does.
         split_k: K is divided among this many CTAs; the last adds their sums up, in order.
-
-    ``swizzle`` is an argument of a launch, all others are compiled in.
     """
 
     tile_m: int
@@ -43,7 +38,6 @@ class Config:
     cluster_n: int
     pingpong: bool
     lean: bool = False
-    swizzle: int = _SWIZZLE
     dynamic: bool = False
     split_k: int = 1
 
@@ -54,7 +48,6 @@ class Config:
             "pp" if self.pingpong else "co",
         ]
         parts += ["lean"] * self.lean
-        parts += [f"sw{self.swizzle}"] * (self.swizzle != _SWIZZLE)
         parts += ["dyn"] * self.dynamic
         parts += [f"k{self.split_k}"] * (self.split_k != 1)
         return ":".join(parts)
@@ -65,16 +58,16 @@ class Config:
 
         Raises:
             KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
-                ":lean", ":sw4", ":dyn" and ":k2", in this order.
+                ":lean", ":dyn" and ":k2", in this order.
         """
         if (match := _TEXT.fullmatch(text)) is None:
             raise KernelError(
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', optionally "
-                "followed by ':lean', ':sw4', ':dyn', ':k2', in this order"
+                "followed by ':lean', ':dyn', ':k2', in this order"
             )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        schedule, lean, swizzle, dynamic, split_k = match.groups()[4:]
-        tail = bool(lean), int(swizzle or _SWIZZLE), bool(dynamic), int(split_k or 1)
+        schedule, lean, dynamic, split_k = match.groups()[4:]
+        tail = bool(lean), bool(dynamic), int(split_k or 1)
         config = Config(tile_m, tile_n, cluster_m, cluster_n, schedule == "pp", *tail)
         if str(config) != text:
             raise KernelError(f"{text!r} is not the form of this kernel config: write {config}")

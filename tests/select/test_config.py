@@ -35,10 +35,9 @@ def sum_of_tiles(count: int, dtype: str = "float32"):
 MODES = {
     "128x192:2x1:pp": Config(128, 192, 2, 1, True),
     "128x192:2x1:pp:lean": Config(128, 192, 2, 1, True, lean=True),
-    "128x192:2x1:pp:sw4": Config(128, 192, 2, 1, True, swizzle=4),
     "128x192:2x1:pp:dyn": Config(128, 192, 2, 1, True, dynamic=True),
     "256x128:2x1:co:k2": Config(256, 128, 2, 1, False, split_k=2),
-    "64x64:1x1:pp:lean:sw1:dyn:k4": Config(64, 64, 1, 1, True, True, 1, True, 4),
+    "64x64:1x1:pp:lean:dyn:k4": Config(64, 64, 1, 1, True, True, True, 4),
 }
 
 
@@ -50,7 +49,7 @@ def test_each_config_has_one_text():
     assert [*map(str, MODES.values())] == [*MODES]
     for text in (
         "128x192", "128x192:2x1:xx", "128x192:2x1:pp:k2:dyn", "128x192:2x1:pp:np",
-        "128x192:2x1:pp:sw8", "128x192:2x1:pp:k1", "128x192:2x1:pp:k02", "0128x192:2x1:pp",
+        "128x192:2x1:pp:sw4", "128x192:2x1:pp:k1", "128x192:2x1:pp:k02", "0128x192:2x1:pp",
     ):  # fmt: skip
         with pytest.raises(KernelError, match=f"'{text}' is not"):
             Config.parse(text)
