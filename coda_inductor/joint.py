@@ -27,7 +27,7 @@ from coda_inductor.memory.limit import limit
 from coda_inductor.memory.partition import installed
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
-from coda_inductor.plan import crowded
+from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.runtime import launch, notice, pool
 from coda_inductor.select.store import generation
@@ -92,7 +92,7 @@ class Chained(CustomGraphPass):
         options = self.options
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
         torchs = getattr(functorch_config, BUDGET, 1.0), functorch_config.donated_buffer
-        decided = crowded(), generation(), *torchs
+        decided = several_ranks(), generation(), *torchs
         everything = (_sources(), options.identity, identity(), inner, files, decided)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 

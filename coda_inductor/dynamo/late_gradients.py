@@ -37,9 +37,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.nodes import arguments, bytes_of, fake
 from coda_inductor.graph.read import op_name
-from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Idiom, changes, first_match
 from coda_inductor.record import Record
@@ -136,7 +135,7 @@ def _is_large(node: Node) -> bool:
     known = fake(node)
     if not isinstance(known, Tensor) or not known.requires_grad:
         return False
-    return hint(known.numel()) * known.element_size() >= LEAST_BYTES
+    return bytes_of(known) >= LEAST_BYTES
 
 
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:

@@ -161,10 +161,10 @@ class _Planner:
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
             why = failed(error).at("gemm", module_path(anchor) or anchor.name)
-            return _refused(self._unplanned(anchor), why)
+            return _refused(unfused(anchor, self.scope), why)
 
     def _plan(self, anchor: Node) -> _Planned:
-        report = self._unplanned(anchor)
+        report = unfused(anchor, self.scope)
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
         if (why := overlapped(anchor) or self.record.plan.legal(anchor)) is not None:
@@ -203,19 +203,6 @@ class _Planner:
             region.program, a, b, region.shape, terms=terms, copied=copied,
             after=self._read_after(region), name=_name(region.anchors),
         )  # fmt: skip
-
-    def _unplanned(self, anchor: Node) -> SiteReport:
-        a, _ = gemm_inputs(anchor)
-        shape = (*fake(anchor).shape, fake(a).shape[-1])
-        moved = bytes_plain(anchor)
-        role = "weight gradient" if _of_weight(anchor) else "input gradient"
-        return SiteReport(
-            module_path(anchor) or anchor.name,
-            shape,
-            bytes_before=moved,
-            bytes_after=moved,
-            role="forward" if anchor in self.scope.forward else role,
-        )
 
     def _candidates(self, anchor: Node) -> Iterator[Make]:
         """How to grow regions around ``anchor``, the most profitable first."""
@@ -301,6 +288,20 @@ class _Planner:
                 if user not in inside
             )
         )
+
+
+def unfused(gemm: Node, scope: Scope) -> SiteReport:
+    """The report of a GEMM that is not fused, without a reason."""
+    shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
+    moved = bytes_plain(gemm)
+    role = "weight gradient" if _of_weight(gemm) else "input gradient"
+    return SiteReport(
+        module_path(gemm) or gemm.name,
+        shape,
+        bytes_before=moved,
+        bytes_after=moved,
+        role="forward" if gemm in scope.forward else role,
+    )
 
 
 def _refused(report: SiteReport, why: Refusal | None) -> _Planned:

@@ -20,9 +20,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_copy, unsafe_index_put
-from coda_inductor.graph.nodes import aten, elementwise, fake, may_view, prims
+from coda_inductor.graph.nodes import aten, bytes_of, elementwise, fake, may_view, prims
 from coda_inductor.graph.walk import closure
-from coda_inductor.memory.costs import size
 
 #: Ops without the tag of pointwise ops that still cost nothing of their own.
 _LIGHT = frozenset(
@@ -173,12 +172,12 @@ class Group:
     @property
     def size(self) -> int:
         """Bytes of all of them."""
-        return size([fake(n) for n in self.nodes])
+        return bytes_of(*self.nodes)
 
     def saved(self, level: int) -> int:
         """Bytes that a level does not keep."""
         freed = self.levels[level]
-        return size([fake(n) for n in freed.gone]) - size([fake(n) for n in freed.instead])
+        return bytes_of(*freed.gone) - bytes_of(*freed.instead)
 
 
 def groups(kept: Kept) -> list[Group]:
@@ -194,14 +193,14 @@ def groups(kept: Kept) -> list[Group]:
         gone = frozenset(nodes)
         instead = _sources(kept, gone)
         levels = [Freed()]
-        smaller = sum(size(fake(n)) for n in instead) < sum(size(fake(n)) for n in nodes)
+        smaller = bytes_of(*instead) < bytes_of(*nodes)
         if again and smaller and not any(heavy(maker(n)) for n in nodes):
             levels.append(Freed(gone, instead))
         if all(map(repeatable, again)):
             last = frozenset([n for n in nodes if n in kept.halves][-1:])
             levels += [Freed(last, halves=last)] if last and len(nodes) > 1 else []
             levels.append(Freed(gone))
-        sizes = [sorted(size(fake(n)) for n in each) for each in (nodes, instead)]
+        sizes = [sorted(map(bytes_of, each)) for each in (nodes, instead)]
         kind = (len(levels), str(sizes), str([n.target for n in again]))
         if len(levels) > 1:
             found.append(Group(tuple(nodes), tuple(levels), kind))

@@ -30,6 +30,7 @@ from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.options import Options
+from coda_inductor.plan import several_ranks
 from coda_inductor.rewrite.decompose import decompose_all
 
 #: The share of free memory that "fit" takes: the rest is for fragments and workspaces.
@@ -98,12 +99,6 @@ def _room(graph: Graph, asked: int | str) -> int | None:
             torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
             room = int(least)
     return room
-
-
-def several_ranks() -> bool:
-    """Does this process train with others?"""
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _device(node: Node) -> torch.device | None:

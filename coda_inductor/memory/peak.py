@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from coda_inductor.compat import functorch_config
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.memory.candidates import Freed, Kept, heavy, maker, owner
-from coda_inductor.memory.costs import size, workspace
+from coda_inductor.memory.costs import workspace
 
 #: A stored value, and whether it is the one of the backward pass's own computation.
 _Value = tuple[Node, bool]
@@ -72,23 +72,23 @@ class Timeline:
                 frees.setdefault(max(at, last.get(value, 0)), []).append(value)
         now = most = 0
         for at, kernel in enumerate(kernels):
-            now += sum(size(fake(node)) for node, _ in kernel.writes)
+            now += bytes_of(*(node for node, _ in kernel.writes))
             over = frees.get(at, [])
             most = max(most, now + kernel.workspace - self._overwritten(kernel, over))
-            now -= sum(size(fake(node)) for node, _ in over if node not in self._stay)
+            now -= bytes_of(*(node for node, _ in over if node not in self._stay))
         return most
 
     def _overwritten(self, kernel: _Kernel, over: Sequence[_Value]) -> int:
         """Bytes of results that take the place of operands, for ``over``: what ends here."""
         if not kernel.elementwise:
             return 0
-        own = [size(fake(node)) for node, _ in kernel.writes]
+        own = [bytes_of(node) for node, _ in kernel.writes]
         found = 0
         for node, again in over:
             mine = again or node in self.kept.backward or functorch_config.donated_buffer
-            if mine and node not in self.results and size(fake(node)) in own:
-                own.remove(size(fake(node)))
-                found += size(fake(node))
+            if mine and node not in self.results and bytes_of(node) in own:
+                own.remove(bytes_of(node))
+                found += bytes_of(node)
         return found
 
     def _kernels(self, freed: Freed) -> list[_Kernel]:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.memory.candidates import Freed, Group, Kept, groups, heavy
-from coda_inductor.memory.costs import milliseconds, size
+from coda_inductor.memory.costs import milliseconds
 from coda_inductor.select.device import Gpu
 
 #: Combinations of one layer that are compared; kinds beyond them, the smallest ones, are
@@ -124,8 +124,8 @@ class Chain:
 
     def choice(self, freed: Freed) -> Choice:
         """The choice to free ``freed``."""
-        total = _bytes(self.kept.kept)
-        left = total - _bytes(freed.gone) + _bytes(freed.instead)
+        total = bytes_of(*self.kept.kept)
+        left = total - bytes_of(*freed.gone) + bytes_of(*freed.instead)
         return Choice(freed, left, total, self._ms(self.kept.again(freed.gone, freed), freed.gone))
 
     def _ms(self, again: Collection[Node], gone: Iterable[Node]) -> float:
@@ -133,7 +133,7 @@ class Chain:
         for node in (heavies := list(filter(heavy, again))):
             if node not in self._times:
                 self._times[node] = milliseconds(node, self.gpu)
-        passes = 2 * _bytes(n for n in gone if n in again and not _direct(n))
+        passes = 2 * bytes_of(*(n for n in gone if n in again and not _direct(n)))
         return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
@@ -228,7 +228,3 @@ def _hull(points: Sequence[_Rated]) -> list[_Rated]:
 def _direct(node: Node) -> bool:
     """Does a heavy node compute ``node``, without an elementwise pass?"""
     return heavy(node) or any(map(heavy, node.all_input_nodes[:1]))
-
-
-def _bytes(nodes: Iterable[Node]) -> int:
-    return sum(size(fake(n)) for n in nodes)
