@@ -33,8 +33,8 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
-            what, value = line.split(" ", maxsplit=1)
-            sys.stdout.write(f"{what:<20}{value}\n")
+            name, value = line.split(" ", maxsplit=1)
+            sys.stdout.write(f"{name:<20}{value}\n")
         parser.exit()
 
 
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():
         module.arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
-    chosen = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        return modules[chosen.command].run(chosen)
+        return modules[arguments.command].run(arguments)
     except CodaError as error:
-        sys.stderr.write(f"{parser.prog} {chosen.command}: error: {error}\n")
+        sys.stderr.write(f"{parser.prog} {arguments.command}: error: {error}\n")
         return 2 if isinstance(error, OptionError) else 1
 
 

@@ -39,7 +39,7 @@ class ExplainError(CodaError, RuntimeError):
     """:func:`coda_inductor.explain` cannot trace the model; the message says why."""
 
 
-def meant(name: Any, known: Iterable[str]) -> str:
-    """Did the user mean one of ``known``?"""
-    close = difflib.get_close_matches(str(name), known, n=1)
+def suggest(name: Any, names: Iterable[str]) -> str:
+    """Did the user mean one of ``names``?"""
+    close = difflib.get_close_matches(str(name), names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -32,7 +32,7 @@ class Traced:
         graphs: the inference graph, or the forward and the backward one.
         saved: what the forward pass saves for the backward pass.
         training: whether there is a backward pass.
-        around: wraps what was compiled, for the caller.
+        wrapper: wraps what was compiled, for the caller.
     """
 
     call: Callable[..., Any] = lambda: None
@@ -40,7 +40,7 @@ class Traced:
     graphs: list[Graph] = field(default_factory=list)
     saved: list[Node] = field(default_factory=list)
     training: bool = False
-    around: Callable[[Callable[..., Any]], Any] = lambda compiled: compiled
+    wrapper: Callable[[Callable[..., Any]], Any] = lambda compiled: compiled
 
 
 def dry_run(
@@ -51,10 +51,10 @@ def dry_run(
 ) -> Traced:
     """Run our passes on Dynamo's graph ``gm``, which changes, and ``passes`` on the graph that
     AOTAutograd traces of it. Only a record that is not dry plans for a limit of memory."""
-    around, plans = on_dynamo(gm, record), not record.dry
+    wrap, plans = on_dynamo(gm, record), not record.dry
     splits = Partitioner(lambda: record, str) if plans else min_cut_rematerialization_partition
     traced = trace(gm, inputs, lambda graph: passes(graph, record, plans=plans), splits)
-    traced.around, traced.call = around, around(traced.call)
+    traced.wrapper, traced.call = wrap, wrap(traced.call)
     return traced
 
 

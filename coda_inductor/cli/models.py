@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.errors import ExplainError, OptionError, PatternError, meant
+from coda_inductor.errors import ExplainError, OptionError, PatternError, suggest
 from coda_inductor.options import parse
 
 _WORDS = ("true", "false", "none")
@@ -104,7 +104,7 @@ def _hugging_face(
     values = dict(_setting(text, "--set") for text in chosen.set)
     families = transformers.CONFIG_MAPPING.keys()
     if chosen.hf not in families:
-        hint = meant(chosen.hf, families)
+        hint = suggest(chosen.hf, families)
         raise OptionError(f"--hf {chosen.hf}: transformers has no such model_type{hint}")
     try:
         config = transformers.AutoConfig.for_model(chosen.hf, **values)

@@ -81,7 +81,7 @@ def _tune_left(seconds: float) -> None:
     known = store_of(gpu_of(device := _device()))
     if not (sites := known.left()):
         raise OptionError("no sites are left to measure: name a model, or use --report")
-    before, tuner = set(known.own()), Tuner(known, device, seconds, MANY)
+    before, tuner = set(known.user_rows()), Tuner(known, device, seconds, MANY)
     tuner.measure(sites)
     tuner.close()
     _said(known, before, f"{len(sites)} that were left")
@@ -102,14 +102,14 @@ def _tune(chosen: argparse.Namespace) -> None:
     known = store_of(gpu_of(device := _device()))
     for tokens in chosen.tokens or [None]:
         model, args, kwargs = models.model_of(chosen, tokens)
-        before = set(known.own())
+        before = set(known.user_rows())
         with torch.set_grad_enabled(chosen.train):
             capture(model, args, kwargs, options, as_if=device)
         _said(known, before, f"{args[0].shape[1]} tokens" if chosen.hf else chosen.target)
 
 
 def _said(known: Store, before: set[str], what: str) -> None:
-    new = len(set(known.own()) - before)
+    new = len(set(known.user_rows()) - before)
     if new:
         store.advance()
     sys.stdout.write(f"{what}: {new} sites measured, kept in {known.path}\n")

@@ -35,7 +35,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import HigherOrderOperator
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import of_torch, read
+from coda_inductor.graph.read import is_torch, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import bodies, changes_mode, memory
 from coda_inductor.record import Record
@@ -102,7 +102,7 @@ def _owned(target: Node) -> bool:
     if target.op == "call_method":
         return True
     plain = target.op == "call_function" and target.target is not operator.getitem
-    return plain and of_torch(target.target) and not isinstance(target.target, HigherOrderOperator)
+    return plain and is_torch(target.target) and not isinstance(target.target, HigherOrderOperator)
 
 
 def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:

@@ -116,7 +116,7 @@ def separate(graph: Graph, record: Record) -> None:
         found.append((place, inputs.index(w), None if b is None else inputs.index(b), cap))
     output.args = (tuple(results),)
     if found:
-        record.around.append(lambda compiled: _wrap(compiled, found))
+        record.wrappers.append(lambda compiled: _wrap(compiled, found))
 
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:

@@ -72,7 +72,7 @@ def _plan(graph: Graph, record: Record) -> Plan:
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(fake(node).requires_grad for node in linears)
     times = 3 if training else 1  # two more products for the gradients of a layer's factors
-    return record.plan.of_products(pairs * times, training=training)
+    return record.plan.for_products(pairs * times, training=training)
 
 
 def _product(node: Node) -> bool:

@@ -73,7 +73,7 @@ class _Backend:
         self.found.append(Captured(stock, ours, record.report))
         if self.stop:
             raise _Enough
-        return ours.around(gm.forward)
+        return ours.wrapper(gm.forward)
 
 
 def _unfused(graph: Graph, why: Refusal) -> Iterator[SiteReport]:

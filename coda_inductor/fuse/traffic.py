@@ -35,10 +35,10 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
     m, n, _ = region.shape
     program = region.program
     stores = sum(hint(m) * n * WIDTHS[store.dtype] for store in program.stores)
-    kept = sum(size(anchor) for anchor in region.anchors if region.values[anchor] in stored)
+    product = sum(size(anchor) for anchor in region.anchors if region.values[anchor] in stored)
     operands = sum(size(node) for node, _ in region.operands)
-    reduced = sum(size(node) for node in region.reduces)
-    before = left + right + 2 * products + operands + stores - kept + reduced
+    reductions = sum(size(node) for node in region.reduces)
+    before = left + right + 2 * products + operands + stores - product + reductions
     shared = size(pairs[0][0]) if region.total is None else left
     after = shared + right + operands + stores + _partials(region, config)
     if region.total is not None and not region.in_place:
@@ -47,7 +47,7 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
 
 
 def bytes_plain(anchor: Node) -> int:
-    """What a GEMM that is not fused moves: its inputs (a bias too) and its product."""
+    """Bytes that an unfused GEMM moves: its inputs (a bias too) and its product."""
     return size(anchor) + sum(size(node) for node in anchor.all_input_nodes)
 
 

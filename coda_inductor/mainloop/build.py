@@ -36,7 +36,7 @@ def build(
     """
     capability = get_device_capacity(torch.device(device))
     arch = arch_with(capability)
-    if (why := config.unwritten(arch)) is not None:
+    if (why := config.tile_refusal(arch)) is not None:
         raise ValueError(f"{config} has no kernel: {why}")
     mod = load(program, variant)
     if not mod.reading.suits(program, config):

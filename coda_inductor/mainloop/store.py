@@ -25,7 +25,7 @@ import quack.cache
 import quack.cache.jit
 
 from coda_inductor.cache_dir import folder, prewarmed, private_dir, share, writable, write
-from coda_inductor.locks import held
+from coda_inductor.locks import lock_file
 from coda_inductor.mainloop.environment import label
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class KernelLock:
 
     def __enter__(self) -> Self:
         share(self._kernel.parent)
-        if not self._held.enter_context(held(self._kernel, self._timeout)):
+        if not self._held.enter_context(lock_file(self._kernel, self._timeout)):
             raise RuntimeError(f"another process is compiling {self._kernel}")
         with contextlib.suppress(OSError):
             missing = self._copies and not self._kernel.exists()

@@ -22,7 +22,7 @@ import torch
 from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.processes.child import Child, EndedError, LateError
-from coda_inductor.progress import shown
+from coda_inductor.progress import show_progress
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
@@ -102,7 +102,7 @@ class Tuner:
             self.left |= wanted
             return False
         start = time.monotonic()
-        with locks.held(self.store.path, self._seconds + _SLACK) as got:
+        with locks.lock_file(self.store.path, self._seconds + _SLACK) as got:
             waited = time.monotonic() - start
             missing = {k: s for k, s in wanted.items() if self.store.find(s) is None}
             if got and not (waited > 1.0 and _others()):
@@ -141,7 +141,7 @@ class Tuner:
             with concurrent.futures.ThreadPoolExecutor(_processes()) as threads:
                 found = {key: threads.submit(self._measured, site, deadline)
                          for key, site in sites.items()}  # fmt: skip
-                with shown("measuring", [*found.values()]):
+                with show_progress("measuring", [*found.values()]):
                     for key, future in found.items():
                         if (figures := future.result()) is not None:
                             self._keep({key: figures})

@@ -61,7 +61,7 @@ class Worker:
                 unfused(*inputs.unfused(site, inputs.tensors(site, "cuda", values=False)))
                 self._say({"ready": True})
                 return
-            with locks.held(self._alone, _PATIENCE):  # no other process of this user's
+            with locks.lock_file(self._alone, _PATIENCE):  # no other process of this user's
                 figures = self._figures(site, asked["configs"], unfused)
             self._say({"figures": to_row("", figures)})
         except Exception as error:

@@ -19,7 +19,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
-from coda_inductor.select.device import H100, known, tables
+from coda_inductor.select.device import H100, match_gpu, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +79,7 @@ def test_a_gpu_without_measurements_is_named(monkeypatch):
     """Blackwell: kernels could run, and the default gate has none."""
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
-    unknown = known("NVIDIA B200", (10, 0), 148, tables(None))
+    unknown = match_gpu("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
     on_gpu = [torch.nn.Parameter(torch.ones(1))]
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))

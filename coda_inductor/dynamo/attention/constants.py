@@ -19,7 +19,7 @@ from torch.fx import Node
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import of_torch, read
+from coda_inductor.graph.read import is_torch, read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Body, changes
 from coda_inductor.refusal import Refusal, Refused, refuse
@@ -147,7 +147,7 @@ def _is_torch(node: Node) -> bool:
     """Is it a tensor method, or a plain function of torch or Python? Not a function with state,
     like those that vmap consists of."""
     state = "functorch" in (getattr(node.target, "__module__", None) or "")
-    return node.op == "call_method" or (of_torch(node.target) and not state)
+    return node.op == "call_method" or (is_torch(node.target) and not state)
 
 
 def _on_cpu(arg: Any) -> Any:
