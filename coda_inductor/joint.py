@@ -115,7 +115,7 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     record.limit = limit(graph, record.options) if plans else None
     if not plans and record.options.memory is not None:
         warn_once("option 'memory'", _NO_PLANNER, to="torch's partitioner")
-        notice.told.add("memory")
+        notice.logged.add("memory")
     on_aten(graph, record)
     notice.after_fusing(record)
 

@@ -105,10 +105,10 @@ class Server:
             self.ended = True
             futures = list(self._futures.values())
             self._futures.clear()
-        how = self.child.ended()
+        status = self.child.ended()
         why: str = Lost("the compile server ended")
-        if how.code and how.code > 0:  # it raised: another server would too
-            why = f"no compile server: {how}"
+        if status.code and status.code > 0:  # it raised: another server would too
+            why = f"no compile server: {status}"
         for future in futures:
             future.set_result(why)
 

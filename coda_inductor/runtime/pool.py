@@ -43,7 +43,7 @@ def submit(requests: list[KernelRequest]) -> int:
         return 0
     with _lock:
         missing = [r for r in dict.fromkeys(requests) if r not in _jobs and not is_ready(r)]
-        for request in _own_first(missing):
+        for request in _stagger(missing):
             _start(request)
     return len(missing)
 
@@ -128,7 +128,7 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
     return error
 
 
-def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:
+def _stagger(requests: list[KernelRequest]) -> list[KernelRequest]:
     """All ranks of a host request the same kernels: each starts at another one, and later sees the
     others' results on disk (``worker.compile_kernel``)."""
     rank, count = ranks()

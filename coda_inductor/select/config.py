@@ -133,7 +133,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: Arch = HOPPE
     loaded = sum(WIDTHS[o.dtype] for o in program.loads)
     tile_bytes = rows * columns * (store_stages * stored + load_stages * loaded)
     tile = config.tile_m, config.tile_n
-    vectors = sum(WIDTHS[o.dtype] * o.of.resident(*tile) for o in program.read)
+    vectors = sum(WIDTHS[o.dtype] * o.spec.resident(*tile) for o in program.read)
     # Warps that share a column add their sums in shared memory.
     columns_summed = sum(reduce.axis == "col" for reduce in program.reduces)
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed

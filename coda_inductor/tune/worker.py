@@ -109,7 +109,7 @@ def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
 
 
 def _call(
-    site: Site, name: str, given: inputs.Given, unfused: Callable[..., list[Tensor]]
+    site: Site, name: str, given: inputs.Inputs, unfused: Callable[..., list[Tensor]]
 ) -> Callable[[], list[Tensor]]:
     """A call of only the product ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
@@ -121,7 +121,7 @@ def _call(
 
 
 def _kernel(
-    program: EpilogueProgram, config: str, given: inputs.Given
+    program: EpilogueProgram, config: str, given: inputs.Inputs
 ) -> Callable[[], list[Tensor]]:
     """A call of the op as in a graph, which then combines the partials of all tiles."""
     text, (as_, bs, operands) = program.to_json(), given

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def warnings(monkeypatch, warned):
     """The process has been told nothing yet, and nothing is compiled; gives what it is told."""
-    monkeypatch.setattr(notice, "told", set())
+    monkeypatch.setattr(notice, "logged", set())
     monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: gm.forward)
     return warned
 
@@ -174,7 +174,7 @@ def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
     """A pattern that is nowhere, a limit of memory without gradients, a graph that fuses nothing,
     seconds for measurements that are switched off, a disabled name that stops nothing."""
     monkeypatch.undo()
-    monkeypatch.setattr(notice, "told", {"kernels"})
+    monkeypatch.setattr(notice, "logged", {"kernels"})
     (tmp_path / "odd_gate.py").write_text(GATE)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
     options = {"patterns": [str(tmp_path / "odd_gate.py")], "memory": 0.5}

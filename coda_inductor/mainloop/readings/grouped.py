@@ -24,7 +24,7 @@ from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import (
     Factors,
-    Makes,
+    Factory,
     Plain,
     Read,
     Tensors,
@@ -104,8 +104,8 @@ class GroupedAlternating(GroupedPair):
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
         return ()
 
-    def inputs(self, site: Any, made: Makes) -> Factors:
-        as_, bs = super().inputs(site, made)
+    def inputs(self, site: Any, factory: Factory) -> Factors:
+        as_, bs = super().inputs(site, factory)
         return as_, [*self.unfused(site.program, as_, bs)[1]]
 
 
