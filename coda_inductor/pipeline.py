@@ -26,7 +26,7 @@ from coda_inductor.codegen.render import render
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.assertions import drop_assertions
-from coda_inductor.dynamo.dropouts import multiply_dropped
+from coda_inductor.dynamo.dropouts import multiply_masks
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
@@ -136,7 +136,7 @@ ON_DYNAMO = (
     Pass("in_place", change_copies, eager=True),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
-    Pass("dropouts", multiply_dropped, counts=("adapter_dropout",)),
+    Pass("dropouts", multiply_masks, counts=("adapter_dropout",)),
     Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms, after=("losses", "packed")),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),

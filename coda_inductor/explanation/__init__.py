@@ -65,8 +65,8 @@ def explain(
             f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
         )
     settings = replace(parse(None, options), strict=False, tune="never")
-    known = gpu_of() if gpu is None else find_gpu(gpu)
+    target = gpu_of() if gpu is None else find_gpu(gpu)
     title = str(getattr(model, "__name__", type(model).__name__))
-    here = torch.device("cuda" if gpu is None and torch.cuda.is_available() else "meta")
-    graphs, breaks = capture(model, args, dict(kwargs), settings, here, known)
-    return build(title, graphs, breaks, known)
+    device = torch.device("cuda" if gpu is None and torch.cuda.is_available() else "meta")
+    graphs, breaks = capture(model, args, dict(kwargs), settings, device, target)
+    return build(title, graphs, breaks, target)

@@ -45,7 +45,7 @@ class Captured:
     """One Dynamo graph without (``stock``) and with our passes (``ours``), and their report."""
 
     stock: Traced
-    ours: Traced
+    traced: Traced
     report: GraphReport
 
 
@@ -57,37 +57,37 @@ class _Backend:
     """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: the arguments
     of ``Record`` about the GPU."""
 
-    def __init__(self, options: Options, stop: bool, **how: Any):
-        self.options, self.stop, self.how = options, stop, how
-        self.found: list[Captured] = []
+    def __init__(self, options: Options, stop: bool, **kwargs: Any):
+        self.options, self.stop, self.kwargs = options, stop, kwargs
+        self.graphs: list[Captured] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stock = trace(gm, inputs)
-        record = Record(self.options, f"graph {len(self.found)}", dry=True, **self.how)
+        record = Record(self.options, f"graph {len(self.graphs)}", dry=True, **self.kwargs)
         everything = EVERYTHING in self.options.disable
-        ours = stock if everything else dry_run(gm, inputs, record)
+        traced = stock if everything else dry_run(gm, inputs, record)
         if everything or not record.enabled("fuse"):
             name = EVERYTHING if everything else "fuse"
             why = refuse("disabled", f"options['disable'] names {name!r}")
-            record.report.sites += _unfused(ours.whole, why)
-        self.found.append(Captured(stock, ours, record.report))
+            record.report.sites += _unfused(traced.whole, why)
+        self.graphs.append(Captured(stock, traced, record.report))
         if self.stop:
             raise _Enough
-        return ours.wrapper(gm.forward)
+        return traced.wrapper(gm.forward)
 
 
 def _unfused(graph: Graph, why: Refusal) -> Iterator[SiteReport]:
     """A report for every GEMM of a graph in which nothing is fused."""
     forward = Scope(graph).forward
     for gemm in (node for node in graph.nodes if node.target in TRACED):
-        a, moved = gemm_inputs(gemm)[0], bytes_plain(gemm)
+        a, traffic = gemm_inputs(gemm)[0], bytes_plain(gemm)
         role = "weight gradient" if is_transpose(a) else "input gradient"
         yield SiteReport(
             module_path(gemm) or gemm.name,
             (*fake(gemm).shape, fake(a).shape[-1]),
             choice=replace(UNFUSED, refusal=why),
-            bytes_before=moved,
-            bytes_after=moved,
+            bytes_before=traffic,
+            bytes_after=traffic,
             role="forward" if gemm in forward else role,
         )
 
@@ -110,17 +110,17 @@ def capture(
     why = ""
     with _undisturbed():
         try:
-            found = _captured(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
+            graphs = _capture(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
         except (Unsupported, UserError) as error:
-            why, again = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
-            found = _captured(function, args, kwargs, again)
-    if not found:
+            why, retry = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
+            graphs = _capture(function, args, kwargs, retry)
+    if not graphs:
         reason = f". Its first break: {why}" if why else ": it computes no tensors"
         raise ExplainError(f"torch.compile captures no graph in this call{reason}")
-    return found, why
+    return graphs, why
 
 
-def _captured(
+def _capture(
     function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend
 ) -> list[Captured]:
     """The graphs of one call. To get past graph breaks a copy is run. Dynamo's cache belongs to
@@ -136,10 +136,10 @@ def _captured(
     except Exception as error:
         if backend.stop and isinstance(error, (Unsupported, UserError)):
             raise
-        what = "cannot be traced" if backend.stop else "fails"
-        raise ExplainError(f"the model {what}: {type(error).__name__}: {error}") from error
-    found, backend.found = backend.found, []  # Dynamo's cache holds the backend
-    return found
+        verb = "cannot be traced" if backend.stop else "fails"
+        raise ExplainError(f"the model {verb}: {type(error).__name__}: {error}") from error
+    graphs, backend.graphs = backend.graphs, []  # Dynamo's cache holds the backend
+    return graphs
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 @functools.lru_cache(maxsize=1)
 def identity() -> tuple[str, ...]:
-    """What the machine contributes to a compiled graph's identity: versions of torch and of the
-    kernel libraries ("absent" without one), what else a kernel's code depends on, the GPUs' names,
-    and why there are no kernels on each. Another version or GPU must not hit old cache entries."""
+    """The machine's part of a compiled graph's identity: versions of torch and of the kernel
+    libraries ("absent" without one), the environment of a kernel's code, the GPUs' names, and why
+    there are no kernels on each. Another version or GPU must not hit old cache entries."""
     versions = [f"{library} {version(library)}" for library in _LIBRARIES]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [
@@ -78,7 +78,7 @@ def library_stack() -> Refusal | None:
 
 
 def _missing() -> str | None:
-    """What a kernel library lacks, or None."""
+    """Why the kernel libraries do not suffice, or None."""
     for library in (QUACK, CUTEDSL):
         installed = version(library.package)
         if installed == "absent":

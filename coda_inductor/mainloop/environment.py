@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's code depends on besides program and config: the machine and the environment."""
+"""The machine and the environment, on which a kernel's code depends besides program and config."""
 
 from __future__ import annotations
 

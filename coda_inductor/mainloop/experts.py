@@ -196,7 +196,7 @@ def _gradient_name(program: str, size: str, variant: str, device: torch.device) 
 
 def compile_gradient(program: str, size: str, variant: str) -> None:
     """Compile the kernel of a gradient of weights, in a process that launches nothing. Arguments
-    are those of its request (``runtime.on_cuda.requests``)."""
+    as in its request (``runtime.on_cuda.requests``)."""
     quack.gemm.get_max_active_clusters = lambda *_, **__: 0
     quack.gemm.launch_gemm = lambda *_: None
     quack.gemm._gemm_plan_cache.clear()

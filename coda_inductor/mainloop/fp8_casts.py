@@ -36,7 +36,7 @@ from coda_inductor.semantic.fp8_casts import TILE, amax_results, cast_results
 _TILE = 8192
 #: Its columns if it is transposed, and the most columns if it is not.
 _TURNED, _STRAIGHT = 64, 1024
-#: Warps for a tile's maxima, with those of columns and without. On an H200 eight warps take 1.3x
+#: Warps for a tile's maxima, by whether columns are among them. On an H200 eight warps take 1.3x
 #: as long for columns, which they exchange through shared memory (gotchas.md).
 _WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, broadcasts against the matrix: constants of the kernels.
@@ -228,7 +228,7 @@ def _current(x: Tensor) -> bool:
 
 
 def _layout(x: Tensor | None) -> Hashable:
-    """What a launch depends on."""
+    """The properties that a launch depends on."""
     return x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 

@@ -178,7 +178,7 @@ class EpilogueProgram:
 
     @property
     def outputs(self) -> tuple[Store | Reduce, ...]:
-        """What one run returns, in order: the stores, then the partials of the reductions."""
+        """The results of one run, in order: the stores, then the partials of the reductions."""
         return (*self.stores, *self.reduces)
 
     def to_json(self) -> str:

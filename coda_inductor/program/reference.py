@@ -4,9 +4,9 @@
 It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
 (traced into the graph, so that Inductor compiles it), and the definition of what programs mean.
 
-Products of FP8 operands are those of their exact values, summed in float32. If the caller casts the
-operands to float64, everything is computed in float64, whatever the program's dtypes: that
-separates the rounding of the operands from all other errors.
+FP8 operands are multiplied as exact values, and summed in float32. If the caller casts the operands
+to float64, everything is computed in float64, whatever the program's dtypes: that separates the
+rounding of the operands from all other errors.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _workers(text: str) -> int:
 
 
 def ranks() -> tuple[int, int]:
-    """The number of this process among those of its job on this host, and their count, from
+    """The number of this process among its job's processes on this host, and their count, from
     torchrun; (0, 1) without it."""
     rank, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     size = max(1, int(count)) if count.isdecimal() else 1

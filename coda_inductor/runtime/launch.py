@@ -136,8 +136,8 @@ class Kernel:
         return c
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:
-        """Store outputs by name; returns D, and the column partials that need compacting: those of
-        a paired program are (m_tiles, 2N), and only every other column counts."""
+        """Store outputs by name; returns D, and the column partials that need compacting: in a
+        paired program they are (m_tiles, 2N), and only every other column counts."""
         d, interleaved = None, []
         paired = self.program.paired
         for spec, output in zip(self.program.outputs, outputs, strict=True):

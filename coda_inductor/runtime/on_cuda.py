@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CUDA, the ops around products run kernels of their own: those of a mixture's experts
+"""On CUDA, the ops around products run kernels of their own: ops of a mixture's experts
 (``mainloop.experts``), casts to FP8 (``mainloop.fp8_casts``) and adapters behind dropout
 (``mainloop.dropout``). If a kernel does not support a call, or fails, torch's ops run, after one
 warning."""

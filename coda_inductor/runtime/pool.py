@@ -37,7 +37,7 @@ _jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
 
 
 def submit(requests: list[KernelRequest]) -> int:
-    """Start compiling those of ``requests`` that are neither compiled nor in progress; returns how
+    """Start to compile ``requests``, except those that are compiled or in progress; returns how
     many were started. Without the libraries this does nothing: ``wait`` returns the reason."""
     if library_stack() is not None or _alone():
         return 0
@@ -73,7 +73,7 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
 
 def drop(requests: list[KernelRequest]) -> None:
-    """Stop compiling those of ``requests`` that are still in progress."""
+    """Stop compiling the ``requests`` that are still in progress."""
     for request in requests:
         if request in _jobs:
             _outcome(request, 0.0)

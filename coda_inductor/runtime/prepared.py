@@ -50,7 +50,7 @@ def prepare(
     copied or converted, or a launch takes more than arguments.
 
     Raises:
-        UnpairableError: operands of this call were copied; those of a similar call may not be.
+        UnpairableError: operands of this call were copied; a similar call's may not be.
     """
     from coda_inductor.mainloop.plan import ready
 

@@ -63,7 +63,7 @@ class _Worker:
 
 
 def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
-    """What a worker runs. It dies with the server, also while a compiler holds the interpreter."""
+    """A worker's loop. It dies with the server, also while a compiler holds the interpreter."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors like those of a site, with random values or without."""
+"""Tensors like a site's, with random values or without."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> I
 
     as_, bs = site.reading.inputs(site, factory)
     routes = _routes(site, device)
-    small = {next(iter(found.names), None) for found in scaled(program).values()}
+    small = {next(iter(product.names), None) for product in scaled(program).values()}
     sizes = {"M": m, "N": n, "H": program.head, "B": 2, "E": site.groups}
     operands = []
     for operand in program.operands:

@@ -258,7 +258,7 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
     assert set(mine.left) == {key_of(ONE)}
 
 
-@pytest.mark.parametrize("name", ["_uncompiled", "from_row", "torch.cuda.mem_get_info"])
+@pytest.mark.parametrize("name", ["_compile_failures", "from_row", "torch.cuda.mem_get_info"])
 def test_nothing_is_raised(name, machine, tmp_path, monkeypatch):
     """What cannot be written is known in this process."""
 

@@ -67,7 +67,7 @@ class Grouped(Plain):
         return self.reads(as_, bs) if fits else None
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
-        """One weight: the B's of a pair are parts of its columns, those of terms of its rows."""
+        """One weight: the B's of a pair are parts of its columns, the B's of terms of its rows."""
         if len(bs) == 1:
             return as_, bs
         columns = program.paired

@@ -97,7 +97,7 @@ class Plain:
         return lambda as_, bs: (as_[0], bs[0], "", ())
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
-        """What is mixed into QuACK's kernel class."""
+        """The classes that are mixed into QuACK's kernel class."""
         return ()
 
     def dummies(
