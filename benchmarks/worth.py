@@ -243,7 +243,7 @@ def watched() -> tuple[set[str], Counter[str]]:
 
     changed: set[str] = set()
     fired: Counter[str] = Counter()
-    run, fire = pipeline._observed, record.Record.fire
+    run, fire = pipeline._observe, record.Record.fire
 
     def observed(each: Any, graph: Any, record: Any) -> None:
         before = str(graph)
@@ -255,7 +255,7 @@ def watched() -> tuple[set[str], Counter[str]]:
         fired[name] += times
         fire(self, name, times)
 
-    pipeline._observed, record.Record.fire = observed, count
+    pipeline._observe, record.Record.fire = observed, count
     return changed, fired
 
 

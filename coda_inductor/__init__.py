@@ -58,7 +58,7 @@ __all__ = [
     "enable", "enabled", "explain", "load_patterns", "reports", "value",
 ]  # fmt: skip
 
-_PLACES = {
+_MODULES = {
     "explanation": ("explain",),
     "matching": ("Match", "value"),
     "pass_mode": ("disable", "enable", "enabled"),
@@ -77,9 +77,9 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import public names on first use: a process that compiles kernels needs none of them, and
     importing Inductor and Dynamo takes seconds."""
-    if name in _PLACES:
+    if name in _MODULES:
         return importlib.import_module(f"coda_inductor.{name}")
-    for place, names in _PLACES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"coda_inductor.{place}"), name)
+            return getattr(importlib.import_module(f"coda_inductor.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

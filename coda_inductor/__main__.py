@@ -30,8 +30,8 @@ COMMANDS = {
 def _versions() -> Iterable[str]:
     """What a bug report needs: the versions, and why no kernels run here, if so."""
     for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
-        what, value = line.split(" ", maxsplit=1)
-        yield f"{what:<20}{value}"
+        name, value = line.split(" ", maxsplit=1)
+        yield f"{name:<20}{value}"
 
 
 def _names() -> Iterable[str]:
@@ -55,17 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=ABOUT)
     version = "of this package and what it runs on"
     parser.add_argument("--version", action=_Print, const=_versions, help=version)
-    taken = "that options={'disable': [...]} takes: passes, patterns, counters"
-    parser.add_argument("--names", action=_Print, const=_names, help=taken)
+    disable = "that options={'disable': [...]} takes: passes, patterns, counters"
+    parser.add_argument("--names", action=_Print, const=_names, help=disable)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():
         module.arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
-    chosen = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        return modules[chosen.command].run(chosen)
+        return modules[arguments.command].run(arguments)
     except CodaError as error:
-        sys.stderr.write(f"{parser.prog} {chosen.command}: error: {error}\n")
+        sys.stderr.write(f"{parser.prog} {arguments.command}: error: {error}\n")
         return 2 if isinstance(error, OptionError) else 1
 
 

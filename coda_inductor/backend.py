@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from coda_inductor import falls, op_by_op, pass_mode
-from coda_inductor.compat import BackendCompilerFailed, compile_fx, lacking, lookup_backend
+from coda_inductor.compat import BackendCompilerFailed, compile_fx, lookup_backend, missing_names
 from coda_inductor.errors import CodaError
 from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
@@ -61,8 +61,8 @@ def _for_dynamo(error: CodaError) -> Exception:
         "__str__": lambda _: str(error),
         "__reduce__": lambda _: error.__reduce__(),
     }
-    passing = type(kind.__name__, (BackendCompilerFailed, kind), body)
-    return passing(coda, error, trace and trace.tb_frame)
+    subclass = type(kind.__name__, (BackendCompilerFailed, kind), body)
+    return subclass(coda, error, trace and trace.tb_frame)
 
 
 def _compiled(
@@ -72,13 +72,13 @@ def _compiled(
     options: Mapping[str, Any] | None,
     name: str,
 ) -> Callable[..., Any]:
-    if missing := lacking():
+    if missing := missing_names():
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return lookup_backend("inductor")(gm, inputs)  # with its own defaults
     settings = parse(mode, options)
-    theirs = pass_mode.beneath(settings.inductor)
+    user_passes = pass_mode.beneath(settings.inductor)
     rounding = {"emulate_precision_casts": True} if settings.numerics == "eager" else {}
-    patches = {**rounding, **settings.inductor, **theirs}
+    patches = {**rounding, **settings.inductor, **user_passes}
 
     def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
         if out is None:
@@ -92,31 +92,31 @@ def _compiled(
             failed=lambda: record.failed,
             settle=lambda graph: settle(graph, record),
         )
-        ours = JointPass(record, theirs[pass_mode.JOINT])
-        both = {**patches, pass_mode.JOINT: ours}
-        if usable() and theirs.get(pass_mode.SPLIT, ours) is None:
-            both[pass_mode.SPLIT] = Partitioner(lambda: record, ours.uuid)
+        joint = JointPass(record, user_passes[pass_mode.JOINT])
+        config = {**patches, pass_mode.JOINT: joint}
+        if usable() and user_passes.get(pass_mode.SPLIT, joint) is None:
+            config[pass_mode.SPLIT] = Partitioner(lambda: record, joint.uuid)
         try:
-            around = begin(gm, inputs, record)
+            wrap = begin(gm, inputs, record)
             record.later = True
-            compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=both)
+            compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=config)
         finally:
             changed.update(record.changed)
         done = True
-        if not ours.ran:
+        if not joint.ran:
             logger.info("%s: from torch's compile cache, neither counted nor reported", name)
-        return falls.Result(around(cast(Callable[..., Any], compiled)), record)
+        return falls.Result(wrap(cast(Callable[..., Any], compiled)), record)
 
     def without_us() -> falls.Result:
-        fallen = []
+        falls_seen = []
 
         def note() -> bool:
-            fallen.append(True)
+            falls_seen.append(True)
             return True
 
         inner = op_by_op.compiler(name, strict=settings.strict, falls=note)
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
-        return falls.Result(compiled, whole=not fallen)
+        return falls.Result(compiled, whole=not falls_seen)
 
     if EVERYTHING in settings.disable:
         return without_us().call

@@ -47,18 +47,18 @@ def cache_dirs() -> tuple[Path, Path | None]:
 
 
 @functools.lru_cache(maxsize=8)
-def _find(chosen: str, base: str) -> tuple[Path, Path | None]:
-    if not chosen:
+def _find(directory: str, base: str) -> tuple[Path, Path | None]:
+    if not directory:
         return _default(base), None
     try:
-        path = Path(chosen).expanduser().absolute()
+        path = Path(directory).expanduser().absolute()
         why = unusable(path)
     except RuntimeError as error:  # "~", and the user has no home
         why = str(error)
     if why is not None:
-        instead = _default(base)
-        _warn(f"CODA_CACHE_DIR={chosen} is not used: {why}. Kernels are kept in {instead}")
-        return instead, None
+        fallback = _default(base)
+        _warn(f"CODA_CACHE_DIR={directory} is not used: {why}. Kernels are kept in {fallback}")
+        return fallback, None
     return (path, None) if writable(path) else (_default(base), path)
 
 
@@ -94,8 +94,8 @@ def private_dir() -> Path:
         OSError: none can be created.
     """
     path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{os.geteuid()}"
-    ours = unusable(path, owned=True) is None and not path.is_symlink()
-    if ours and not path.stat().st_mode & 0o077:
+    private = unusable(path, owned=True) is None and not path.is_symlink()
+    if private and not path.stat().st_mode & 0o077:
         return path
     fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}_"))
     _warn(
@@ -125,9 +125,9 @@ def share(path: Path) -> None:
     """Give a folder in the cache the permissions of its parent: what a group shares stays shared,
     and what is private stays private, whatever the umask."""
     with contextlib.suppress(OSError):
-        wanted = stat.S_IMODE(path.parent.stat().st_mode) & ~(stat.S_ISVTX | stat.S_IWOTH)
-        if stat.S_IMODE(path.stat().st_mode) != wanted:
-            path.chmod(wanted)
+        mode = stat.S_IMODE(path.parent.stat().st_mode) & ~(stat.S_ISVTX | stat.S_IWOTH)
+        if stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -165,10 +165,10 @@ def _default(base: str) -> Path:
     why = unusable(path, owned=True)
     if why is None and writable(path):
         return path
-    instead = private_dir()
+    fallback = private_dir()
     if why is not None and os.path.isdir(path):  # Path.is_dir raises below another user's home
-        _warn(f"{path} is not used: {why}. Kernels are kept in {instead}")
-    return instead
+        _warn(f"{path} is not used: {why}. Kernels are kept in {fallback}")
+    return fallback
 
 
 def _make(path: Path, mode: int) -> None:

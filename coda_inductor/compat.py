@@ -38,14 +38,14 @@ class Private:
     Attributes:
         path: where it is, from the top-level package on.
         without: what a user loses without it.
-        instead: what replaces it; None for a class or function that raises CodaError, so that only
-            the pass that calls it fails.
+        replacement: its replacement; None for a class or function that raises CodaError, so that
+            only the pass that calls it fails.
         essential: without it the backend can do nothing.
     """
 
     path: str
     without: str = "coda does nothing on this torch"
-    instead: Any = None
+    replacement: Any = None
     essential: bool = False
 
 
@@ -78,8 +78,8 @@ _EXPLAIN = "explain, check and the command line's tables do not work"
 TORCH: dict[str, Private] = {
     # without these: plain Inductor
     **{
-        name: Private(f"{place}.{name}", essential=True)
-        for place, names in {
+        name: Private(f"{parent}.{name}", essential=True)
+        for parent, names in {
             "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
             "torch._inductor.custom_graph_pass": "CustomGraphPass",
             "torch._inductor.config": "joint_custom_pre_pass",
@@ -186,9 +186,9 @@ TORCH: dict[str, Private] = {
     # the gradient of what a user's pattern means, as if at top level
     **{
         path.rpartition(".")[2].lstrip("_"): Private(
-            path, "the gradient of a user's pattern may fail under a dispatch mode", instead
+            path, "the gradient of a user's pattern may fail under a dispatch mode", replacement
         )
-        for path, instead in {
+        for path, replacement in {
             "torch.utils._python_dispatch._disable_current_modes": _no_context,
             "torch._C._dispatch_keyset_full": lambda: 0,
             "torch._C._dispatch_tls_local_include_set": lambda: 0,
@@ -234,10 +234,10 @@ TORCH: dict[str, Private] = {
     # ops of torch's whose names say that they may go
     **{
         name.lstrip("_"): Private(
-            f"torch.ops.{place}.{name}.default", "an operator of that name is not recognized",
+            f"torch.ops.{parent}.{name}.default", "an operator of that name is not recognized",
             f"no {name}",
         )
-        for place, names in {
+        for parent, names in {
             "aten": "_grouped_mm _scaled_mm _to_copy _unsafe_index_put "
             "_unsafe_masked_index_put_accumulate",
             "_c10d_functional": "all_gather_into_tensor all_reduce reduce_scatter_tensor "
@@ -284,14 +284,14 @@ def __getattr__(name: str) -> Any:
         value = pkgutil.resolve_name(private.path)
     except (ImportError, AttributeError):
         _log.warning("this torch has no %s: %s", private.path, private.without)
-        value = _unusable(private) if private.instead is None else private.instead
+        value = _unusable(private) if private.replacement is None else private.replacement
     if name != "joint_custom_pre_pass":  # a setting, which may change
         globals()[name] = value
     return value
 
 
 @functools.cache
-def lacking() -> list[str]:
+def missing_names() -> list[str]:
     """The essential names that this torch does not have: with any, the backend does nothing."""
     missing = []
     for path in (private.path for private in TORCH.values() if private.essential):
@@ -334,25 +334,25 @@ def schema(op: Any) -> Any:
 def saved_tensors() -> list[Tensor]:
     """What the autograd node that is running now has kept; nothing where that is not known."""
     node = __getattr__("current_autograd_node")()
-    kept = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
-    return [tensor for tensor in kept if tensor is not None]
+    tensors = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def without_dynamo() -> None:
     """For a process that compiles kernels but no graphs: QuACK's decorators leave functions as they
     are, because importing Dynamo takes seconds. Any other use of Dynamo imports it."""
 
-    def as_it_is(function: Any = None, recompile_limit: int = 0, **_: Any) -> Any:  # noqa: ARG001
-        return function or as_it_is
+    def undecorated(function: Any = None, recompile_limit: int = 0, **_: Any) -> Any:  # noqa: ARG001
+        return function or undecorated
 
-    class Late:
-        assume_constant_result = staticmethod(as_it_is)
+    class LazyDynamo:
+        assume_constant_result = staticmethod(undecorated)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module("torch._dynamo"), name)
 
-    vars(torch).update(compile=as_it_is, _dynamo=Late())
-    vars(torch.compiler).update(disable=as_it_is)
+    vars(torch).update(compile=undecorated, _dynamo=LazyDynamo())
+    vars(torch.compiler).update(disable=undecorated)
 
 
 def _unusable(private: Private) -> type:

@@ -39,7 +39,7 @@ class ExplainError(CodaError, RuntimeError):
     """:func:`coda_inductor.explain` cannot trace the model; the message says why."""
 
 
-def meant(name: Any, known: Iterable[str]) -> str:
-    """Did the user mean one of ``known``? At most three are named."""
-    close = difflib.get_close_matches(str(name), known, n=3)
+def suggest(name: Any, names: Iterable[str]) -> str:
+    """Did the user mean one of ``names``? At most three are named."""
+    close = difflib.get_close_matches(str(name), names, n=3)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

@@ -55,7 +55,7 @@ from coda_inductor.refusal import refuse
 HELD = {"collectives"}
 #: A graph and options -> passes that are left out, with reasons; None if all of them are.
 _left_out: dict[tuple[str, str], dict[str, str] | None] = {}
-_Noted = tuple[list[report.GraphReport], Counter[str], dict[str, Any]]
+_Notes = tuple[list[report.GraphReport], Counter[str], dict[str, Any]]
 
 
 @dataclass
@@ -101,7 +101,7 @@ def halve(
     error: str = "",
 ) -> str:
     """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)`` is
-    the error of a part of them, empty if there is none: then that part is used in all later calls.
+    the error of a part of them, empty without an error: then all later calls use that part.
     Returns the error of all of them, which is ``error`` if that is known."""
     error = error or fails(names)
     if error and len(names) == 1:
@@ -119,10 +119,10 @@ class _Search:
 
     Attributes:
         changed: passes that changed something, in order. All others run.
-        good: those that are part of the best result.
-        out: those that are left out, with reasons.
-        best: the result with the most passes, and what was noted with it.
-        lasting: no error was one of memory, which there may be more of the next time.
+        good: passes in the best result.
+        out: passes that are left out, with reasons.
+        best: the result with the most passes, and its notes.
+        lasting: no attempt ran out of memory, of which the next process may have more.
     """
 
     def __init__(self, gm: GraphModule, options: Options, name: str, attempt: Attempt):
@@ -131,19 +131,19 @@ class _Search:
         self.changed: dict[str, None] = {}
         self.good: set[str] = set()
         self.out: dict[str, str] = {}
-        self.best = Result(None), self.start.noted()
+        self.best = Result(None), self.start.notes()
         self.lasting = True
 
     def run(self) -> Any:
         key = self.start.digest, self.options.identity
-        known = _left_out.get(key, {})
-        self.out, error = dict(known or {}), ""
-        if known is None or (error := self._error((), first=True)):
-            ours = self._fall(error)
+        previous = _left_out.get(key, {})
+        self.out, error = dict(previous or {}), ""
+        if previous is None or (error := self._error((), first=True)):
+            partial = self._fall(error)
             if self.lasting and self.best[0].whole:
-                _left_out[key] = self.out if ours else None
-        result, noted = self.best
-        self.start.note(noted)
+                _left_out[key] = self.out if partial else None
+        result, notes = self.best
+        self.start.note(notes)
         for name, text in self.out.items():
             why = refuse("defect", f"what it wrote does not compile: {text}", failure=True)
             if result.record is not None:
@@ -170,10 +170,10 @@ class _Search:
         pass that changes something for the first time here is left out for now, because the error
         may be about its work."""
         while True:
-            chosen, seen = self.good.union(names), dict[str, None]()
-            out = [each for each in self.changed if each not in chosen]
+            active, changes = self.good.union(names), dict[str, None]()
+            out = [name for name in self.changed if name not in active]
             try:
-                self._try((*self.out, *(each for each in out if each not in self.out)), seen)
+                self._try((*self.out, *(name for name in out if name not in self.out)), changes)
             except (CodaError, RestartAnalysis, SkipFrame):
                 raise  # for users, and for Dynamo
             except Exception as error:
@@ -181,25 +181,25 @@ class _Search:
                 if self.options.strict:
                     raise FallbackError(f"{self.name} does not compile: {text}") from error
                 logger.debug("%s does not compile", self.name, exc_info=True)
-                if HELD & seen.keys():
+                if HELD & changes.keys():
                     raise
                 inner = getattr(error, "inner_exception", error)
                 self.lasting &= not isinstance(inner, (torch.OutOfMemoryError, MemoryError))
-                more = seen.keys() - self.changed.keys()
-                self.changed.update(seen)
-                if first or not more:
+                fresh = changes.keys() - self.changed.keys()
+                self.changed.update(changes)
+                if first or not fresh:
                     return text
             else:
-                self.changed.update(seen)
-                self.good |= {*chosen, *seen}
+                self.changed.update(changes)
+                self.good |= {*active, *changes}
                 return ""
 
     def _try(self, out: tuple[str, ...] | None, changed: dict[str, None]) -> None:
         lazy = self.start.first
-        self.start.again()
+        self.start.reset()
         with contextlib.nullcontext() if lazy else backward_at_once():
             result = self.attempt(out, changed)
-        self.best = result, self.start.noted()
+        self.best = result, self.start.notes()
 
 
 class _Start:
@@ -209,13 +209,13 @@ class _Start:
         graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
         self.graphs = [(each, snapshot(each.graph), dict(each.named_children())) for each in graphs]
         self.context = TracingContext.try_get()
-        self.before, self.first = self.noted(), True
+        self.before, self.first = self.notes(), True
         nodes = [n for _, graph, _ in self.graphs for n in graph.nodes if n.op.startswith("call")]
         text = " ".join(str(op_name(n)) for n in nodes)
         #: The same for a graph that is compiled again, also for other or for symbolic sizes.
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
-    def again(self) -> None:
+    def reset(self) -> None:
         """Put everything back, unless this is the first attempt."""
         if not self.first:
             gc.collect()  # what the traceback of the last error kept
@@ -229,15 +229,15 @@ class _Start:
             self.note(self.before)
         self.first = False
 
-    def noted(self) -> _Noted:
+    def notes(self) -> _Notes:
         """Reports, counters, and torch's context, which Dynamo reads afterwards."""
         torchs = {} if self.context is None else dict(vars(self.context))
         return report.reports(), Counter(counters["coda"]), torchs
 
-    def note(self, noted: _Noted) -> None:
-        """Let them be these."""
-        report.replace(noted[0])
+    def note(self, notes: _Notes) -> None:
+        """Put ``notes`` back."""
+        report.replace(notes[0])
         counters["coda"].clear()
-        counters["coda"].update(noted[1])
+        counters["coda"].update(notes[1])
         if self.context is not None:
-            vars(self.context).update(noted[2])
+            vars(self.context).update(notes[2])

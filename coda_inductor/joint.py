@@ -47,34 +47,34 @@ BUDGET = "activation_memory_budget"
 _LARGE = 2**21
 
 
-class Chained(CustomGraphPass):
+class HookPass(CustomGraphPass):
     """One of our passes, after the passes that the user put into the same setting of Inductor.
 
     Attributes:
         options: what it runs with.
-        was: the user's: a pass, a list or tuple of them, or None. They run first.
-        by_mode: the mode of torch.compile decides whether sites are measured, because neither the
-            option ``tune`` nor ``CODA_TUNE`` does.
+        setting: the user's: a pass, a list or tuple of them, or None. They run first.
+        by_mode: the mode of torch.compile decides whether sites are measured, because the option
+            ``tune`` and ``CODA_TUNE`` are not set.
     """
 
-    def __init__(self, options: Options, was: Any = None, *, by_mode: bool = False):
-        self._options, self.was, self.by_mode = options, was, by_mode
-        several = isinstance(was, (list, tuple))
-        self.before = tuple(was) if several else () if was is None else (was,)
+    def __init__(self, options: Options, setting: Any = None, *, by_mode: bool = False):
+        self._options, self.setting, self.by_mode = options, setting, by_mode
+        several = isinstance(setting, (list, tuple))
+        self.user_passes = tuple(setting) if several else () if setting is None else (setting,)
 
     def __call__(self, graph: Graph) -> None:
-        for theirs in self.before:
-            theirs(graph)
+        for user_pass in self.user_passes:
+            user_pass(graph)
         self.run(graph)
 
-    def __deepcopy__(self, _memo: Any) -> Chained:
+    def __deepcopy__(self, _memo: Any) -> HookPass:
         """Itself: ``torch.compile`` copies Inductor's configuration deeply, also in the middle of a
         pass, when QuACK is imported and decorates a function with it."""
         return self
 
     @property
     def options(self) -> Options:
-        """As they are now: ``mode="max-autotune"`` is in Inductor's configuration."""
+        """The current ones: ``mode="max-autotune"`` is in Inductor's configuration."""
         if self.by_mode and inductor_config.max_autotune:
             return dataclasses.replace(self._options, tune="always")
         return self._options
@@ -86,26 +86,26 @@ class Chained(CustomGraphPass):
     def uuid(self) -> Any:
         """Everything that the result depends on; None (never cached) if a pass of the user does not
         say what it depends on, and while debugging."""
-        inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user_passes]
         if None in inner or self.options.debug:
             return None
         options = self.options
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        torchs = getattr(functorch_config, BUDGET, 1.0), functorch_config.donated_buffer
-        decided = several_ranks(), generation(), *torchs
-        everything = (_sources(), options.identity, identity(), inner, files, decided)
-        return hashlib.sha256(repr(everything).encode()).hexdigest()
+        settings = getattr(functorch_config, BUDGET, 1.0), functorch_config.donated_buffer
+        decisions = several_ranks(), generation(), *settings
+        parts = (_sources(), options.identity, identity(), inner, files, decisions)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-class JointPass(Chained):
+class JointPass(HookPass):
     """The passes of ``pipeline.ON_ATEN`` on one graph, after the user's ``joint_custom_pre_pass``.
 
     Attributes:
         ran: False where torch took the graph from its cache.
     """
 
-    def __init__(self, record: Record, was: Any = None):
-        super().__init__(record.options, was)
+    def __init__(self, record: Record, setting: Any = None):
+        super().__init__(record.options, setting)
         self.record, self.ran = record, False
 
     def run(self, graph: Graph) -> None:
@@ -120,7 +120,7 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     if not plans and record.options.memory is not None:
         why = _HELD if record.dry else _NO_PLANNER
         warn_once("option 'memory'", why, to="torch's partitioner")
-        notice.told.add("memory")
+        notice.logged.add("memory")
     on_aten(graph, record)
     notice.after_fusing(record)
 
@@ -137,14 +137,14 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
     launch.forget_failures()
     costs.install()
     notice.before_compile(gm, inputs, record.options)
-    if _likely_fused(inputs, record.options):
+    if _may_fuse(inputs, record.options):
         pool.warm_up()  # tracing a model takes seconds as well
-    around = on_dynamo(gm, record)
+    wrap = on_dynamo(gm, record)
     notice.after_matching(gm, record)
-    return around
+    return wrap
 
 
-def _likely_fused(inputs: Sequence[Any], options: Options) -> bool:
+def _may_fuse(inputs: Sequence[Any], options: Options) -> bool:
     """Is there a large weight on a GPU that has kernels? Asked before anything is traced."""
     if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
         return False

@@ -19,15 +19,15 @@ from coda_inductor.log import logger
 
 
 @contextlib.contextmanager
-def held(path: Path, seconds: float) -> Iterator[bool]:
+def lock_file(path: Path, seconds: float) -> Iterator[bool]:
     """Hold the lock of the file ``path``. Yields False if another process still holds it after
     ``seconds``, or if there can be no lock."""
     with contextlib.ExitStack() as stack:
-        for place in _places(path):
+        for file in _candidates(path):
             try:
-                stack.enter_context(filelock.FileLock(place, timeout=seconds, mode=0o664))
+                stack.enter_context(filelock.FileLock(file, timeout=seconds, mode=0o664))
             except filelock.Timeout:
-                logger.debug("%s was held for %.0f s", place, seconds)
+                logger.debug("%s was held for %.0f s", file, seconds)
                 break
             except (OSError, NotImplementedError):  # no folder, or a file system without locks
                 continue
@@ -36,7 +36,7 @@ def held(path: Path, seconds: float) -> Iterator[bool]:
         yield False
 
 
-def _places(path: Path) -> Iterator[Path]:
+def _candidates(path: Path) -> Iterator[Path]:
     """Where the lock file may lie, best first. The second place is local to this host, for file
     systems without locks (some Lustre and NFS mounts) or where the first is another user's."""
     with contextlib.suppress(OSError):

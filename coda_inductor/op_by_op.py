@@ -47,29 +47,29 @@ def compiler(
     With ``strict``, the result raises FallbackError instead of falling back.
     """
 
-    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        untouched = Graph()  # Inductor's passes change the graph in place
-        untouched.output(untouched.graph_copy(gm.graph, {}))
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        original = Graph()  # Inductor's passes change the graph in place
+        original.output(original.graph_copy(gm.graph, {}))
         try:
             # In torch's cache, one failure would become permanent.
             with _no_caches() if failed() else nullcontext():
-                compiled = compile_fx_inner(gm, inputs, **how)
-            if settle(untouched):
+                compiled = compile_fx_inner(gm, inputs, **kwargs)
+            if settle(original):
                 context = TracingContext.try_get()
                 if context is not None and context.output_strides:
                     context.output_strides.clear()  # of the first time: there must be none
                 with _no_caches():
-                    compiled = compile_fx_inner(GraphModule(gm, untouched), inputs, **how)
+                    compiled = compile_fx_inner(GraphModule(gm, original), inputs, **kwargs)
             return compiled
         except InductorError as error:
             if not falls():
                 raise
-            part = "backward pass" if how.get("is_backward") else "forward pass"
-            why = f"Inductor could not compile it: {cause(error)}"
+            part = "backward pass" if kwargs.get("is_backward") else "forward pass"
+            text = f"Inductor could not compile it: {cause(error)}"
             if strict:
-                raise FallbackError(f"{name}, {part}: {why}") from error
-            warn_once(f"{name}, {part},", why, to="one op at a time, which is slower")
+                raise FallbackError(f"{name}, {part}: {text}") from error
+            warn_once(f"{name}, {part},", text, to="one op at a time, which is slower")
             logger.debug("traceback", exc_info=True)
-            return make_boxed_func(GraphModule(gm, untouched).forward)
+            return make_boxed_func(GraphModule(gm, original).forward)
 
     return compile_graph

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_inductor.compat import inductor_config, list_mode_options, list_options
-from coda_inductor.errors import OptionError, PatternError, meant
+from coda_inductor.errors import OptionError, PatternError, suggest
 from coda_inductor.log import say_once
 
 GATES = ("auto", "always", "never")
@@ -95,11 +95,11 @@ class Options:
     @property
     def identity(self) -> str:
         """Everything here that changes what is compiled, as text, for cache keys."""
-        same = dataclasses.replace(self, debug=False, debug_dir="", inductor={})
-        return repr(same)
+        relevant = dataclasses.replace(self, debug=False, debug_dir="", inductor={})
+        return repr(relevant)
 
 
-_OWN = {f.name: f for f in dataclasses.fields(Options) if f.name != "inductor"}
+_KEYS = {f.name: f for f in dataclasses.fields(Options) if f.name != "inductor"}
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -109,52 +109,52 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         OptionError: unknown key or mode, or a value of the wrong type; lists what is allowed.
         PatternError: a pattern path does not exist.
     """
-    own: dict[str, Any] = {
+    values: dict[str, Any] = {
         "debug": os.environ.get("CODA_DEBUG", "0").lower() not in _OFF,
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
         "patterns": _env_patterns(),
         "disable": env_disable(),
     }
     if chosen := os.environ.get("CODA_TUNE"):
-        own["tune"] = _check("tune", chosen, "CODA_TUNE")
+        values["tune"] = _check("tune", chosen, "CODA_TUNE")
     if mode in _MEASURING:
-        own["tune"] = "always"
+        values["tune"] = "always"
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(
             f"options is a dict of names and values, as {{'debug': True}}, got {options!r}"
         )
     inductor = dict(_mode_options(mode))
-    known_to_inductor = set(list_options())
+    inductor_names = set(list_options())
     for key, value in (options or {}).items():
         if key in ("patterns", "disable"):  # before those of the environment
-            own[key] = tuple(dict.fromkeys((*_check(key, value), *own[key])))
-        elif key in _OWN:
-            own[key] = _check(key, value)
-        elif key in known_to_inductor:
+            values[key] = tuple(dict.fromkeys((*_check(key, value), *values[key])))
+        elif key in _KEYS:
+            values[key] = _check(key, value)
+        elif key in inductor_names:
             inductor[key] = _check_inductor(key, value)
         elif key in _REMOVED:
             say_once(f"option {key!r} has no effect any more: {_REMOVED[key]}")
         else:
             raise OptionError(
-                f"unknown option {key!r} for backend='coda'{meant(key, _OWN)}. Its own options "
-                f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
+                f"unknown option {key!r} for backend='coda'{suggest(key, _KEYS)}. Its own options "
+                f"are {', '.join(sorted(_KEYS))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )
-    _say_what_has_no_effect(own)
-    if "debug_dir" in (options or {}) and "debug" not in (options or {}) and not own["debug"]:
+    _warn_without_effect(values)
+    if "debug_dir" in (options or {}) and "debug" not in (options or {}) and not values["debug"]:
         say_once("option 'debug_dir' has no effect without {'debug': True}")
-    for path in own["patterns"]:
+    for path in values["patterns"]:
         if not Path(path).exists():
-            ours = path in (options or {}).get("patterns", ())
-            what = "option 'patterns'" if ours else "CODA_PATTERNS"
-            raise PatternError(f"{what}: no such file {path!r}; give paths of .py files or folders")
-    return Options(**own, inductor=inductor)
+            from_options = path in (options or {}).get("patterns", ())
+            name = "option 'patterns'" if from_options else "CODA_PATTERNS"
+            raise PatternError(f"{name}: no such file {path!r}; give paths of .py files or folders")
+    return Options(**values, inductor=inductor)
 
 
-def _say_what_has_no_effect(own: Mapping[str, Any]) -> None:
-    for key, other, chosen in _WITHOUT_EFFECT:
-        if own.get(key) and own.get(other) == chosen:
-            say_once(f'option {key!r} has no effect where {other!r} is "{chosen}"')
+def _warn_without_effect(values: Mapping[str, Any]) -> None:
+    for key, other, value in _WITHOUT_EFFECT:
+        if values.get(key) and values.get(other) == value:
+            say_once(f'option {key!r} has no effect where {other!r} is "{value}"')
 
 
 def _env_patterns() -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
     known = list_mode_options()
     if mode not in known:
         names = ", ".join(dict.fromkeys(("default", *known)))
-        raise OptionError(f"unknown mode {mode!r}{meant(mode, known)}; known modes are {names}")
+        raise OptionError(f"unknown mode {mode!r}{suggest(mode, known)}; known modes are {names}")
     return known[mode]
 
 
@@ -200,8 +200,8 @@ def _check(key: str, value: Any, name: str = "") -> Any:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             known = ", ".join(_CHOICES[key])
-            what, hint = name or f"option {key!r}", meant(value, _CHOICES[key])
-            raise OptionError(f"{what} is one of {known}, got {value!r}{hint}")
+            label, hint = name or f"option {key!r}", suggest(value, _CHOICES[key])
+            raise OptionError(f"{label} is one of {known}, got {value!r}{hint}")
         return value
     if key == "tune_seconds":
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

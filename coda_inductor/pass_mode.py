@@ -38,12 +38,12 @@ from coda_inductor.compat import (
     TracingContext,
     inductor_compile,
     inductor_config,
-    lacking,
+    missing_names,
     recursive_pre_grad_passes,
     virtualized,
 )
 from coda_inductor.errors import OptionError
-from coda_inductor.joint import Chained, begin, rewrite
+from coda_inductor.joint import HookPass, begin, rewrite
 from coda_inductor.log import say_once, warn_once
 from coda_inductor.matching import value
 from coda_inductor.memory.partition import Partitioner, installed, usable
@@ -57,7 +57,7 @@ SPLIT = "custom_partitioner_fn"
 
 
 class _Compiling(threading.local):
-    """The latest compilation of this thread: its record, and torch's context of it."""
+    """The latest compilation of this thread: its record and its torch context."""
 
     record: Record | None = None
     context: weakref.ref[Any] | None = None
@@ -73,8 +73,8 @@ class _Compiling(threading.local):
 
     def now(self, options: Options) -> Record | None:
         """The record of the current one, if that began with these options."""
-        known = None if self.context is None else self.context()
-        if self.record is None or TracingContext.try_get() is not known:
+        context = None if self.context is None else self.context()
+        if self.record is None or TracingContext.try_get() is not context:
             return None
         return self.record if self.record.options == options else None
 
@@ -82,7 +82,7 @@ class _Compiling(threading.local):
 _compiling = _Compiling()
 
 
-class _Enabled(Chained):
+class _EnabledPass(HookPass):
     """One of the two passes."""
 
     @property
@@ -92,19 +92,19 @@ class _Enabled(Chained):
         return dataclasses.replace(options, disable=(*options.disable, *out)) if out else options
 
 
-class _DynamoPass(_Enabled):
+class _DynamoPass(_EnabledPass):
     """The passes of ``pipeline.ON_DYNAMO``, and the start of a compilation."""
 
     def run(self, graph: Graph) -> None:
         gm = graph.owning_module
-        if not isinstance(gm, GraphModule) or _nested():
+        if not isinstance(gm, GraphModule) or _is_nested():
             return  # checkpointed regions are handled with the graph around them
         record = _compiling.begin(self.options)
         inputs = [value(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")]
         begin(gm, inputs, record)
 
 
-class _JointPass(_Enabled):
+class _JointPass(_EnabledPass):
     """The passes of ``pipeline.ON_ATEN``."""
 
     def run(self, graph: Graph) -> None:
@@ -131,14 +131,14 @@ def enable(**options: Any) -> None:
         OptionError: an unknown option, a wrong value, or an option of Inductor's.
         PatternError: a pattern path does not exist; with ``strict``, a file does not load.
     """
-    for name, ours in _passes(options).items():
-        setattr(inductor_config, name, ours)
+    for name, hook in _passes(options).items():
+        setattr(inductor_config, name, hook)
 
 
 def disable() -> None:
     """Restore what was set before :func:`enable`. A pass that was set since then stays."""
-    for name, theirs in beneath({}).items():
-        setattr(inductor_config, name, theirs)
+    for name, user_passes in beneath({}).items():
+        setattr(inductor_config, name, user_passes)
 
 
 @contextmanager
@@ -159,13 +159,13 @@ def beneath(options: Mapping[str, Any]) -> dict[str, Any]:
 def _without(passes: Any) -> Any:
     if isinstance(passes, Partitioner):
         return None
-    if isinstance(passes, _Enabled):
-        return passes.was
-    if isinstance(passes, (list, tuple)) and any(isinstance(p, _Enabled) for p in passes):
+    if isinstance(passes, _EnabledPass):
+        return passes.setting
+    if isinstance(passes, (list, tuple)) and any(isinstance(p, _EnabledPass) for p in passes):
         # The user has put ours into a list.
         flat: list[Any] = []
-        for each in passes:
-            flat += each.before if isinstance(each, _Enabled) else (each,)
+        for item in passes:
+            flat += item.user_passes if isinstance(item, _EnabledPass) else (item,)
         return type(passes)(flat)
     return passes
 
@@ -186,22 +186,22 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
             "option 'numerics': set torch._inductor.config.emulate_precision_casts = True too, or "
             "Inductor's own kernels round elsewhere"
         )
-    theirs, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
-    missing = lacking() or [
-        f"torch._inductor.config.{n}" for n in (DYNAMO, JOINT) if n not in theirs
+    user_passes, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
+    missing = missing_names() or [
+        f"torch._inductor.config.{n}" for n in (DYNAMO, JOINT) if n not in user_passes
     ]
     if missing:
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return {}
-    _let_fall()
-    joint = _JointPass(settings, theirs[JOINT], by_mode=by_mode)
-    ours = {DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode=by_mode), JOINT: joint}
-    if usable() and theirs.get(SPLIT, ours) is None:
-        ours[SPLIT] = Partitioner(lambda: _compiling.now(joint.options), joint.uuid)
-    return ours
+    _wrap_compile_fx()
+    joint = _JointPass(settings, user_passes[JOINT], by_mode=by_mode)
+    hooks = {DYNAMO: _DynamoPass(settings, user_passes[DYNAMO], by_mode=by_mode), JOINT: joint}
+    if usable() and user_passes.get(SPLIT, hooks) is None:
+        hooks[SPLIT] = Partitioner(lambda: _compiling.now(joint.options), joint.uuid)
+    return hooks
 
 
-def _let_fall() -> None:
+def _wrap_compile_fx() -> None:
     """Put ``falls.py`` around Inductor's ``compile_fx``, once in a process. No setting could do it:
     its hooks see a graph before it fails, and never again. Where our passes are not enabled, the
     function does what it did."""
@@ -210,18 +210,18 @@ def _let_fall() -> None:
         return
 
     @functools.wraps(inductor)
-    def compile_fx(gm: Any, inputs: Any, *args: Any, **how: Any) -> Any:
-        patches = how.get("config_patches") or {}
-        ours = _ours(patches.get(DYNAMO, getattr(inductor_config, DYNAMO, None)))
+    def compile_fx(gm: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        patches = kwargs.get("config_patches") or {}
+        our_pass = _our_pass(patches.get(DYNAMO, getattr(inductor_config, DYNAMO, None)))
         aot = getattr(virtualized, "aot_compilation", False)
-        if ours is None or aot or _compiling.inside or not isinstance(gm, GraphModule):
-            return inductor(gm, inputs, *args, **how)
+        if our_pass is None or aot or _compiling.inside or not isinstance(gm, GraphModule):
+            return inductor(gm, inputs, *args, **kwargs)
 
         def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
             _compiling.out, _compiling.record = out or (), None
-            theirs = {} if out is not None else {"config_patches": {**patches, **beneath(patches)}}
+            extra = {} if out is not None else {"config_patches": {**patches, **beneath(patches)}}
             try:
-                compiled = inductor(gm, inputs, *args, **{**how, **theirs})
+                compiled = inductor(gm, inputs, *args, **{**kwargs, **extra})
                 return falls.Result(compiled, _compiling.record)
             finally:
                 _compiling.out = ()
@@ -229,7 +229,7 @@ def _let_fall() -> None:
 
         _compiling.inside = True
         try:
-            return falls.compiled(gm, ours.options, "graph", attempt)
+            return falls.compiled(gm, our_pass.options, "graph", attempt)
         finally:
             _compiling.inside = False
 
@@ -237,12 +237,12 @@ def _let_fall() -> None:
     inductor_compile.compile_fx = compile_fx
 
 
-def _ours(passes: Any) -> _Enabled | None:
-    each = passes if isinstance(passes, (list, tuple)) else (passes,)
-    return next((one for one in each if isinstance(one, _Enabled)), None)
+def _our_pass(passes: Any) -> _EnabledPass | None:
+    listed = passes if isinstance(passes, (list, tuple)) else (passes,)
+    return next((p for p in listed if isinstance(p, _EnabledPass)), None)
 
 
-def _nested() -> bool:
+def _is_nested() -> bool:
     """Is the graph a part of another one, which Inductor will hand us next? Only the call stack
     shows it: Inductor visits nested graphs with a recursive function."""
     code = getattr(recursive_pre_grad_passes, "__code__", None)

@@ -26,13 +26,13 @@ from coda_inductor.codegen.render import render
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.assertions import drop_assertions
-from coda_inductor.dynamo.dropouts import multiply_dropped
+from coda_inductor.dynamo.dropouts import multiply_masks
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
-from coda_inductor.errors import CodaError, FallbackError, OptionError, meant
+from coda_inductor.errors import CodaError, FallbackError, OptionError, suggest
 from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
@@ -81,7 +81,7 @@ def _recomputes(graph: Graph, record: Record) -> bool:
     return _fuses_gradients(graph, record) and record.plan.no_kernels is None
 
 
-def _undecided(record: Record) -> Plan:
+def _first_plan(record: Record) -> Plan:
     return Plan(record.options, record.dry, record.as_if, record.gpu)
 
 
@@ -98,9 +98,9 @@ def _decide(graph: Graph, record: Record) -> None:
         text = "AOTInductor's programs run without Python, and our kernels are launched by Python"
         why = refuse("aot-inductor", text)
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
-        record.plan = replace(record.plan, unwanted=why)
+        record.plan = replace(record.plan, veto=why)
         return
-    record.plan = record.plan.of_graph(graph, tuner)
+    record.plan = record.plan.for_graph(graph, tuner)
     if record.plan.compiles and not record.dry:
         pool.warm_up()
 
@@ -136,7 +136,7 @@ ON_DYNAMO = (
     Pass("in_place", change_copies, eager=True),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
-    Pass("dropouts", multiply_dropped, counts=("adapter_dropout",)),
+    Pass("dropouts", multiply_masks, counts=("adapter_dropout",)),
     Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms, after=("losses", "packed")),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
@@ -179,27 +179,26 @@ def names(options: Options) -> set[str]:
     """
     loaded = [p.name for p in patterns.load(options.patterns, strict=options.strict)]
     passes = (*ON_DYNAMO, *ON_ATEN)
-    counts = {name for each in passes for name in each.counts}
-    ours = {each.name for each in passes if not each.needed}
-    return {*loaded, *(f"{name}_backward" for name in loaded), *counts, *ours}
+    counts = {name for step in passes for name in step.counts}
+    steps = {step.name for step in passes if not step.needed}
+    return {*loaded, *(f"{name}_backward" for name in loaded), *counts, *steps}
 
 
 def check_names(record: Record) -> None:
-    """Load the patterns, and compare ``options["disable"]`` with what there is.
+    """Load the patterns, and check that the names in ``options["disable"]`` exist.
 
     Raises:
-        OptionError: the name does not exist, but for one in ``CODA_DISABLE``, or is that of a
-            needed pass.
+        OptionError: a name does not exist (one in ``CODA_DISABLE`` may), or names a needed pass.
         PatternError: with ``strict``, when a pattern file does not load.
     """
     known = names(record.options)
-    given = {name for name in record.options.disable if not name.startswith(GEMM)}
-    for each in (*ON_DYNAMO, *ON_ATEN):
-        if each.needed and each.name in given:
-            raise OptionError(f"option 'disable': the pass {each.name!r} cannot be disabled")
-    if unknown := sorted(given - known):
-        said = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
-        text = f"there is no {said}; `python -m coda_inductor --names` lists all names"
+    disabled = {name for name in record.options.disable if not name.startswith(GEMM)}
+    for step in (*ON_DYNAMO, *ON_ATEN):
+        if step.needed and step.name in disabled:
+            raise OptionError(f"option 'disable': the pass {step.name!r} cannot be disabled")
+    if unknown := sorted(disabled - known):
+        typos = ", ".join(f"{name!r}{suggest(name, known)}" for name in unknown)
+        text = f"there is no {typos}; `python -m coda_inductor --names` lists all names"
         if not set(unknown) <= set(env_disable()):
             raise OptionError(f"option 'disable': {text}")
         say_once(f"CODA_DISABLE: {text}")  # another graph may have other patterns
@@ -215,20 +214,20 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
     check_names(record)
-    record.plan = _undecided(record)
+    record.plan = _first_plan(record)
     _run(ON_DYNAMO, gm.graph, record)
     for body in bodies(gm.graph):
         body.module.recompile()
     record.folder.graph("1_raised", gm)
     _count(record)
-    wraps, record.around = record.around, []  # of this graph, not of the record's next one
+    wraps, record.wrappers = record.wrappers, []  # of this graph, not of the record's next one
 
-    def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(compiled: Callable[..., Any]) -> Callable[..., Any]:
         for wrap in wraps:
             compiled = wrap(compiled)
         return compiled
 
-    return around
+    return wrapper
 
 
 def on_aten(graph: Graph, record: Record) -> None:
@@ -238,7 +237,7 @@ def on_aten(graph: Graph, record: Record) -> None:
         FallbackError: with ``strict``, when a pass fails or a site falls back because of a failure.
     """
     before = len(record.report.sites)
-    record.plan = _undecided(record)
+    record.plan = _first_plan(record)
     _run(ON_ATEN, graph, record)
     record.folder.graph("4_fused", _owner(graph))
     _count(record)
@@ -252,9 +251,9 @@ def on_aten(graph: Graph, record: Record) -> None:
 class _FailedError(Exception):
     """A pass failed: which one, and why."""
 
-    def __init__(self, failing: Pass, error: Exception):
-        super().__init__(failing.name)
-        self.failing, self.error = failing, error
+    def __init__(self, step: Pass, error: Exception):
+        super().__init__(step.name)
+        self.step, self.error = step, error
 
 
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
@@ -265,27 +264,27 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     start over from it. A copy before each pass would take a third of our time, and failures are
     rare. If a needed pass fails, only needed passes run: the others rely on it.
     """
-    kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
-    heard, left = len(record.report.refusals), list(passes)
+    copies = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
+    start, remaining = len(record.report.refusals), list(passes)
     causes: dict[str, Exception] = {}
     while True:
         try:
             with record.undone_on_error():
-                _run_all(left, graph, record)
+                _run_all(remaining, graph, record)
             break
         except _FailedError as error:
-            causes[error.failing.name] = error.error
-            left.remove(error.failing)
-            if error.failing.needed:
-                left = [each for each in left if each.needed]
-            for module, inner, old in kept:
+            causes[error.step.name] = error.error
+            remaining.remove(error.step)
+            if error.step.needed:
+                remaining = [step for step in remaining if step.needed]
+            for module, inner, old in copies:
                 restore(inner, old)
                 if module is not None:
                     module.recompile()
     for name, cause in causes.items():
         record.refuse("pass", name, failed(cause))
         record.failed = True
-    for refusal in record.report.refusals[heard:]:
+    for refusal in record.report.refusals[start:]:
         if refusal.failure and not record.dry:
             if record.options.strict:
                 raise FallbackError(str(refusal))
@@ -293,52 +292,52 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     """Without garbage collection: what passes create stays alive, and searching it takes a fifth of
     their time."""
-    was = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()
 
 
-@_uncollected()
+@_without_gc()
 def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     before = _state(passes, graph, record)
-    for each in passes:
-        if each.stage:
-            record.folder.graph(each.stage, _owner(graph))
-        rounds = record.options.numerics == "eager" and not (each.needed or each.eager)
-        if rounds or not record.enabled(each.name):
+    for step in passes:
+        if step.stage:
+            record.folder.graph(step.stage, _owner(graph))
+        rounds_elsewhere = record.options.numerics == "eager" and not (step.needed or step.eager)
+        if rounds_elsewhere or not record.enabled(step.name):
             continue
         try:
-            if each.when(graph, record):
-                _observed(each, graph, record)
+            if step.when(graph, record):
+                _observe(step, graph, record)
                 after = _state(passes, graph, record)
-                if after != before and not each.needed:
-                    record.changed[each.name] = None
+                if after != before and not step.needed:
+                    record.changed[step.name] = None
                 before = after
         except Exception as error:
             if record.options.strict:
                 if isinstance(error, CodaError):
                     raise
-                raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
-            logger.debug("pass %s failed", each.name, exc_info=True)
-            raise _FailedError(each, error) from error
+                raise FallbackError(f"pass {step.name}: {failed(error).text}") from error
+            logger.debug("pass %s failed", step.name, exc_info=True)
+            raise _FailedError(step, error) from error
 
 
-def _observed(each: Pass, graph: Graph, record: Record) -> None:
+def _observe(step: Pass, graph: Graph, record: Record) -> None:
     """Run a pass under its own name, so that provenance tracking and
     ``torch._inductor.config.disabled_passes`` see it. It must leave an aten graph in order."""
-    if each not in ON_ATEN or graph.owning_module is None:
-        each.run(graph, record)
+    if step not in ON_ATEN or graph.owning_module is None:
+        step.run(graph, record)
     else:
-        observer = GraphTransformObserver(graph.owning_module, f"coda_{each.name}")
-        observer.apply_graph_pass(lambda g: each.run(g, record))
-    if each in ON_ATEN:
+        observer = GraphTransformObserver(graph.owning_module, f"coda_{step.name}")
+        observer.apply_graph_pass(lambda g: step.run(g, record))
+    if step in ON_ATEN:
         graph.lint()
 
 

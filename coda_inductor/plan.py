@@ -63,13 +63,13 @@ class Measurer(Protocol):
     left: dict[str, Site]
 
     def measure(self, sites: Sequence[Site]) -> bool:
-        """Measure those of ``sites`` without a measurement; True if any has one now."""
+        """Measure the ``sites`` that have no measurement; True if any has one now."""
 
     def close(self) -> None:
         """Nothing more will be measured."""
 
 
-#: Creates what measures for a store, on a device.
+#: Creates the measurer for a store, on a device.
 MakeMeasurer = Callable[[Store, torch.device], Measurer]
 
 
@@ -80,13 +80,13 @@ class Tuning:
     Attributes:
         measurer: does it.
         every: also sites where a kernel is expected to lose by far.
-        asked: sites that were judged without a measurement since the last :meth:`again`.
+        queue: sites that were judged without a measurement since the last :meth:`measure`.
         optimistic: a site without an expected time counts as a win until it is measured.
     """
 
     measurer: Measurer
     every: bool
-    asked: list[Site] = field(default_factory=list)
+    queue: list[Site] = field(default_factory=list)
     optimistic: bool = False
 
     def wants(self, choice: Choice) -> bool:
@@ -97,13 +97,13 @@ class Tuning:
         hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
         return self.every or not hopeless
 
-    def again(self) -> bool:
-        """Measure the sites ``asked``; True if the graph's sites must be planned again."""
-        asked, self.asked = self.asked, []
-        if asked and self.measurer.measure(asked):
+    def measure(self) -> bool:
+        """Measure the ``queue`` of sites; True if the graph's sites must be planned again."""
+        queue, self.queue = self.queue, []
+        if queue and self.measurer.measure(queue):
             return True
         pessimistic, self.optimistic = self.optimistic, False
-        return pessimistic and bool(asked)
+        return pessimistic and bool(queue)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Plan:
         options: the user's.
         dry: only say what would happen, with expected times and the kernels' numerics.
         as_if: decide as if everything were on this CUDA device; "meta" is one that is not here.
-        as_gpu: decide for this GPU model; None for that of ``as_if`` or of the tensors.
-        unwanted: why the graph must stay as it is, on any device.
+        as_gpu: decide for this GPU model; None for the model of ``as_if`` or of the tensors.
+        veto: why the graph must stay as it is, on any device.
         too_small: why the graph's GEMMs are too small to fuse.
         no_kernels: why no GEMM of any size becomes a kernel on this GPU.
         on_gpu: are there GEMMs on a GPU?
@@ -127,20 +127,20 @@ class Plan:
     dry: bool = False
     as_if: torch.device | None = None
     as_gpu: Gpu | None = None
-    unwanted: Refusal | None = None
+    veto: Refusal | None = None
     too_small: Refusal | None = None
     no_kernels: Refusal | None = None
     on_gpu: bool = False
     store: Store | None = None
     tuning: Tuning | None = None
 
-    def of_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
+    def for_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
         """This plan, decided for ``graph``; ``measurer`` as :meth:`of_products` takes it."""
         gemms = [node for node in graph.nodes if node.target in TRACED]
         pairs = [(fake(node), fake(gemm_inputs(node)[1])) for node in gemms]
-        return self.of_products(pairs, training=training(graph), measurer=measurer)
+        return self.for_products(pairs, training=training(graph), measurer=measurer)
 
-    def of_products(
+    def for_products(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
@@ -182,7 +182,7 @@ class Plan:
     @property
     def fuses(self) -> bool:
         """May anything be fused in this graph?"""
-        return (self.too_small or self.unwanted) is None and self.options.gate != "never"
+        return (self.too_small or self.veto) is None and self.options.gate != "never"
 
     @property
     def compiles(self) -> bool:
@@ -228,8 +228,8 @@ class Plan:
             return refuse("no-gain", "one of its sizes is 0")
         if self.options.gate == "never":
             return refuse("gate-never", "options['gate'] is 'never'")
-        if self.unwanted is not None:
-            return self.unwanted
+        if self.veto is not None:
+            return self.veto
         if not self._kernels(x.device):
             return None
         device = self.as_if or x.device
@@ -295,7 +295,7 @@ class Plan:
             optimistic = tuning is not None and tuning.optimistic
             choice = select(site, gated=gated, store=self.store, optimistic=optimistic)
             if tuning is not None and tuning.wants(choice):
-                tuning.asked.append(site)
+                tuning.queue.append(site)
             return choice
         return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
 

@@ -12,22 +12,22 @@ from concurrent.futures import Future
 
 #: Seconds that work may take before anything is shown.
 AFTER = 3.0
-_one = threading.Lock()  # a terminal has room for one
+_bar_lock = threading.Lock()  # a terminal has room for one
 
 
 @contextlib.contextmanager
-def shown(what: str, work: Sequence[Future]) -> Iterator[None]:
+def show_progress(title: str, work: Sequence[Future]) -> Iterator[None]:
     """Show how much of ``work`` is done; of several ranks only the first shows it."""
-    told = work and os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
-    if not (told and _one.acquire(blocking=False)):
+    visible = work and os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
+    if not (visible and _bar_lock.acquire(blocking=False)):
         yield
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(f"coda: {what}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(f"coda: {title}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(what, total=len(work))
+    task = bar.add_task(title, total=len(work))
     for future in work:
         future.add_done_callback(lambda _: bar.advance(task))
     timer = threading.Timer(AFTER, bar.start)
@@ -40,4 +40,4 @@ def shown(what: str, work: Sequence[Future]) -> Iterator[None]:
         timer.join()
         if bar.live.is_started:
             bar.stop()
-        _one.release()
+        _bar_lock.release()

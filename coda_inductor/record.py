@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from coda_inductor.select.device import Gpu
 
 #: Maps a compiled function to the one that is called instead.
-Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Record:
         name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
         later: only start compiling kernels; ``fusing.lower.settle`` waits for them afterwards.
-        wraps: the caller applies ``around`` to the compiled graph.
+        wraps: the caller applies ``wrappers`` to the compiled graph.
         as_if: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
-        gpu: decide for this GPU model; None for that of ``as_if`` or of the tensors.
+        gpu: decide for this GPU model; None for the model of ``as_if`` or of the tensors.
         report: what people read later: GEMMs and refusals.
         plan: what may and should be fused; the pipeline sets it, and its first pass on an aten
             graph decides it.
@@ -49,7 +49,7 @@ class Record:
         fired: how often each rewrite fired, by the name of its counter.
         stopped: names in ``options["disable"]`` that kept something from being rewritten.
         changed: passes that changed the graph, in order, without those that are needed.
-        around: wrappers for the compiled graph, first one innermost.
+        wrappers: of the compiled graph, the first one innermost.
         limit: what the joint graph that is compiled now may keep for its backward pass, a
             ``memory.limit.Limit``; None without a limit.
         failed: something failed that may succeed in the next process (a compiler was killed, a disk
@@ -69,7 +69,7 @@ class Record:
     fired: Counter[str] = field(default_factory=Counter)
     stopped: set[str] = field(default_factory=set)
     changed: dict[str, None] = field(default_factory=dict)
-    around: list[Around] = field(default_factory=list)
+    wrappers: list[Wrapper] = field(default_factory=list)
     limit: Any = None
     failed: bool = False
 
@@ -80,8 +80,8 @@ class Record:
         self.report.folder = self.folder.path
 
     def enabled(self, name: str) -> bool:
-        """Is ``name``, a pass, a pattern or a counter, not disabled? To be asked where the rewrite
-        was found, because a disabled name that nobody asks for has no effect, which is said."""
+        """True unless ``name``, a pass, a pattern or a counter, is disabled. Call it only where a
+        rewrite would fire: a disabled name that nothing looks up is reported as without effect."""
         if name in self.options.disable:
             self.stopped.add(name)
         return name not in self.stopped
@@ -100,10 +100,10 @@ class Record:
     def undone_on_error(self) -> Iterator[None]:
         """Forget what was noted inside the block if it raises."""
         sites, refusals = list(self.report.sites), list(self.report.refusals)
-        fired, around = self.fired.copy(), list(self.around)
+        fired, wrappers = self.fired.copy(), list(self.wrappers)
         try:
             yield
         except BaseException:
             self.report.sites[:], self.report.refusals[:] = sites, refusals
-            self.fired, self.around = fired, around
+            self.fired, self.wrappers = fired, wrappers
             raise

@@ -195,7 +195,7 @@ _PLAIN = (
     "shared-memory",
     "no-gemm",  # no GEMM takes the work, or what reads it needs it as it is
     "idiom-form",  # torch's own ops support it, the rewritten idiom does not
-    "mask-form",  # the mask is none that attention could skip or replace
+    "mask-form",  # attention can neither skip nor replace this mask
 )
 
 #: The remedy of these.

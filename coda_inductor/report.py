@@ -96,8 +96,8 @@ class SiteReport:
 
     @property
     def estimate(self) -> Choice | None:
-        """The choice, if it has expected times: that of a kernel and, in ``coda_inductor.explain``,
-        that of any GEMM."""
+        """The choice, if it has expected times: kernels have, and in ``coda_inductor.explain`` all
+        GEMMs."""
         return self.choice if self.choice.unfused_us else None
 
     @property
@@ -147,9 +147,9 @@ class MemoryReport:
 
     def __str__(self) -> str:
         kept, before, peak = map(_size, (self.kept, self.before, self.peak))
-        less = f" in place of {before}, computes {self.again} tensors again" if self.again else ""
-        took = f" (about {self.ms:.1f} ms)" if self.again else ""
-        return f"keeps {kept} for the backward pass{less}{took}; peak about {peak} over its inputs"
+        note = f" in place of {before}, computes {self.again} tensors again" if self.again else ""
+        time = f" (about {self.ms:.1f} ms)" if self.again else ""
+        return f"keeps {kept} for the backward pass{note}{time}; peak about {peak} over its inputs"
 
 
 def _size(number: int) -> str:
@@ -189,13 +189,13 @@ class GraphReport:
         if not self.sites:
             return "no GEMM in this graph"
         plain = [site for site in self.sites if site.how == "reference"]
-        said = []
+        parts = []
         if self.kernels or not plain:
-            said.append(f"{self.kernels} of {len(self.sites)} GEMMs fused")
+            parts.append(f"{self.kernels} of {len(self.sites)} GEMMs fused")
         if plain:
             legal = f"{len(plain)} of {len(self.sites)} GEMMs"
-            said.append(f"{legal} may be fused, and run as plain ops: {plain[0].reason}")
-        return ", ".join(said)
+            parts.append(f"{legal} may be fused, and run as plain ops: {plain[0].reason}")
+        return ", ".join(parts)
 
     def table(self) -> str:
         """:func:`sites_table` of the GEMMs, near misses and, with debugging, kernels' files."""
@@ -214,7 +214,7 @@ def reports() -> list[GraphReport]:
     """Reports of the graphs compiled in this process, oldest first (the last 256).
 
     A graph that came out of torch's compile cache was not analysed again and has no report; one
-    warning says so where there is none at all.
+    warning says so if there are no reports at all.
     """
     counters = compat.counters  # imports Dynamo, which compile workers do not need
     hits = counters["aot_autograd"]["autograd_cache_hit"]
@@ -229,16 +229,16 @@ def reports() -> list[GraphReport]:
 def record(report: GraphReport) -> bool:
     """Keep ``report`` for :func:`reports`, once; True if it is new. A graph may come twice, because
     Inductor also hands the bodies of FlexAttention's calls to the passes, before their graph."""
-    if any(known is report for known in _REPORTS):
+    if any(other is report for other in _REPORTS):
         return False
     _REPORTS.append(report)
     return True
 
 
-def replace(kept: list[GraphReport]) -> None:
-    """Let :func:`reports` return ``kept``."""
+def replace(graphs: list[GraphReport]) -> None:
+    """Let :func:`reports` return ``graphs``."""
     _REPORTS.clear()
-    _REPORTS.extend(kept)
+    _REPORTS.extend(graphs)
 
 
 def forget() -> None:

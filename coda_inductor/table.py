@@ -82,8 +82,8 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
     heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
              f"us on {gpu}" if gpu else "us"]  # fmt: skip
     folded = fold(sites)
-    often = Counter(row.reason for row in folded if not row.site.fused and len(row.reason) > 60)
-    shared = [reason for reason, times in often.items() if times > 2]
+    counts = Counter(row.reason for row in folded if not row.site.fused and len(row.reason) > 60)
+    shared = [reason for reason, times in counts.items() if times > 2]
     short = {why: f"{why.split(': ')[0]} ({i})" for i, why in enumerate(shared, 1) if ": " in why}
     rows = [
         (
@@ -103,11 +103,11 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
     for i, most in ((2, 20), (5, 18), (6, 18), (0, 40), (4, 80)):
         more = min(spare, most - widths[i])
         widths[i], spare = widths[i] + more, spare - more
-    kept = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    if columns < 100 and {5, 6} <= {*kept}:
-        kept.remove(5)
-    head = [_wrapped(heads[i], widths[i] - 2) for i in kept]  # tabulate leaves two spaces there
-    cells = [[_wrapped(row[i], widths[i]) for i in kept] for row in rows]
+    shown = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    if columns < 100 and {5, 6} <= {*shown}:
+        shown.remove(5)
+    head = [_wrapped(heads[i], widths[i] - 2) for i in shown]  # tabulate leaves two spaces there
+    cells = [[_wrapped(row[i], widths[i]) for i in shown] for row in rows]
     text = tabulate(cells, head, tablefmt="simple", disable_numparse=True)
     about = any(site.estimate and not site.estimate.measured for site in sites)
     alone = any(site.estimate and not (site.fused or site.idle) for site in sites)
@@ -143,8 +143,8 @@ def _wrapped(text: str, width: int) -> str:
 def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
     """One line that counts the weight gradients left out of a table; none if there are none."""
     count = sum(site.idle for site in sites)
-    what = "weight gradients that have" if count > 1 else "weight gradient that has"
-    return [f"and {count} {what} nothing to absorb"] if count else []
+    noun = "weight gradients that have" if count > 1 else "weight gradient that has"
+    return [f"and {count} {noun} nothing to absorb"] if count else []
 
 
 def general_path(path: str) -> str:
@@ -184,17 +184,17 @@ def traffic_words(site: SiteReport) -> tuple[str, str]:
 
 def time_words(site: SiteReport) -> tuple[str, str]:
     """Expected microseconds, and what they are based on: ("16.2 -> 12.1", "measured")."""
-    found = site.estimate
-    if found is None:
+    choice = site.estimate
+    if choice is None:
         return "unknown", ""
-    rests_on = GROUNDS[found.ground]
+    ground = GROUNDS[choice.ground]
     if not site.fused and site.refusal is not None and site.refusal.code in TIMED:
         return "", "as the reason says"
     if not site.fused:
-        return f"{found.unfused_us:.1f}", f"cuBLAS alone, {rests_on}"
-    if found.fused_us is None:
-        return "unknown", f"no kernel: {found.refusal.text if found.refusal else rests_on}"
-    if found.fused_us > found.unfused_us:
-        left = "the gate leaves it to cuBLAS" if found.refusal else "the gate was not asked"
-        rests_on = f"{rests_on}; slower: {left}"
-    return f"{found.unfused_us:.1f} -> {found.fused_us:.1f}", rests_on
+        return f"{choice.unfused_us:.1f}", f"cuBLAS alone, {ground}"
+    if choice.fused_us is None:
+        return "unknown", f"no kernel: {choice.refusal.text if choice.refusal else ground}"
+    if choice.fused_us > choice.unfused_us:
+        left = "the gate leaves it to cuBLAS" if choice.refusal else "the gate was not asked"
+        ground = f"{ground}; slower: {left}"
+    return f"{choice.unfused_us:.1f} -> {choice.fused_us:.1f}", ground

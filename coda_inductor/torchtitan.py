@@ -40,11 +40,11 @@ MODELS = ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3")
 
 
 class HeadAndLoss:
-    """The loss ``of_logits``, or of what a head would have made logits of. ``plain`` is the same
-    function, not compiled."""
+    """``loss`` of logits, or of the hidden states from which the head would have made them.
+    ``plain`` is the same function, not compiled."""
 
-    def __init__(self, of_logits: Callable[..., Tensor], plain: Callable[..., Tensor]):
-        self.of_logits, self.plain = of_logits, plain
+    def __init__(self, loss: Callable[..., Tensor], plain: Callable[..., Tensor]):
+        self.loss, self.plain = loss, plain
         self.hidden: Tensor | None = None
 
     def attach(self, head: nn.Module) -> None:
@@ -66,7 +66,7 @@ class HeadAndLoss:
     def __call__(self, pred: Tensor, labels: Tensor) -> Tensor:
         hidden, self.hidden = self.hidden, None
         if hidden is None:
-            return self.of_logits(pred, labels)
+            return self.loss(pred, labels)
         if pred is not hidden:
             raise CodaError(
                 "coda_inductor.torchtitan: the model does not return its head's result as it is,"
@@ -84,18 +84,18 @@ def with_head_and_loss(spec: Any) -> Any:
     """The ``TrainSpec`` with head and loss in one graph. Its model's head is ``output``."""
     losses: list[HeadAndLoss] = []
 
-    def build_loss_fn(job_config: Any, **how: Any) -> Callable[..., Tensor]:
+    def build_loss_fn(job_config: Any, **kwargs: Any) -> Callable[..., Tensor]:
         losses.clear()
-        loss = spec.build_loss_fn(job_config, **how)
-        if why := _why_not(spec, job_config.compile, how["parallel_dims"]):
+        loss = spec.build_loss_fn(job_config, **kwargs)
+        if why := _obstacle(spec, job_config.compile, kwargs["parallel_dims"]):
             logger.warning("torchtitan's head and loss are left as they are: %s", why)
             return loss
         eager = replace(job_config, compile=replace(job_config.compile, enable=False))
-        losses.append(HeadAndLoss(loss, spec.build_loss_fn(eager, **how)))
+        losses.append(HeadAndLoss(loss, spec.build_loss_fn(eager, **kwargs)))
         return losses[0]
 
-    def parallelize_fn(model: nn.Module, *args: Any, **how: Any) -> nn.Module:
-        model = spec.parallelize_fn(model, *args, **how)
+    def parallelize_fn(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        model = spec.parallelize_fn(model, *args, **kwargs)
         for loss in losses:
             loss.attach(model.get_submodule("output"))
             logger.info("torchtitan's head and loss are one graph")
@@ -104,9 +104,9 @@ def with_head_and_loss(spec: Any) -> Any:
     return replace(spec, build_loss_fn=build_loss_fn, parallelize_fn=parallelize_fn)
 
 
-def _why_not(spec: Any, given: Any, dims: Any) -> str:
+def _obstacle(spec: Any, config: Any, dims: Any) -> str:
     """Why head and loss do not become one graph; empty where they do."""
-    if not given.enable or given.backend != "coda" or "loss" not in given.components:
+    if not config.enable or config.backend != "coda" or "loss" not in config.components:
         return 'they need --compile.enable --compile.backend=coda, with "loss" among its components'
     if dims.tp_enabled or dims.pp_enabled:
         return "tensor and pipeline parallelism have heads and losses of their own"

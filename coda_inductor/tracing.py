@@ -32,7 +32,7 @@ class Traced:
         graphs: the inference graph, or the forward and the backward one.
         saved: what the forward pass saves for the backward pass.
         training: whether there is a backward pass.
-        around: wraps what was compiled, for the caller.
+        wrapper: wraps what was compiled, for the caller.
     """
 
     call: Callable[..., Any] = lambda: None
@@ -40,7 +40,7 @@ class Traced:
     graphs: list[Graph] = field(default_factory=list)
     saved: list[Node] = field(default_factory=list)
     training: bool = False
-    around: Callable[[Callable[..., Any]], Any] = lambda compiled: compiled
+    wrapper: Callable[[Callable[..., Any]], Any] = lambda compiled: compiled
 
 
 def dry_run(
@@ -53,10 +53,10 @@ def dry_run(
     AOTAutograd traces of it. A dry record plans for no peak of memory: it depends on what the
     device holds."""
     plans = not record.dry or isinstance(record.options.memory, float | None)
-    around = on_dynamo(gm, record)
+    wrap = on_dynamo(gm, record)
     splits = Partitioner(lambda: record, str) if plans else min_cut_rematerialization_partition
     traced = trace(gm, inputs, lambda graph: passes(graph, record, plans=plans), splits)
-    traced.around, traced.call = around, around(traced.call)
+    traced.wrapper, traced.call = wrap, wrap(traced.call)
     return traced
 
 

@@ -82,8 +82,8 @@ def _classes_last(match: Match):
     if target.is_floating_point():
         return refuse("loss-targets", "the targets are probabilities, not classes")
     if rows.dim() != 2 or target.dim() != 1 or logits.shape[-1] != rows.shape[-1]:
-        said = f"the logits {tuple(rows.shape)} do not have their classes in the last dimension"
-        return refuse("loss-targets", said)
+        text = f"the logits {tuple(rows.shape)} do not have their classes in the last dimension"
+        return refuse("loss-targets", text)
     return None
 
 
@@ -97,12 +97,12 @@ def _examples():
     without (0.75 / 3, which torch computes, is exact)."""
     target = torch.tensor([2, -100, 0, 1])
     for reduction, smoothing in (("none", 0.0), ("none", 0.75), ("sum", 0.75), ("mean", 0.0)):
-        how = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
-        plain = {"logits": (4, 3), "target": target, **how}
+        options = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
+        plain = {"logits": (4, 3), "target": target, **options}
         batched, viewed = {**plain, "logits": (2, 2, 3)}, {"rows": 4, "columns": 3}
         yield from (plain, batched | viewed, batched | {"first": 0, "last": 1})
         if not smoothing:  # which log-likelihoods do not have
-            plain, batched = ({**each} for each in (plain, batched))
+            plain, batched = ({**example} for example in (plain, batched))
             del plain["label_smoothing"], batched["label_smoothing"]
             yield from (plain, batched | viewed)
 

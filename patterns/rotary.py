@@ -92,16 +92,16 @@ def _shapes(match: Match):
     if not all(isinstance(t, torch.Tensor) for t in (x, y, *tables)):
         return refuse("idiom-form", "the shape of an input is unknown")
     if x.shape != y.shape or not all(t.is_floating_point() for t in (x, *tables)):
-        said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
-        return refuse("idiom-form", said)
+        text = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
+        return refuse("idiom-form", text)
     if any(t.requires_grad for t in tables):
         return refuse("idiom-form", "the tables need a gradient")
     width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
     half = int(number(match, "half")) if "half" in match.bound else width // 2
     have = [t.shape[-1] for t in tables]
     if any(count != (half if paired else width) for count in have) or 2 * half != width:
-        said = f"tables of {have[0]} and {have[1]} columns for {width} rotated ones"
-        return refuse("rotary-width", said)
+        text = f"tables of {have[0]} and {have[1]} columns for {width} rotated ones"
+        return refuse("rotary-width", text)
     return None
 
 

@@ -40,8 +40,8 @@ def _shapes(match: Match):
     if not all(isinstance(t, torch.Tensor) for t in (x, turns, y)):
         return refuse("idiom-form", "the shape of an input is unknown")
     if x.shape != y.shape or not x.is_floating_point() or not turns.is_complex():
-        said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
-        return refuse("idiom-form", said)
+        text = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
+        return refuse("idiom-form", text)
     if turns.requires_grad:
         return refuse("idiom-form", "the turns need a gradient")
     return None

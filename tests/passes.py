@@ -29,7 +29,7 @@ def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any)
     """Apply one pass with these options, as torch would: under the mode that recorded the graph's
     values. Returns what it said. The graph must be in order then."""
     record = Record(parse(None, options))
-    record.plan = Plan(record.options).of_graph(graph)
+    record.plan = Plan(record.options).for_graph(graph)
     with fake_mode(list(graph.nodes)):
         run(graph, record)
     graph.lint()

@@ -15,7 +15,7 @@ from coda_inductor.arch import ARCHS, Arch, arch_of, arch_with
 from coda_inductor.mainloop import availability
 from coda_inductor.select.choice import candidates, select
 from coda_inductor.select.config import Config, legal_configs, mainloop_stages
-from coda_inductor.select.device import H100, known
+from coda_inductor.select.device import H100, match_gpu
 from coda_inductor.select.store import Store
 
 LARGE, SMALL = "256x256:2x1:co", "128x128:1x1:co"
@@ -42,13 +42,13 @@ def test_a_new_generation_is_a_record(machine, tmp_path):
     device = torch.device("cuda", 0)
     assert arch_of(device) is NEXT
     assert availability.kernel_stack(device) is None
-    gpu = known("NVIDIA N1", (13, 1), 160, {H100.name: H100})
+    gpu = match_gpu("NVIDIA N1", (13, 1), 160, {H100.name: H100})
     assert (gpu.arch, gpu.rated) == (NEXT, False)
     of = site("scale", arch=NEXT)
     for program in (*kinds().values(), of.program):
         legal = legal_configs(program, NEXT)
         assert {str(config) for config in legal} <= {LARGE, SMALL}
-        assert all(config.unwritten(NEXT) is None for config in legal)
+        assert all(config.tile_refusal(NEXT) is None for config in legal)
     assert mainloop_stages(of.program, Config.parse(LARGE), NEXT) > 4
     assert list(map(str, candidates(of, gpu))) == [LARGE, SMALL]
     assert select(of, gated=True, store=Store(gpu, tmp_path)).refusal.code == "gpu-not-measured"

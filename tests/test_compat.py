@@ -149,7 +149,7 @@ def process(root, names):
     (want,) = torch.autograd.grad(model(x).square().sum(), x)
     torch.testing.assert_close(y, model(x))
     torch.testing.assert_close(got, want)
-    print(json.dumps({"lacking": compat.lacking(), "analysed": len(report.reports())}))
+    print(json.dumps({"lacking": compat.missing_names(), "analysed": len(report.reports())}))
 
 for names in json.loads(sys.argv[2]):
     apart(process, sys.argv[1], names)
@@ -174,7 +174,7 @@ def test_without_names_of_torchs_models_compile_and_are_right(tmp_path):
 
 
 def test_stand_ins_do_what_they_stand_for_or_raise_when_they_are_called():
-    boxed = compat.TORCH["make_boxed_func"].instead(lambda x, y: x + y)
+    boxed = compat.TORCH["make_boxed_func"].replacement(lambda x, y: x + y)
     assert boxed([1, 2]) == 3
     for name in ("aot_autograd", "TorchDispatchMode"):
         with pytest.raises(CodaError, match=compat.TORCH[name].path):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from coda_inductor import locks
-from coda_inductor.locks import held
+from coda_inductor.locks import lock_file
 
 HOLDER = """
 import filelock, sys, time
@@ -27,7 +27,7 @@ def path(tmp_path):
 @pytest.fixture
 def holder(path):
     """Another process, which holds the lock."""
-    place = next(locks._places(path))
+    place = next(locks._candidates(path))
     other = subprocess.Popen([sys.executable, "-c", HOLDER, place], stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
     yield other
@@ -39,12 +39,12 @@ def holder(path):
 def test_another_process_is_waited_for_so_long(path, holder):
     """One that is killed holds nothing."""
     start = time.monotonic()
-    with held(path, 0.3) as got:
+    with lock_file(path, 0.3) as got:
         assert not got
     assert 0.3 <= time.monotonic() - start < 30
     threading.Timer(0.3, holder.kill).start()
     start = time.monotonic()
-    with held(path, 60.0) as got:
+    with lock_file(path, 60.0) as got:
         assert got
     assert 0.2 < time.monotonic() - start < 30
 
@@ -54,12 +54,12 @@ def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatc
     place nothing is held."""
     path.parent.write_text("no folder")
     monkeypatch.setattr(locks, "private_dir", lambda: tmp_path)
-    with held(path, 1.0) as got:
+    with lock_file(path, 1.0) as got:
         assert got
         assert list((tmp_path / "locks").iterdir())
 
         def beside():
-            with held(path, 0.2) as other:
+            with lock_file(path, 0.2) as other:
                 seen.append(other)
 
         seen: list[bool] = []
@@ -72,5 +72,5 @@ def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatc
         raise OSError("read-only")
 
     monkeypatch.setattr(locks.filelock, "FileLock", none)
-    with held(path, 1.0) as got:
+    with lock_file(path, 1.0) as got:
         assert not got

@@ -12,7 +12,7 @@ from harness import Harness
 
 from coda_inductor import OptionError, PatternError, patterns
 from coda_inductor.log import forget_warnings
-from coda_inductor.options import _OWN, Options, parse
+from coda_inductor.options import _KEYS, Options, parse
 
 PATTERN = """
 import torch
@@ -64,7 +64,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_OWN))};"),
+        (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_KEYS))};"),
         (None, ["debug"], r"got \['debug'\]"),
         (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
         ("max_autotune", None, r"did you mean 'max-autotune'\?"),

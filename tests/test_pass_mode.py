@@ -295,7 +295,7 @@ def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
 
 def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, warned):
     with monkeypatch.context() as patch:
-        patch.setattr(pass_mode, "lacking", lambda: ["torch.nothing"])
+        patch.setattr(pass_mode, "missing_names", lambda: ["torch.nothing"])
         with coda_inductor.enabled():
             assert hooks() == (None, None)
     monkeypatch.setattr(pass_mode, "DYNAMO", "pre_grad_pass_of_tomorrow")

@@ -130,7 +130,7 @@ def test_what_is_wrapped_around_one_graph_is_not_around_the_next():
     def around(compiled):
         return pipeline.on_dynamo(torch.fx.symbolic_trace(lambda x: (x.sin(),)), record)(compiled)
 
-    record.around.append(lambda compiled: compiled + 1)
+    record.wrappers.append(lambda compiled: compiled + 1)
     assert around(1) == 2
     assert around(1) == 1
 

@@ -27,7 +27,7 @@ def terminal(monkeypatch):
 
 def work(terminal: Terminal, seconds: float) -> None:
     futures: list[Future] = [Future(), Future()]
-    with contextlib.redirect_stderr(terminal), progress.shown("compiling kernels", futures):
+    with contextlib.redirect_stderr(terminal), progress.show_progress("compiling kernels", futures):
         futures[0].set_result(None)
         time.sleep(seconds)
 
@@ -43,7 +43,7 @@ def test_else_nothing_is_said(case, terminal, monkeypatch):
 
 
 def test_of_two_at_a_time_one_is_shown_and_both_end(terminal):
-    with contextlib.redirect_stderr(terminal), progress.shown("measuring", [Future()]):
+    with contextlib.redirect_stderr(terminal), progress.show_progress("measuring", [Future()]):
         work(terminal, 0.2)
         assert "compiling" not in terminal.getvalue()
     work(terminal, 0.5)

@@ -35,17 +35,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
-def run(chosen: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Search, and print the result; 0.
 
     Raises:
         OptionError: there is no such script.
         CodaError: the script succeeds, or it fails without this backend too.
     """
-    name = chosen.script
+    name = arguments.script
     if not name.is_file():
         raise OptionError(f"no such script: {name}")
-    script = _Script([sys.executable, str(name), *chosen.args])
+    script = _Script([sys.executable, str(name), *arguments.args])
     with tempfile.TemporaryDirectory() as folder:
         error = script.error("as it is", (), CODA_DEBUG="1", CODA_DEBUG_DIR=folder)
         done = [json.loads(p.read_text()) for p in sorted(Path(folder).glob("*/names.json"))]
@@ -91,30 +91,30 @@ class _Script:
     def __init__(self, command: list[str]):
         self.command, self.runs = command, 0
 
-    def guilty(self, what: str, names: list[str], *, first: bool = False) -> list[str]:
+    def guilty(self, kind: str, names: list[str], *, first: bool = False) -> list[str]:
         """Those of ``names`` without which the script succeeds, or the first of those; none if it
         fails without all ``names``."""
-        good, found = set[str](), dict[str, str]()
+        good, errors = set[str](), dict[str, str]()
 
         def fails(tried: Sequence[str]) -> str:
-            if first and found:
+            if first and errors:
                 return ""  # the others do not matter
             out = [name for name in names if name not in good and name not in tried]
-            error = self.error(f"with {len(names) - len(out)} of {len(names)} {what}", out)
+            error = self.error(f"with {len(names) - len(out)} of {len(names)} {kind}", out)
             good.update(() if error else tried)
             return error
 
         if names and not fails(()):
-            halve(names, fails, found, "it failed with all of them")
-        return list(found)
+            halve(names, fails, errors, "it failed with all of them")
+        return list(errors)
 
-    def error(self, how: str, disable: Sequence[str], **variables: str) -> str:
+    def error(self, label: str, disable: Sequence[str], **variables: str) -> str:
         """Why the script fails without what ``disable`` names; empty if it succeeds."""
         out = ",".join([*filter(None, [os.environ.get("CODA_DISABLE")]), *disable])
-        own = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "CODA_DISABLE": out, **variables}
-        error = _run(self.command, {**os.environ, **own})
+        settings = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "CODA_DISABLE": out, **variables}
+        error = _run(self.command, {**os.environ, **settings})
         self.runs += 1
-        sys.stderr.write(f"run {self.runs}, {how}: {f'bad ({error})' if error else 'good'}\n")
+        sys.stderr.write(f"run {self.runs}, {label}: {f'bad ({error})' if error else 'good'}\n")
         return error
 
 

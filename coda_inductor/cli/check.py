@@ -33,22 +33,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print no programs or kernel sources")
 
 
-def run(chosen: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Check every file; 0 if all pass.
 
     Raises:
         OptionError: there is no such file, or a folder has no pattern file.
     """
     results: list[Result] = []
-    for path in [file for given in chosen.files for file in _expand(given)]:
-        found = list(check_file(path))
-        if chosen.must_pay:
-            found = [replace(r, outcome="fail") if r.check == "plan" and r.outcome == "note" else r
-                     for r in found]  # fmt: skip
-        results += found
-        if not chosen.json:
-            sys.stdout.writelines(_lines(path, found, quiet=chosen.quiet))
-    if chosen.json:
+    for path in [file for name in arguments.files for file in _expand(name)]:
+        rows = list(check_file(path))
+        if arguments.must_pay:
+            rows = [replace(r, outcome="fail") if r.check == "plan" and r.outcome == "note" else r
+                     for r in rows]  # fmt: skip
+        results += rows
+        if not arguments.json:
+            sys.stdout.writelines(_lines(path, rows, quiet=arguments.quiet))
+    if arguments.json:
         sys.stdout.write(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     return int(any(r.outcome == "fail" for r in results))
 

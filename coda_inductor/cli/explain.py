@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="PAGE.html", help="write the page to this file")
 
 
-def run(chosen: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Explain, print, save; 0.
 
     Raises:
@@ -40,23 +40,23 @@ def run(chosen: argparse.Namespace) -> int:
     """
     from coda_inductor.explanation import explain
 
-    if chosen.out and (why := _unwritable(Path(chosen.out).resolve())):
-        raise OptionError(f"--out {chosen.out}: {why}")
-    options = models.options_of(chosen)
-    model, args, kwargs = models.model_of(chosen, chosen.tokens)
+    if arguments.out and (why := _unwritable(Path(arguments.out).resolve())):
+        raise OptionError(f"--out {arguments.out}: {why}")
+    options = models.options_of(arguments)
+    model, args, kwargs = models.model_of(arguments, arguments.tokens)
     try:
-        with torch.set_grad_enabled(chosen.train):
-            found = explain(model, *args, options=options, gpu=chosen.gpu, **kwargs)
+        with torch.set_grad_enabled(arguments.train):
+            result = explain(model, *args, options=options, gpu=arguments.gpu, **kwargs)
     except ExplainError as error:
-        if chosen.hf is None or models.speaks(model):
+        if arguments.hf is None or models.speaks(model):
             raise
         hint = "--hf is for language models; name others as FILE.py:FUNCTION"
         raise ExplainError(f"{error}; {hint}") from error
-    found.notes += models.cache_note(model) if chosen.hf else []
-    sys.stdout.write(f"{found}\n")
-    if chosen.out:
+    result.notes += models.cache_note(model) if arguments.hf else []
+    sys.stdout.write(f"{result}\n")
+    if arguments.out:
         try:
-            path = found.save(chosen.out).resolve()
+            path = result.save(arguments.out).resolve()
         except OSError as error:
             raise CodaError(f"the page cannot be written: {error}") from None
         sys.stdout.write(f"\nwrote {path}\n")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.errors import ExplainError, OptionError, PatternError, meant
+from coda_inductor.errors import ExplainError, OptionError, PatternError, suggest
 from coda_inductor.options import parse
 
 _WORDS = ("true", "false", "none")
@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(
-    chosen: argparse.Namespace, tokens: int | None
+    arguments: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """The model that the arguments name, and its arguments: (model, args, kwargs). ``tokens``: the
     length of a sequence, for Hugging Face models; None for 2048, or what the model reads at most.
@@ -48,33 +48,33 @@ def model_of(
         OptionError: there is no such model; tells what to write.
         ExplainError: transformers is missing.
     """
-    if (chosen.target is None) == (chosen.hf is None):
+    if (arguments.target is None) == (arguments.hf is None):
         raise OptionError("name either FILE.py:FUNCTION or --hf FAMILY")
-    if chosen.hf is not None:
-        return _hugging_face(chosen, tokens)
+    if arguments.hf is not None:
+        return _hugging_face(arguments, tokens)
     for name in ("set", "batch", "dtype", "tokens"):
-        if getattr(chosen, name):
+        if getattr(arguments, name):
             raise OptionError(
-                f"--{name} is for --hf models: {chosen.target} creates its own model and inputs"
+                f"--{name} is for --hf models: {arguments.target} creates its own model and inputs"
             )
-    made = _function(chosen.target)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise OptionError(f"{chosen.target} must return (model, args) or (model, args, kwargs)")
-    model, args, *rest = made
+    result = _function(arguments.target)()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
+        raise OptionError(f"{arguments.target} must return (model, args) or (model, args, kwargs)")
+    model, args, *rest = result
     args = args if isinstance(args, (tuple, list)) else (args,)
     return model, tuple(args), dict(rest[0]) if rest else {}
 
 
 def _function(target: str) -> Callable[[], Any]:
-    where, colon, name = target.rpartition(":")
-    if not colon or not where:
+    file, colon, name = target.rpartition(":")
+    if not colon or not file:
         raise OptionError(
             f"{target!r} does not name a function: write FILE.py:FUNCTION or MODULE:FUNCTION"
         )
-    if where.endswith(".py"):
-        path = Path(where)
+    if file.endswith(".py"):
+        path = Path(file)
         if not path.is_file():
-            raise OptionError(f"no such file: {where}")
+            raise OptionError(f"no such file: {file}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None, "a .py file has a loader"
         assert spec.loader is not None, "a .py file has a loader"
@@ -83,17 +83,17 @@ def _function(target: str) -> Callable[[], Any]:
         spec.loader.exec_module(module)
     else:
         try:
-            module = importlib.import_module(where)
+            module = importlib.import_module(file)
         except ModuleNotFoundError as error:
-            raise OptionError(f"{where}: {error}; name a FILE.py or an importable module") from None
+            raise OptionError(f"{file}: {error}; name a FILE.py or an importable module") from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise OptionError(f"{where} has no function {name!r}")
+        raise OptionError(f"{file} has no function {name!r}")
     return function
 
 
 def _hugging_face(
-    chosen: argparse.Namespace, tokens: int | None
+    arguments: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """A model without weights: only shapes are needed. Its memory is reserved and never used; if
     that much cannot even be reserved, the model stays on the meta device."""
@@ -101,36 +101,36 @@ def _hugging_face(
         import transformers
     except ImportError:
         raise ExplainError("--hf needs transformers: pip install transformers") from None
-    values = dict(_setting(text, "--set") for text in chosen.set)
+    values = dict(_setting(text, "--set") for text in arguments.set)
     families = transformers.CONFIG_MAPPING.keys()
-    if chosen.hf not in families:
-        hint = meant(chosen.hf, families)
-        raise OptionError(f"--hf {chosen.hf}: transformers has no such model_type{hint}")
+    if arguments.hf not in families:
+        hint = suggest(arguments.hf, families)
+        raise OptionError(f"--hf {arguments.hf}: transformers has no such model_type{hint}")
     try:
-        config = transformers.AutoConfig.for_model(chosen.hf, **values)
+        config = transformers.AutoConfig.for_model(arguments.hf, **values)
     except Exception as error:  # a wrong type raises an error of huggingface_hub
-        said = " ".join(str(error).split())
-        raise OptionError(f"--hf {chosen.hf}: {said[:300]}") from None
-    known = config.__class__().to_dict()
-    if unknown := [key for key in values if key not in known]:
+        cause = " ".join(str(error).split())
+        raise OptionError(f"--hf {arguments.hf}: {cause[:300]}") from None
+    settings = config.__class__().to_dict()
+    if unknown := [key for key in values if key not in settings]:
         raise OptionError(
             f"--set {unknown[0]}: {type(config).__name__} has no such value; it has "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(settings))}"
         )
     with torch.device("meta"):
         try:
             model = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:
             model = transformers.AutoModel.from_config(config)
-    model = model.to(getattr(torch, chosen.dtype or _DTYPES[0])).train(chosen.train)
+    model = model.to(getattr(torch, arguments.dtype or _DTYPES[0])).train(arguments.train)
     with contextlib.suppress(RuntimeError):
         model = model.to_empty(device="cpu")
         model.tie_weights()
     device = next(model.parameters()).device
     most = getattr(config, "max_position_embeddings", None) or 2048
     tokens = tokens or min(2048, most - most % 8)
-    ids = torch.zeros((chosen.batch or 1, tokens), dtype=torch.long, device=device)
-    return model, (ids,), {"labels": ids} if chosen.train and speaks(model) else {}
+    ids = torch.zeros((arguments.batch or 1, tokens), dtype=torch.long, device=device)
+    return model, (ids,), {"labels": ids} if arguments.train and speaks(model) else {}
 
 
 def cache_note(model: Callable[..., Any]) -> list[str]:
@@ -155,13 +155,13 @@ def speaks(model: Callable[..., Any]) -> bool:
     return any(part in type(model).__name__ for part in ("CausalLM", "LMHead"))
 
 
-def options_of(chosen: argparse.Namespace) -> dict[str, Any]:
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of the backend in the arguments.
 
     Raises:
         OptionError: an option is unknown, or has a bad value.
     """
-    options = dict(_setting(text, "--option") for text in chosen.option)
+    options = dict(_setting(text, "--option") for text in arguments.option)
     try:
         parse(None, options)
     except PatternError as error:

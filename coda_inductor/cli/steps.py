@@ -51,7 +51,7 @@ def check_file(path: Path) -> Iterator[Result]:
             prove(pattern, claims.append)
         except Exception as error:
             yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims[:-1])
-            why = str(error) if isinstance(error, PatternError) else _said(error)
+            why = str(error) if isinstance(error, PatternError) else _error_text(error)
             yield Result(pattern.name, "proof", "fail", why)
             continue
         yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims)
@@ -78,42 +78,42 @@ def _try(pattern: Pattern, path: str) -> Iterator[Result]:
         try:
             yield from step()
         except Exception as error:
-            yield Result(pattern.name, name, "fail", _said(error))
+            yield Result(pattern.name, name, "fail", _error_text(error))
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Its class and the first line of its message: torch's messages have a page."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
     """It is recognized, absorbed by GEMMs, and the rewritten graph is the same function."""
-    ours, eager = try_out(pattern, path, idiom, dtype=torch.float64)
+    trial, eager = try_out(pattern, path, idiom, dtype=torch.float64)
     name = idiom.__name__
-    said = "found in its example" if ours.raised == 1 else f"found {ours.raised} times, not once"
-    yield _result(pattern, f"match {name}", ours.raised == 1, said)
-    outcome, said = _fired(pattern, ours)
-    yield Result(pattern.name, f"fires {name}", outcome, said)
-    if not ours.raised:
+    text = "found in its example" if trial.raised == 1 else f"found {trial.raised} times, not once"
+    yield _result(pattern, f"match {name}", trial.raised == 1, text)
+    outcome, text = _fired(pattern, trial)
+    yield Result(pattern.name, f"fires {name}", outcome, text)
+    if not trial.raised:
         why = "nothing was rewritten, so there is nothing to compare"
         yield Result(pattern.name, f"float64 {name}", "skip", why)
         return
-    error = max(map(_distance, ours.results, eager.results))
-    said = f"output and {len(eager.results) - 1} gradients within {error:.1e}"
-    yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{said} (limit {TOLERANCE:.0e})")
+    error = max(map(_distance, trial.results, eager.results))
+    text = f"output and {len(eager.results) - 1} gradients within {error:.1e}"
+    yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
 
 
-def _fired(pattern: Pattern, ours: Trial) -> tuple[str, str]:
+def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
     """(outcome, what GEMMs absorbed). An op's rewrite may have conditions that its example, one
     GEMM on either side, does not meet: that is reported, but is not a failure."""
-    counted = {key: times for key, times in ours.counts.items() if key.startswith(pattern.name)}
-    said = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
+    counted = {key: times for key, times in trial.counts.items() if key.startswith(pattern.name)}
+    text = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
     missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
-    said += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
-    said += f"; left to Inductor: {', '.join(sorted(set(ours.left)))}" if ours.left else ""
-    said += f". Refused: {'; '.join(ours.refused)}" if ours.refused else ""
-    excused = pattern.meaning is None and ours.refused
-    return ("pass" if not missing else "skip" if excused else "fail"), said
+    text += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
+    text += f"; left to Inductor: {', '.join(sorted(set(trial.left)))}" if trial.left else ""
+    text += f". Refused: {'; '.join(trial.refused)}" if trial.refused else ""
+    excused = pattern.meaning is None and trial.refused
+    return ("pass" if not missing else "skip" if excused else "fail"), text
 
 
 def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
@@ -128,25 +128,25 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     """The epilogue programs in bfloat16, the source of their kernels, and a check that GEMMs move
     no more bytes and absorb no fewer ops than without the pattern, when its ops are plain ones. As
     many bytes are a note: the pattern brings nothing."""
-    ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
+    trial, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))
-        for site in ours.sites
+        for site in trial.sites
         if site.program is not None and any(p.startswith(pattern.name) for p in site.patterns)
     )
-    said = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
-    outcome = "pass" if listings else _fired(pattern, ours)[0]
-    yield Result(pattern.name, "kernel source", outcome, said, listings)
+    text = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
+    outcome = "pass" if listings else _fired(pattern, trial)[0]
+    yield Result(pattern.name, "kernel source", outcome, text, listings)
     if pattern.meaning is None or not listings:
         why = "an op's rewrite saves work outside of GEMMs, which this check does not count"
-        yield Result(pattern.name, "plan", "skip", why if listings else said)
+        yield Result(pattern.name, "plan", "skip", why if listings else text)
         return
     bare, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
-    worse = ours.moved > bare.moved or (ours.left and ours.absorbed < bare.absorbed)
-    each = (f"GEMMs move {t.moved} bytes and absorb {t.absorbed} ops" for t in (ours, bare))
-    said = "; without the pattern ".join(each)
-    if not worse and ours.moved == bare.moved:
-        said = f"brings nothing: the fuser does this without the file ({said})"
-        yield Result(pattern.name, "plan", "note", said)
+    worse = trial.traffic > bare.traffic or (trial.left and trial.absorbed < bare.absorbed)
+    texts = (f"GEMMs move {t.traffic} bytes and absorb {t.absorbed} ops" for t in (trial, bare))
+    text = "; without the pattern ".join(texts)
+    if not worse and trial.traffic == bare.traffic:
+        text = f"brings nothing: the fuser does this without the file ({text})"
+        yield Result(pattern.name, "plan", "note", text)
     else:
-        yield _result(pattern, "plan", not worse, said)
+        yield _result(pattern, "plan", not worse, text)

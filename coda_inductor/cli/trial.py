@@ -45,30 +45,30 @@ class Example(nn.Module):
         first = next(iter(shapes.values()))
         self.idiom = idiom
         self.numbers = {p: example[p] for p in names if p not in shapes}
-        self.made = [p for p, shape in shapes.items() if shape == first]
-        self.weights = nn.ParameterDict({p: torch.randn(K, N) * K**-0.5 for p in self.made})
+        self.inputs = [p for p, shape in shapes.items() if shape == first]
+        self.weights = nn.ParameterDict({p: torch.randn(K, N) * K**-0.5 for p in self.inputs})
         self.others = nn.ParameterDict(
-            {p: torch.randn(*(N for _ in s)) for p, s in shapes.items() if p not in self.made}
+            {p: torch.randn(*(N for _ in s)) for p, s in shapes.items() if p not in self.inputs}
         )
         self.down = nn.Parameter(torch.randn(N, K) * N**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(ROWS, K) -> (ROWS, K)."""
-        made = {p: x @ self.weights[p] for p in self.made}
+        projections = {p: x @ self.weights[p] for p in self.inputs}
         others = {p: self.others[p] for p in self.others}
-        return self.idiom(**made, **others, **self.numbers) @ self.down
+        return self.idiom(**projections, **others, **self.numbers) @ self.down
 
 
 def example_of(pattern: Pattern) -> dict[str, Any]:
     """The pattern's example, completed from its meaning: shapes for tensors, 1.5, 1.75, ... for
     numbers."""
-    found = dict(pattern.examples[0]) if pattern.examples else {}
+    example = dict(pattern.examples[0]) if pattern.examples else {}
     if pattern.meaning is not None:
         signature = Signature(pattern.meaning)
         for i, name in enumerate(signature.names):
             value = 1.5 + 0.25 * i if signature.is_number(name) else (ROWS, N)
-            found.setdefault(name, value)
-    return found
+            example.setdefault(name, value)
+    return example
 
 
 def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
@@ -93,7 +93,7 @@ class Trial:
     refused: list[str] = field(default_factory=list)
 
     @property
-    def moved(self) -> int:
+    def traffic(self) -> int:
         """Bytes that GEMMs read and write."""
         return sum(site.bytes_after for site in self.sites)
 
@@ -125,8 +125,8 @@ def try_out(
     counters["coda"].clear()
     results = step(torch.compile(model, backend=backend), model, x, dy)
     report, counts = backend.record.report, dict(counters["coda"])
-    found = counts, report.sites, backend.left, report.near_misses
-    return Trial(results, backend.raised, *found), Trial(step(model, model, x, dy))
+    result = counts, report.sites, backend.left, report.near_misses
+    return Trial(results, backend.raised, *result), Trial(step(model, model, x, dy))
 
 
 def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:

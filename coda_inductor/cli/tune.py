@@ -42,17 +42,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", action="store_true", help="what is measured, as a table")
 
 
-def run(chosen: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the tables; 0.
 
     Raises:
         OptionError: the model does not exist, or there is nothing to do.
         ExplainError: there is no GPU, or the model cannot be traced.
     """
-    if chosen.target or chosen.hf:
-        _tune(chosen)
-    elif not chosen.report:
-        _tune_left(chosen.seconds)
+    if arguments.target or arguments.hf:
+        _tune(arguments)
+    elif not arguments.report:
+        _tune_left(arguments.seconds)
     sys.stdout.write(report(stores()))
     return 0
 
@@ -63,28 +63,28 @@ def stores() -> dict[str, dict[str, Figures]]:
     return {path.stem: store.sites_in(path) for path in sorted(folder.glob("*.json"))}
 
 
-def report(kept: dict[str, dict[str, Figures]]) -> str:
+def report(tables: dict[str, dict[str, Figures]]) -> str:
     """The measurements as tables, one line per site: what won, and by how much."""
-    if not kept:
+    if not tables:
         return f"no measurements yet (they would be in {cache_dir() / store.FOLDER})\n"
     parts = []
     heads = ("site", "M x N x K", "best kernel", "us", "unfused us", "gain", "+-")
-    for name, sites in kept.items():
+    for name, sites in tables.items():
         order = sorted(sites.items(), key=lambda site: (site[1].name, site[1].m, site[0]))
-        rows = [_row(key, found) for key, found in order]
+        rows = [_row(key, figures) for key, figures in order]
         parts.append(f"{name}: {len(rows)} sites\n\n{tabulate(rows, heads)}\n")
     return "\n".join(parts)
 
 
 def _tune_left(seconds: float) -> None:
     """Measure the sites that were compiled without a measurement."""
-    known = store_of(gpu_of(device := _device()))
-    if not (sites := known.left()):
+    cache = store_of(gpu_of(device := _device()))
+    if not (sites := cache.left()):
         raise OptionError("no sites are left to measure: name a model, or use --report")
-    before, tuner = set(known.own()), Tuner(known, device, seconds, MANY)
+    before, tuner = set(cache.user_rows()), Tuner(cache, device, seconds, MANY)
     tuner.measure(sites)
     tuner.close()
-    _said(known, before, f"{len(sites)} that were left")
+    _summary(cache, before, f"{len(sites)} that were left")
 
 
 def _device() -> torch.device:
@@ -93,37 +93,37 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _tune(chosen: argparse.Namespace) -> None:
+def _tune(arguments: argparse.Namespace) -> None:
     from coda_inductor.explanation.capture import capture
     from coda_inductor.options import parse
 
-    given = {"tune": "always", "tune_seconds": chosen.seconds} | models.options_of(chosen)
-    options = replace(parse(None, given), strict=False)
-    known = store_of(gpu_of(device := _device()))
-    for tokens in chosen.tokens or [None]:
-        model, args, kwargs = models.model_of(chosen, tokens)
-        before = set(known.own())
-        with torch.set_grad_enabled(chosen.train):
+    settings = {"tune": "always", "tune_seconds": arguments.seconds} | models.options_of(arguments)
+    options = replace(parse(None, settings), strict=False)
+    cache = store_of(gpu_of(device := _device()))
+    for tokens in arguments.tokens or [None]:
+        model, args, kwargs = models.model_of(arguments, tokens)
+        before = set(cache.user_rows())
+        with torch.set_grad_enabled(arguments.train):
             capture(model, args, kwargs, options, as_if=device)
-        _said(known, before, f"{args[0].shape[1]} tokens" if chosen.hf else chosen.target)
+        _summary(cache, before, f"{args[0].shape[1]} tokens" if arguments.hf else arguments.target)
 
 
-def _said(known: Store, before: set[str], what: str) -> None:
-    new = len(set(known.own()) - before)
+def _summary(cache: Store, before: set[str], noun: str) -> None:
+    new = len(set(cache.user_rows()) - before)
     if new:
         store.advance()
-    sys.stdout.write(f"{what}: {new} sites measured, kept in {known.path}\n")
+    sys.stdout.write(f"{noun}: {new} sites measured, kept in {cache.path}\n")
 
 
 def _lengths(text: str) -> list[int]:
     return [models.positive(part) for part in text.split(",")]
 
 
-def _row(key: str, found: Figures) -> tuple[object, ...]:
-    config = found.best(found.us)
-    best = (config, f"{found.us[config]:.1f}") if config else ("none works", "")
-    gain = f"{found.unfused / found.us[config]:.3f}" if config else ""
-    sure = f"{100 * found.tolerance:.1f} %"
+def _row(key: str, figures: Figures) -> tuple[object, ...]:
+    config = figures.best(figures.us)
+    best = (config, f"{figures.us[config]:.1f}") if config else ("none works", "")
+    gain = f"{figures.unfused / figures.us[config]:.3f}" if config else ""
+    sure = f"{100 * figures.tolerance:.1f} %"
     n_and_k = key.partition(" ")[2].partition(" ")[0].partition("x")[2]
-    size = f"{found.m}x{n_and_k}"
-    return found.name, size, *best, f"{found.unfused:.1f}", gain, sure
+    size = f"{figures.m}x{n_and_k}"
+    return figures.name, size, *best, f"{figures.unfused:.1f}", gain, sure

@@ -103,7 +103,7 @@ def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
     """
     along = {"row": "N", "col": "M"}[axis]
     zeros = set(program.accs) | {o.name for o in program.operands if o.kind == "tile"}
-    valid = {o.name for o in program.operands if o.of.dims != "MN" and along not in o.of.dims}
+    valid = {o.name for o in program.operands if o.spec.dims != "MN" and along not in o.spec.dims}
     for step in program.steps:
         names = step.names
         literals = [a for a in step.args if not isinstance(a, str)]
@@ -117,9 +117,9 @@ def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
             if keeps:
                 zeros.add(step.name)
                 continue
-        known = all(n in zeros or n in valid for n in names)
-        if step.op == "mul" and known and any(n in zeros for n in names):
+        finite = all(n in zeros or n in valid for n in names)
+        if step.op == "mul" and finite and any(n in zeros for n in names):
             zeros.add(step.name)
-        elif all(n in valid for n in names) or (known and step.op in _BOUNDED):
+        elif all(n in valid for n in names) or (finite and step.op in _BOUNDED):
             valid.add(step.name)
     return zeros

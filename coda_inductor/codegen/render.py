@@ -33,9 +33,9 @@ from coda_inductor.program import EpilogueProgram, Step
 RENDERER_VERSION = 2
 
 #: Names that generated source uses for itself, beyond those that ``program.verify`` reserves.
-_OWN_NAMES = frozenset(
+_RESERVED = frozenset(
     {"coda_math", "epilogue", "float", "unpack", "pair_delta"}
-    | {f"join_{what}_{operand}" for what in ("delta", "first") for operand in "ab"}
+    | {f"join_{quantity}_{operand}" for quantity in ("delta", "first") for operand in "ab"}
 )
 
 #: Ops that Python has an operator for.
@@ -51,7 +51,7 @@ def render(program: EpilogueProgram, variant: str = "") -> str:
     Raises:
         KernelError: if a name of the program clashes with one that the source uses itself.
     """
-    clash = _OWN_NAMES & {x.name for x in (*program.operands, *program.steps, *program.outputs)}
+    clash = _RESERVED & {x.name for x in (*program.operands, *program.steps, *program.outputs)}
     if clash:
         raise KernelError(f"the program uses the reserved name {min(clash)!r}: rename that value")
     mapping = ports(program)
@@ -88,7 +88,7 @@ def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[s
     if program.paired:
         lines.append(f"    {'acc1, acc0' if variant == 'swapped' else 'acc0, acc1'} = unpack(acc)")
         # A row vector has every value twice, for both accumulators: either lane has it.
-        rows = [o.name for o in program.operands if o.of.columns]
+        rows = [o.name for o in program.operands if o.spec.columns]
         lines += [f"    {name} = unpack({name})[0]" for name in rows]
     if mapping.c:
         lines.append(f"    {mapping.c} = c")

@@ -35,10 +35,10 @@ def drop_assertions(graph: Graph, _record: Record) -> None:
 
 
 def _holds(node: Node) -> bool:
-    asserted = {name: item for name, item in arguments(node).items() if item is not None}
-    tensor = fake(asserted.pop("a"))
-    if not isinstance(tensor, torch.Tensor) or not asserted.keys() <= {"dtype", "device", "layout"}:
+    expected = {name: item for name, item in arguments(node).items() if item is not None}
+    tensor = fake(expected.pop("a"))
+    if not isinstance(tensor, torch.Tensor) or not expected.keys() <= {"dtype", "device", "layout"}:
         return False
-    device = torch.device(asserted.pop("device", tensor.device))
-    alike = device.type == tensor.device.type and device.index in (None, tensor.device.index)
-    return alike and all(getattr(tensor, name) == item for name, item in asserted.items())
+    device = torch.device(expected.pop("device", tensor.device))
+    same_device = device.type == tensor.device.type and device.index in (None, tensor.device.index)
+    return same_device and all(getattr(tensor, name) == item for name, item in expected.items())

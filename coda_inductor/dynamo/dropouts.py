@@ -55,7 +55,7 @@ MOST = 4
 LEAST = 1024
 
 
-def multiply_dropped(graph: Graph, record: Record) -> None:
+def multiply_masks(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its regions, in place. Each layer counts, or has a
     reason."""
     dual = forward_mode(graph)
@@ -80,7 +80,7 @@ def multiply_dropped(graph: Graph, record: Record) -> None:
         number = 0  # of masks
         for (x, p, rank, _), dropouts in groups.items():
             most = max(1, min(MOST, LOW_RANK // max(16, rank)))
-            for part in _together(dropouts, most, hazards):
+            for part in _batches(dropouts, most, hazards):
                 _replace(x, p, part, seeds, number)
                 number += len(part)
                 record.fire("adapter_dropout", len(part))
@@ -105,13 +105,13 @@ def _inactive(call: Call) -> bool:
 def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -> Refusal | None:
     node, p = call.node, call["p"]
     layer = arguments(layers[0])
-    known = plain(node, call["input"], layer["weight"], layers[0])
-    if known is None:
+    tensors = plain(node, call["input"], layer["weight"], layers[0])
+    if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")
-    device, (rank, width) = known[0].device, known[2].shape
+    device, (rank, width) = tensors[0].device, tensors[2].shape
     if len(node.users) > 1:
         return refuse("dropout-shared", f"{node.name}, its masked input, is read elsewhere too")
-    if call.get("inplace") or layer["bias"] is not None or known[0].dim() < 2:
+    if call.get("inplace") or layer["bias"] is not None or tensors[0].dim() < 2:
         return refuse("dropout-form", "a dropout in place, a bias, or an input of one dimension")
     if not isinstance(p, float) or not 0 < dropped(p) < DRAWS:
         return refuse("dropout-form", f"p={p} is no probability between 0 and 1")
@@ -121,10 +121,10 @@ def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -
         return refuse("dropout-eager", "torch._inductor.config.fallback_random is set")
     if device.type != "cuda" and not (record.options.reference or record.dry):
         return refuse("no-kernels-on-device", f"{device.type} has no kernel that draws masks")
-    dtype = known[3].dtype
+    dtype = tensors[3].dtype
     if dtype not in FLOATS or (dtype == torch.float64 and device.type == "cuda"):
         return refuse("kernel-dtype", f"its kernel does not compute in {dtype}")
-    if hint(known[0].numel()) < LEAST * width:
+    if hint(tensors[0].numel()) < LEAST * width:
         return refuse("too-small", f"it has fewer than {LEAST} rows")
     if hazards.between([node, layers[0]]):
         return refuse("mutation", "something changes between its dropout and it")
@@ -147,12 +147,12 @@ def _layer(dropout: Node) -> Node:
     return next(iter(dropout.users))
 
 
-def _together(dropouts: list[Node], most: int, hazards: Hazards) -> list[Sequence[Node]]:
+def _batches(dropouts: list[Node], most: int, hazards: Hazards) -> list[Sequence[Node]]:
     """Those whose layers one op may compute, at the place of the first of them."""
     layers = [_layer(node) for node in dropouts]
     weights = [arguments(layer)["weight"] for layer in layers]
-    early = all(weight < layers[0] for weight in weights)
-    if not early or not hazards.owned(layers) or hazards.between([*dropouts, *layers]):
+    movable = all(weight < layers[0] for weight in weights)
+    if not movable or not hazards.owned(layers) or hazards.between([*dropouts, *layers]):
         most = 1
     return [dropouts[i : i + most] for i in range(0, len(dropouts), most)]
 
@@ -170,10 +170,10 @@ def _replace(
         seeds[like.device] = random(torch.randint, 0, 2**63 - 1, (1,), device=like.device)
     weights = [put.cast(arguments(layer)["weight"], like.dtype) for layer in layers]
     joined = weights[0] if len(weights) == 1 else put(torch.cat, weights)
-    found = put(FORWARD, x, joined, seeds[like.device], first, len(layers), p)
-    results = [found]
+    product = put(FORWARD, x, joined, seeds[like.device], first, len(layers), p)
+    results = [product]
     if len(layers) > 1:
-        cut = put(torch.split, found, fake(layers[0]).shape[-1], -1)
+        cut = put(torch.split, product, fake(layers[0]).shape[-1], -1)
         results = [put(getitem, cut, i) for i in range(len(layers))]
     for dropout, layer, result in zip(dropouts, layers, results, strict=True):
         layer.replace_all_uses_with(result)

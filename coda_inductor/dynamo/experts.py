@@ -16,8 +16,8 @@ After::
     out = experts_down(silu(g) * u, w, rows, perm, inverse, offs, W2.mT, k)
 
 Why it is valid: the order of equal ids is the sort's own choice, and all readers of ``perm`` read
-the new one; rows of a product are those of its left factor; a weight of a row may be applied
-before or after a product, and before or after the rows are put back in order.
+the new one; a product has the rows of its left factor; a weight of a row may be applied before or
+after a product, and before or after the rows are put back in order.
 
 Each of the three steps is independent: there may be any ops between them. A product whose rows are
 not such a gather (they were weighted before, or came from other ranks), or that is not summed like
@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
-from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
+from coda_inductor.dynamo.packed import column_readers, half_readers
+from coda_inductor.dynamo.summed_pairs import Pairs, by_row, find_sum
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import erased, fake, is_cast, place, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
@@ -50,7 +50,7 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, grou
 #: Those of torch, and those of transformers where it does not use torch's.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: Kinds of ops that may compute a weight from a parameter.
-_MADE = ("names", "turns", "copies", "casts")
+_DERIVED = ("names", "turns", "copies", "casts")
 
 
 def raise_experts(graph: Graph, record: Record) -> None:
@@ -63,17 +63,17 @@ def raise_experts(graph: Graph, record: Record) -> None:
                 record.refuse("experts", place(node), refuse("experts-loop", text))
             continue
         hazards = Hazards(body.graph)
-        routed: list[_Routed] = []
+        routed: list[_Route] = []
         for node in products:
-            if node.users and (found := _rows_of(node)) is not None:
-                own = found[-1]
-                hazards.writes = [w for w in hazards.writes if not own.empties(w)]
-                whole = any(summed(p, own) for p in products if _ends(p) is _ends(node))
-                _raise_up(found, routed, hazards, record, whole=whole)
+            if node.users and (match := _rows_of(node)) is not None:
+                pairs = match[-1]
+                hazards.writes = [w for w in hazards.writes if not pairs.empties(w)]
+                whole = any(find_sum(p, pairs) for p in products if _ends(p) is _ends(node))
+                _raise_up(match, routed, hazards, record, whole=whole)
         for node in products:
             if not erased(node):
                 _raise_down(node, routed, hazards, record)
-        offsets = {ends: own.offsets for own in routed for ends in own.pairs.offs}
+        offsets = {ends: pairs.offsets for pairs in routed for ends in pairs.pairs.offs}
         for node in products:
             if not erased(node) and node.users:
                 _raise_alone(node, offsets, hazards)
@@ -89,19 +89,19 @@ def _loops(node: Node) -> bool:
     if op_name(node) != "permute" or op_name(node.all_input_nodes[0]) != "one_hot":
         return False
     sums = [n for n in node.users if op_name(n) == "sum"]
-    asked = [n for each in sums for n in each.users if op_name(n) == "greater"]
-    return all(any(u.op == "output" for u in n.users) for n in (node, *asked)) and bool(asked)
+    greater = [n for total in sums for n in total.users if op_name(n) == "greater"]
+    return all(any(u.op == "output" for u in n.users) for n in (node, *greater)) and bool(greater)
 
 
-class _Routed:
+class _Route:
     """Pairs in the order of their experts: ``pairs`` as read, and the results of ``route``."""
 
     def __init__(self, pairs: Pairs, experts: int):
         self.pairs = pairs
         put = Put(pairs.perm)
-        found = put(ROUTE, pairs.ids, experts, pairs.top_k)
+        route = put(ROUTE, pairs.ids, experts, pairs.top_k)
         self.rows, self.perm, self.inverse, self.offsets = (
-            put(operator.getitem, found, i) for i in range(4)
+            put(operator.getitem, route, i) for i in range(4)
         )
         pairs.perm.replace_all_uses_with(put.cast(self.perm, fake(pairs.perm).dtype))
         pairs.perm = self.perm
@@ -114,8 +114,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node] | None:
         return None
     a, offs = call["input"], call.get("offs")
     b = call["mat2"] if "mat2" in call.args else call.get("weight")
-    known = plain(a, b, offs)
-    return (a, b, offs) if known and [x.dim() for x in known] == [2, 3, 1] else None
+    tensors = plain(a, b, offs)
+    return (a, b, offs) if tensors and [x.dim() for x in tensors] == [2, 3, 1] else None
 
 
 def _ends(product: Node) -> Node | None:
@@ -132,7 +132,7 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     a, b, offs = operands
     gather = base(a, lambda n: is_cast(n) or op_name(n) in ("masked_fill", "masked_fill_"))
     call = read(gather)
-    if call is None or (source := _gathered(call)) is None:
+    if call is None or (source := _gather_source(call)) is None:
         return None
     x, index = source
     if fake(x).dim() != 2 or (pairs := Pairs.of(index)) is None:
@@ -147,7 +147,7 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     return (product, gather, x, pairs) if counted and rows else None
 
 
-def _gathered(call: Call) -> tuple[Node, Node] | None:
+def _gather_source(call: Call) -> tuple[Node, Node] | None:
     """The source and the index of gathered rows: x[i], index_select(x, 0, i), gather(x, 0, i)."""
     index = call.get("index")
     if call.op == "getitem" and isinstance(index, Node):
@@ -158,8 +158,8 @@ def _gathered(call: Call) -> tuple[Node, Node] | None:
 
 
 def _raise_up(
-    found: tuple[Node, Node, Node, Pairs],
-    routed: list[_Routed],
+    match: tuple[Node, Node, Node, Pairs],
+    routed: list[_Route],
     hazards: Hazards,
     record: Record,
     *,
@@ -168,37 +168,37 @@ def _raise_up(
     """Replace a product, and the next one of the same rows with a similar weight, by
     ``experts_up``. ``whole``: its result is later summed by token, so rows of no expert are not
     read."""
-    product, gather, x, pairs = found
+    product, gather, x, pairs = match
     a, b, offs = _operands(product)  # type: ignore[misc]
     if _changed({pairs.perm, offs}, hazards) or hazards.between((gather, product)):
         why = refuse("mutation", "memory or a mode changes between its sort and its product")
         record.refuse("experts", place(product), why)
         return
-    own = next((r for r in routed if r.pairs.perm is pairs.perm), None)
-    if own is None:
-        own = _Routed(pairs, fake(b).shape[0])
-        routed.append(own)
+    route = next((r for r in routed if r.pairs.perm is pairs.perm), None)
+    if route is None:
+        route = _Route(pairs, fake(b).shape[0])
+        routed.append(route)
     put = Put(product)
     x = put.cast(x, fake(a).dtype)
-    for each in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
-        _open_bias(each, own, offs, hazards, whole=whole)
+    for gemm in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
+        _open_bias(gemm, route, offs, hazards, whole=whole)
     if whole:
         _unmask(product, pairs, offs)
-    halves = cut_in_halves(product)
+    halves = half_readers(product)
     twins = [] if halves else [n for n in a.users if _twin(n, product, a, offs, hazards)][:1]
     for twin in twins:
         _hoist(_operands(twin)[1], product)  # type: ignore[index]
     weights = [b, *(_operands(n)[1] for n in twins)]  # type: ignore[index]
-    routes = own.rows, own.inverse, own.offsets
-    made = put(experts_up, x, *routes, weights, pairs.top_k, 2 if halves else 1)
-    _take_parts(put, made, halves or {node: i for i, node in enumerate((product, *twins))})
-    own.pairs.offs.add(offs)
+    routes = route.rows, route.inverse, route.offsets
+    call = put(experts_up, x, *routes, weights, pairs.top_k, 2 if halves else 1)
+    _take_parts(put, call, halves or {node: i for i, node in enumerate((product, *twins))})
+    route.pairs.offs.add(offs)
 
 
-def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
-    """Replace each node of ``places`` by the result of ``made`` with its number."""
-    parts = [put(operator.getitem, made, i) for i in places.values()]
-    for node, part in zip(places, parts, strict=True):
+def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
+    """Replace each node of ``numbers`` by the result of ``call`` with its number."""
+    parts = [put(operator.getitem, call, i) for i in numbers.values()]
+    for node, part in zip(numbers, parts, strict=True):
         node.replace_all_uses_with(part)
         erase(node)
 
@@ -211,7 +211,7 @@ def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
         erase(user)
 
 
-def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, whole: bool) -> None:
+def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, whole: bool) -> None:
     """Add the bias of each expert to the selected columns of ``product``, as rows of its groups,
     and not to ``product``: then a gate that reads both can be in one tile. ``whole`` as in
     :func:`_raise_up`."""
@@ -219,21 +219,21 @@ def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, who
     if call is None or call.get("alpha") not in (None, 1):
         return
     total, rows = call.node, call["other"] if call["input"] is product else call["input"]
-    found = own.pairs.bias(rows)
-    if found is None or not own.offsets < rows:
+    match = route.pairs.bias(rows)
+    if match is None or not route.offsets < rows:
         return
     if whole:
-        _unmask(total, own.pairs, ends)
-    taken = cut_in_columns(total)
-    if _changed({product, total}, hazards) or hazards.between((product, total, *taken)):
+        _unmask(total, route.pairs, ends)
+    parts = column_readers(total)
+    if _changed({product, total}, hazards) or hazards.between((product, total, *parts)):
         return
-    early = Put(rows)
-    for node, columns in (taken or {total: slice(None)}).items():
+    put_rows = Put(rows)
+    for node, columns in (parts or {total: slice(None)}).items():
         put, which = Put(node), (slice(None), columns)
-        part, bias = product, found[0]
-        if taken:
-            part, bias = put(operator.getitem, part, which), early(operator.getitem, bias, which)
-        new = put(operator.add, part, early(group_rows, bias, found[1], own.offsets))
+        part, bias = product, match[0]
+        if parts:
+            part, bias = put(operator.getitem, part, which), put_rows(operator.getitem, bias, which)
+        new = put(operator.add, part, put_rows(group_rows, bias, match[1], route.offsets))
         node.replace_all_uses_with(new)
         erase(node)
 
@@ -242,20 +242,20 @@ def _hidden(node: Node, ends: Node) -> bool:
     """Do all results computed from ``node`` go into products with the same groups, which skip rows
     of no expert?"""
 
-    def readers(each: Node) -> list[Node]:
-        multiplied = op_name(each) in _PRODUCTS and _ends(each) is ends
-        return [] if multiplied else list(each.users)
+    def readers(reader: Node) -> list[Node]:
+        multiplied = op_name(reader) in _PRODUCTS and _ends(reader) is ends
+        return [] if multiplied else list(reader.users)
 
-    found = closure([node], readers)
-    return not any(each.op == "output" or mutates(each) for each in found)
+    nodes = closure([node], readers)
+    return not any(n.op == "output" or mutates(n) for n in nodes)
 
 
 def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     """Is one of the tensors ``nodes`` changed in place anywhere? Other results of the same op (a
     sort's values) may be."""
-    own = {place for node in nodes for place in memory(node) or ()}
+    storages = {storage for node in nodes for storage in memory(node) or ()}
     changed = {n for w in hazards.writes for n in written(w) if isinstance(fake(n), Tensor)}
-    return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
+    return any(not storages.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
 def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> None:
@@ -272,13 +272,13 @@ def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> Non
     put = Put(node)
     if ends not in offsets:
         offsets[ends] = put(F.pad, ends, (1, 0))
-    halves = cut_in_halves(node)
-    made = put(experts_up, a, None, None, offsets[ends], [b], 1, 2 if halves else 1)
-    _take_parts(put, made, halves or {node: 0})
+    halves = half_readers(node)
+    call = put(experts_up, a, None, None, offsets[ends], [b], 1, 2 if halves else 1)
+    _take_parts(put, call, halves or {node: 0})
 
 
-def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
-    """The weighted sum of ``bias`` (E, d) over the pairs of each token, without those of no expert:
+def _sum_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
+    """The weighted sum of ``bias`` (E, d) over the pairs of each token that have an expert:
     (T, d)."""
     ids = put("view", pairs.ids, -1, pairs.top_k)
     none = put(operator.ge, ids, pairs.experts)
@@ -294,54 +294,54 @@ def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> b
     ``product``?"""
     if node is product or node < product or op_name(node) not in _PRODUCTS:
         return False
-    operands, own = _operands(node), _operands(product)
-    if operands is None or own is None or operands[0] is not a or operands[2] is not offs:
+    operands, target = _operands(node), _operands(product)
+    if operands is None or target is None or operands[0] is not a or operands[2] is not offs:
         return False
-    w, mine = fake(operands[1]), fake(own[1])
-    alike = same(w.shape, mine.shape) and same(w.stride(), mine.stride()) and w.dtype == mine.dtype
-    source = base(operands[1], lambda n: n > product and _of_weight(n))
-    return alike and source < product and not hazards.between((product, node))
+    w, mine = fake(operands[1]), fake(target[1])
+    fits = same(w.shape, mine.shape) and same(w.stride(), mine.stride()) and w.dtype == mine.dtype
+    source = base(operands[1], lambda n: n > product and _derives_weight(n))
+    return fits and source < product and not hazards.between((product, node))
 
 
-def _of_weight(node: Node) -> bool:
-    return kind(node) in _MADE or op_name(node) == "getattr"
+def _derives_weight(node: Node) -> bool:
+    return kind(node) in _DERIVED or op_name(node) == "getattr"
 
 
 def _hoist(node: Node, before: Node) -> None:
     """Move ``node``, and what it is computed from, in front of ``before``."""
     if node < before:
         return
-    for each in node.all_input_nodes:
-        _hoist(each, before)
+    for n in node.all_input_nodes:
+        _hoist(n, before)
     before.prepend(node)
 
 
-def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Record) -> None:
+def _raise_down(node: Node, routed: list[_Route], hazards: Hazards, record: Record) -> None:
     """Replace a product of sorted rows and their sum by token by ``experts_down``."""
     operands = _operands(node)
-    own = next((r for r in routed if operands and operands[2] in r.pairs.offs), None)
-    if own is None or operands is None:
+    route = next((r for r in routed if operands and operands[2] in r.pairs.offs), None)
+    if route is None or operands is None:
         return
     a, b, _ = operands
-    sum_ = summed(node, own.pairs)
+    sum_ = find_sum(node, route.pairs)
     if sum_ is None:
         text = "the sum of its rows by token has an unsupported form"
         record.refuse("experts", place(node), refuse("experts-sum", text))
         return
-    kept = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]
-    if hazards.between((node, *kept), sum_.node):
+    inputs = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]
+    if hazards.between((node, *inputs), sum_.node):
         why = refuse("mutation", "memory or a mode changes between its product and its sum")
         record.refuse("experts", place(node), why)
         return
     put = Put(sum_.node)
     w = sum_.weights
     if w is not None and fake(w).dim() != 2:
-        w = put("view", w, -1, own.pairs.top_k)
-    routes = own.rows, own.perm, own.inverse, own.offsets
+        w = put("view", w, -1, route.pairs.top_k)
+    routes = route.rows, route.perm, route.inverse, route.offsets
     dtype = fake(sum_.node).dtype
-    out = put(experts_down, a, w, *routes, b, own.pairs.top_k, dtype)
+    out = put(experts_down, a, w, *routes, b, route.pairs.top_k, dtype)
     if sum_.bias is not None:
-        out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
+        out = put(operator.add, out, _sum_biases(put, sum_.bias, w, route.pairs))
     out = put.cast(out, dtype)
     if sum_.onto is not None:
         out = put(operator.add, sum_.onto, out)

@@ -53,11 +53,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def raise_idioms(graph: Graph, record: Record) -> None:
     """Replace every idiom of every enabled pattern in ``graph`` and its checkpointed regions, in
     place. Tensors keep shapes, dtypes and devices; parameters do not change."""
-    known = patterns.load(record.options.patterns, strict=record.options.strict)
+    loaded = patterns.load(record.options.patterns, strict=record.options.strict)
     dual = forward_mode(graph)
     for body in bodies(graph):
         ops = {node: ops_of(node) for node in body.graph.nodes}
-        for pattern in known:
+        for pattern in loaded:
             if _raise(body.graph, pattern, ops, record, dual):
                 ops = {node: ops_of(node) for node in body.graph.nodes}
 
@@ -71,7 +71,7 @@ def _raise(
     idioms = [idiom for idiom in pattern.traced if idiom.ops <= present]
     if not idioms:
         return False
-    found, hazards, last = False, Hazards(graph), {idiom.op for idiom in idioms}
+    fired, hazards, last = False, Hazards(graph), {idiom.op for idiom in idioms}
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(ops):
         if erased(root) or last.isdisjoint(ops[root]):
@@ -91,8 +91,8 @@ def _raise(
             record.refuse(pattern.name, place(root), why)
         elif match is not None:
             _replace(pattern, match)
-            found = True
-    return found
+            fired = True
+    return fired
 
 
 def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None) -> Refusal | None:
@@ -107,8 +107,8 @@ def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None)
 def _where(error: Exception) -> str:
     """``file.py:12``: the place of an error in a pattern file, else where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
-    frame = theirs[0] if theirs else frames[-1]
+    outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    frame = outside[0] if outside else frames[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 
@@ -136,12 +136,12 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
 
 def _leaves(match: Match) -> set[Node]:
     """The casts and views at the start of ``match``: of its parameters, and of each other."""
-    found = {n for n in match.bound.values() if isinstance(n, Node)}
+    leaves = {n for n in match.bound.values() if isinstance(n, Node)}
     views = [n for n in match.nodes if kind(n) == "names"]
     for node in sorted((*match.casts, *views)):  # in the graph's order
-        if node.all_input_nodes[0] in found:
-            found.add(node)
-    return found.difference(match.bound.values())
+        if node.all_input_nodes[0] in leaves:
+            leaves.add(node)
+    return leaves.difference(match.bound.values())
 
 
 def _changed(match: Match, writes: list[Node]) -> Refusal | None:
@@ -163,9 +163,9 @@ def _widens(node: Node) -> bool:
     return result in double and not any(dtype in double for dtype in inputs)
 
 
-def _dtype(known: object) -> torch.dtype | None:
+def _dtype(value: object) -> torch.dtype | None:
     """The dtype of a value, or of the parts that a tensor was divided into."""
-    first = known[0] if isinstance(known, (tuple, list)) and known else known
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
     return getattr(first, "dtype", None)
 
 
@@ -186,10 +186,10 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
         return refuse("idiom-form", "no fake value is recorded")
     with mode:
         have = pattern.call(*map(_fake, pattern.arguments(match)))
-    for what in ("dtype", "shape", "device"):
-        if getattr(want, what) != getattr(have, what):
-            text = f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
-            return refuse("result-dtype" if what == "dtype" else "idiom-form", text)
+    for name in ("dtype", "shape", "device"):
+        if getattr(want, name) != getattr(have, name):
+            text = f"{name} would change from {getattr(want, name)} to {getattr(have, name)}"
+            return refuse("result-dtype" if name == "dtype" else "idiom-form", text)
     # A view or an as_strided of the result relies on its strides.
     if laid_out_alike(want, have):
         return None

@@ -35,7 +35,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import HigherOrderOperator
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import of_torch, read
+from coda_inductor.graph.read import is_torch, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import bodies, changes_mode, memory
 from coda_inductor.record import Record
@@ -44,9 +44,9 @@ _OPERATORS = {
     operator.iadd: operator.add, operator.isub: operator.sub,
     operator.imul: operator.mul, operator.itruediv: operator.truediv,
 }  # fmt: skip
-_FLAGGED = (F.silu, F.relu)
+_WITH_FLAG = (F.silu, F.relu)
 #: Methods that compute in the dtype of their inputs, also under autocast; and the others.
-_ALIKE = (
+_SAME_DTYPE = (
     "add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "relu_", "masked_fill_", "triu_",
     "tril_",
 )  # fmt: skip
@@ -60,39 +60,39 @@ def change_copies(graph: Graph, _record: Record) -> None:
 
 
 def _change(graph: Graph) -> None:
-    mode, seen = 0, dict[Node, int]()
+    mode, modes = 0, dict[Node, int]()
     sharing: dict[int, set[Node]] = {}  # storage -> earlier nodes, without ``replaced``
     replaced: set[Node] = set()
     for node in list(graph.nodes):
         mode += changes_mode(node)
         call = _plain(node)
         target = None if call is None else next(iter(call[1]), None)
-        if call is not None and isinstance(target, Node) and seen.get(target) == mode:
+        if call is not None and isinstance(target, Node) and modes.get(target) == mode:
             others = {n for s in memory(target) or () for n in sharing.get(s, ())} - replaced
-            if _owned(target) and others == {target} and _alike(node, call):
+            if _owned(target) and others == {target} and _same_result(node, call):
                 with graph.inserting_before(node):
-                    make = graph.call_method if isinstance(call[0], str) else graph.call_function
-                    new = make(*call)
+                    create = graph.call_method if isinstance(call[0], str) else graph.call_function
+                    new = create(*call)
                 new.meta = dict(node.meta)
                 node.replace_all_uses_with(new)
                 target.replace_all_uses_with(new, delete_user_cb=lambda n, at=node: at < n)
                 graph.erase_node(node)
                 replaced.add(target)
                 node = new  # noqa: PLW2901 (the replacement)
-        seen[node] = mode
-        for place in memory(node) or ():
-            sharing.setdefault(place, set()).add(node)
+        modes[node] = mode
+        for storage in memory(node) or ():
+            sharing.setdefault(storage, set()).add(node)
 
 
 def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The out-of-place call that computes what ``node`` computes; None if there is none."""
-    if node.op == "call_method" and node.target in (*_ALIKE, *_WIDENED):
+    """The out-of-place call with the result of ``node``; None if no such call exists."""
+    if node.op == "call_method" and node.target in (*_SAME_DTYPE, *_WIDENED):
         return str(node.target)[:-1], node.args, dict(node.kwargs)
     if node.op != "call_function":
         return None
     if node.target in _OPERATORS:
         return _OPERATORS[node.target], node.args, {}
-    call = read(node) if node.target in _FLAGGED else None
+    call = read(node) if node.target in _WITH_FLAG else None
     changes = call is not None and call["inplace"] is True
     return (node.target, (call["input"],), {}) if call is not None and changes else None
 
@@ -102,11 +102,11 @@ def _owned(target: Node) -> bool:
     if target.op == "call_method":
         return True
     plain = target.op == "call_function" and target.target is not operator.getitem
-    return plain and of_torch(target.target) and not isinstance(target.target, HigherOrderOperator)
+    return plain and is_torch(target.target) and not isinstance(target.target, HigherOrderOperator)
 
 
-def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Is the result of ``call`` like that of ``node``, which is its first argument?"""
+def _same_result(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Is the result of ``call`` like the result of ``node``, its first argument?"""
     want = fake(node)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:

@@ -14,10 +14,10 @@ After::
     logits = linear(h, W, b); loss = f(logits); return loss, logits.detach(), h
     # around the compiled graph: logits = _Late.apply(logits, h, W, b, 0.0)
 
-Why it is valid: a gradient g of the returned logits adds g @ W to the gradient of h, g.T @ h to
-that of W and g.sum(0) to that of b. ``_Late`` does this if its backward is called; the gradient of
-h goes on through the compiled graph. For soft-capped logits, c * tanh(linear(h, W, b) / c), g is
-first multiplied by 1 - (logits / c)^2.
+Why it is valid: a gradient g of the returned logits adds g @ W to the gradient of h, g.T @ h to the
+gradient of W and g.sum(0) to the gradient of b. ``_Late`` does this if its backward is called; the
+gradient of h goes on through the compiled graph. For soft-capped logits, c * tanh(linear(h, W, b) /
+c), g is first multiplied by 1 - (logits / c)^2.
 
 Refuses, silently, because the graph does not get worse: outputs that are not a linear layer of
 graph inputs, soft-capped or not; that nothing else in the graph reads; that are changed in place;
@@ -98,9 +98,9 @@ def separate(graph: Graph, record: Record) -> None:
     output = graph.output_node()
     results = list(output.args[0])
     inputs = list(graph.find_nodes(op="placeholder"))
-    found: list[tuple[int, int, int | None, float]] = []
+    heads: list[tuple[int, int, int | None, float]] = []
     changed = changes(graph)
-    for place, logits in enumerate(results):
+    for i, logits in enumerate(results):
         if not isinstance(logits, Node) or not _is_large(logits) or _shared(logits, results):
             continue
         head = _head(logits)
@@ -110,12 +110,12 @@ def separate(graph: Graph, record: Record) -> None:
         parameters = {w} if b is None else {w, b}
         if not parameters <= set(inputs) or changed & _read(logits, {h, *parameters}):
             continue
-        results[place] = Put(logits, output)("detach", logits)
+        results[i] = Put(logits, output)("detach", logits)
         results.append(h)
-        found.append((place, inputs.index(w), None if b is None else inputs.index(b), cap))
+        heads.append((i, inputs.index(w), None if b is None else inputs.index(b), cap))
     output.args = (tuple(results),)
-    if found:
-        record.around.append(lambda compiled: _wrap(compiled, found))
+    if heads:
+        record.wrappers.append(lambda compiled: _wrap(compiled, heads))
 
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:
@@ -126,16 +126,16 @@ def _read(node: Node, ends: set[Node]) -> set[Node]:
 def _shared(logits: Node, results: list[Any]) -> bool:
     """Does another result share the memory? AOTAutograd recreates a returned view from its base,
     and Inductor takes the base and the detached result for one output."""
-    known = [fake(r) for r in results if isinstance(r, Node)]
-    places = [storage(t) for t in known if isinstance(t, Tensor)]
-    return places.count(storage(fake(logits))) > 1
+    values = [fake(r) for r in results if isinstance(r, Node)]
+    storages = [storage(t) for t in values if isinstance(t, Tensor)]
+    return storages.count(storage(fake(logits))) > 1
 
 
 def _is_large(node: Node) -> bool:
-    known = fake(node)
-    if not isinstance(known, Tensor) or not known.requires_grad:
+    value = fake(node)
+    if not isinstance(value, Tensor) or not value.requires_grad:
         return False
-    return bytes_of(known) >= LEAST_BYTES
+    return bytes_of(value) >= LEAST_BYTES
 
 
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
@@ -148,36 +148,36 @@ def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
     cap = match.bound.get("cap", 0.0)
     h, w, b = (arguments(layer)[name] for name in ("input", "weight", "bias"))
     capped = isinstance(cap, (int, float)) and bool(cap)
-    known = all(isinstance(n, Node | None) for n in (h, w, b))
-    return (h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None
+    nodes_only = all(isinstance(n, Node | None) for n in (h, w, b))
+    return (h, w, b, float(cap)) if nodes_only and capped == ("cap" in match.bound) else None
 
 
-def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -> Compiled:
+def _wrap(compiled: Compiled, heads: list[tuple[int, int, int | None, float]]) -> Compiled:
     def call(*inputs: Any) -> Any:
         results = list(compiled(*inputs))
-        extra = results[len(results) - len(found) :]
-        del results[len(results) - len(found) :]
+        extra = results[len(results) - len(heads) :]
+        del results[len(results) - len(heads) :]
         if torch.is_grad_enabled():
-            for (place, weight, bias, cap), h in zip(found, extra, strict=True):
-                _watch(results, place)
+            for (i, weight, bias, cap), h in zip(heads, extra, strict=True):
+                _watch(results, i)
                 b = None if bias is None else inputs[bias]
-                results[place] = _Late.apply(results[place], h, inputs[weight], b, cap)
+                results[i] = _Late.apply(results[i], h, inputs[weight], b, cap)
         return tuple(results)
 
     return call
 
 
-def _watch(results: list[Any], place: int) -> None:
+def _watch(results: list[Any], i: int) -> None:
     """Raise if the user changed the logits before a backward pass that reads them. As with
     torch.compile, that is not an error if the loss does not need them."""
-    kept = [results[place]]  # the backward pass keeps them as long anyway
-    before = version(kept[0])
+    holder = [results[i]]  # the backward pass keeps them as long anyway
+    before = version(holder[0])
 
     def check(_gradients: tuple[Any, ...]) -> None:
-        if kept and version(logits := kept.pop()) != before and _saves(logits):
+        if holder and version(logits := holder.pop()) != before and _saves(logits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: output {place} of the compiled model; change a clone of it"
+                f"inplace operation: output {i} of the compiled model; change a clone of it"
             )
 
     for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:

@@ -62,19 +62,19 @@ def respell_losses(graph: Graph, record: Record) -> None:
             if call is not None and not record.enabled("cross_entropy"):
                 return
             if call is not None and call.op != "cross_entropy":
-                call = read(_gathered(call, hazards))
+                call = read(_respell_gather(call, hazards))
             if call is not None:
-                _of_some_rows(call, hazards)
+                _respell(call, hazards)
 
 
-def _gathered(gather: Call, hazards: Hazards) -> Node | None:
+def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
     """Replace a gather of a log-softmax, if it is one, by a cross entropy, which is returned."""
     node, softmax, index = gather.node, gather["input"], gather["index"]
     if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
         return None
     put = Put(node)
-    how = {"ignore_index": _NOTHING, "reduction": "none"}
-    loss = _of_all_rows(put, logits, put("flatten", index), fake(softmax).dtype, how)
+    options = {"ignore_index": _NOTHING, "reduction": "none"}
+    loss = _all_rows(put, logits, put("flatten", index), fake(softmax).dtype, options)
     node.replace_all_uses_with(put("view_as", put("neg", loss), index))
     erase(node)
     return loss
@@ -87,42 +87,42 @@ def _under_softmax(gather: Call) -> Node | None:
     if call is None or call.op != "log_softmax_last" or len(softmax.users) > 1:
         return None
     logits = call["input"]
-    known = plain(logits, softmax, gather["index"])
-    if known is None or known[2].dtype != torch.int64:
+    tensors = plain(logits, softmax, gather["index"])
+    if tensors is None or tensors[2].dtype != torch.int64:
         return None
-    x, rows, index = known
-    one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
+    x, rows, index = tensors
+    single = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
     last = is_last(gather["dim"], softmax) and not gather.get("sparse_grad")
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
-    return logits if one and last and x.is_floating_point() and not narrowed else None
+    return logits if single and last and x.is_floating_point() and not narrowed else None
 
 
-def _of_all_rows(
-    put: Put, logits: Node, classes: Node, dtype: torch.dtype, how: dict[str, Any]
+def _all_rows(
+    put: Put, logits: Node, classes: Node, dtype: torch.dtype, options: dict[str, Any]
 ) -> Node:
     """The cross entropy of all rows of ``logits`` (..., V), computed in ``dtype``."""
     rows = put("flatten", put.cast(logits, dtype), 0, -2)
-    return put(F.cross_entropy, rows, classes, **how)
+    return put(F.cross_entropy, rows, classes, **options)
 
 
-def _of_some_rows(given: Call, hazards: Hazards) -> None:
+def _respell(loss: Call, hazards: Hazards) -> None:
     """Replace a loss without the last row of each sequence, or with classes in the second
     dimension, by the loss of all rows."""
-    if not _of_classes(given):
+    if not _targets_classes(loss):
         return
-    logits, chain = _classes_second(given["input"]), ()
+    logits, chain = _classes_second(loss["input"]), ()
     if logits is None:
-        logits, chain = _without_last_row(given)
-    if logits is not None and not hazards.between((given["input"], *chain, given.node)):
-        _replace(given, logits, chain)
+        logits, chain = _without_last_row(loss)
+    if logits is not None and not hazards.between((loss["input"], *chain, loss.node)):
+        _replace(loss, logits, chain)
 
 
-def _of_classes(given: Call) -> bool:
+def _targets_classes(loss: Call) -> bool:
     """Are the targets classes and the options numbers, without weights?"""
-    known = plain(given["input"], given["target"])
-    bare = all(given[key] is None for key in ("weight", "size_average", "reduce"))
-    classes = known is not None and known[1].dtype == torch.int64
-    return classes and bare and isinstance(given["ignore_index"], int)
+    tensors = plain(loss["input"], loss["target"])
+    bare = all(loss[key] is None for key in ("weight", "size_average", "reduce"))
+    classes = tensors is not None and tensors[1].dtype == torch.int64
+    return classes and bare and isinstance(loss["ignore_index"], int)
 
 
 def _classes_second(node: Node) -> Node | None:
@@ -133,31 +133,31 @@ def _classes_second(node: Node) -> Node | None:
     return source if turns and is_view(node, logits.movedim(-1, 1)) else None
 
 
-def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
+def _without_last_row(loss: Call) -> tuple[Node | None, tuple[Node, ...]]:
     """The logits (B, T, V) of which the loss reads all rows except the last of each sequence, and
     the nodes between them, first the slice; None for another loss."""
-    node: Node = given["input"]
+    node: Node = loss["input"]
     chain: tuple[Node, ...] = ()
-    rows, target = fake(node), fake(given["target"])
+    rows, target = fake(node), fake(loss["target"])
     if rows.dim() != 2 or target.dim() != 1:
         return None, ()
     while len(node.users) == 1 and node.all_input_nodes:
         chain, source = (node, *chain), node.all_input_nodes[0]
         logits = fake(source)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and is_view(node, logits[:, :-1]):
-            known = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
-            apart = known and rows.shape[1] == logits.shape[2]
+            static = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
+            matrix = static and rows.shape[1] == logits.shape[2]
             # Infinite logits in unread rows would give NaNs in the gradient.
             overflows = fake(base(source, is_cast)).dtype == torch.float16
-            return (source, chain) if apart and not overflows else (None, ())
-        copied = kind(node) in ("casts", "copies") and _copied(source, node)
-        if not copied and kind(node) != "names":
+            return (source, chain) if matrix and not overflows else (None, ())
+        copies = kind(node) in ("casts", "copies") and _is_copy(source, node)
+        if not copies and kind(node) != "names":
             break
         node = source
     return None, ()
 
 
-def _copied(source: Node, copy: Node) -> bool:
+def _is_copy(source: Node, copy: Node) -> bool:
     """Does ``copy`` have the values of ``source``, without loss, on the same device?"""
     before, after = fake(source), fake(copy)
     tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
@@ -166,20 +166,20 @@ def _copied(source: Node, copy: Node) -> bool:
     return torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
-def _replace(given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
-    """Replace ``given`` by the loss of all rows of ``logits``; ``chain``: the slice that leaves out
+def _replace(loss: Call, logits: Node, chain: tuple[Node, ...]) -> None:
+    """Replace ``loss`` by the loss of all rows of ``logits``; ``chain``: the slice that leaves out
     the last row of each sequence, if there is one, and what follows it."""
-    node, put, classes = given.node, Put(given.node), given["target"]
+    node, put, classes = loss.node, Put(loss.node), loss["target"]
     if chain:
         rows = fake(chain[0]).shape[:2]
-        padding = (0, 1), "constant", given["ignore_index"]
+        padding = (0, 1), "constant", loss["ignore_index"]
         classes = put(F.pad, put("view", classes, *rows), *padding)
-    how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
+    options = {key: loss[key] for key in ("ignore_index", "reduction", "label_smoothing")}
     # Autocast casts the logits to float32, but nodes here are recorded without autocast.
-    found = _of_all_rows(put, logits, put("flatten", classes), fake(node).dtype, how)
-    if given["reduction"] == "none":
-        found = put("view_as", found, classes)
+    result = _all_rows(put, logits, put("flatten", classes), fake(node).dtype, options)
+    if loss["reduction"] == "none":
+        result = put("view_as", result, classes)
         if chain:
-            found = put("flatten", put(operator.getitem, found, (Ellipsis, slice(None, -1))))
-    node.replace_all_uses_with(found)
+            result = put("flatten", put(operator.getitem, result, (Ellipsis, slice(None, -1))))
+    node.replace_all_uses_with(result)
     erase(node)

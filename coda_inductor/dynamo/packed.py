@@ -14,9 +14,9 @@ After::
     g, u = linear(x, lower), linear(x, upper)
     a = silu(g) * u
 
-Why it is valid: a product's columns are those of its right factor, one by one; a gated linear unit
-is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a weight are views of
-it: nothing is copied. Autograd joins the weight's gradient by a copy, whose cost
+Why it is valid: each column of a product depends on one column of its right factor; a gated linear
+unit is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a weight are
+views of it, so nothing is copied. Autograd joins the weight's gradient by a copy, whose cost
 ``Plan.split_loses`` includes.
 
 Leaves alone: products of unknown or odd width; a single half; halves that are changed in place or
@@ -48,7 +48,7 @@ from coda_inductor.record import Record
 if TYPE_CHECKING:
     from coda_inductor.plan import Plan
 
-#: Products that may be split: linear layers, and those of experts (``experts``).
+#: Products that may be split: linear layers, and products of experts (``experts``).
 _PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: Kinds of ops that may be between a product and its halves.
 _BETWEEN = ("names", "parts")
@@ -72,25 +72,25 @@ def _plan(graph: Graph, record: Record) -> Plan:
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(fake(node).requires_grad for node in linears)
     times = 3 if training else 1  # two more products for the gradients of a layer's factors
-    return record.plan.of_products(pairs * times, training=training)
+    return record.plan.for_products(pairs * times, training=training)
 
 
 def _product(node: Node) -> bool:
     """Is ``node`` a product of matrices (..., 2F)?"""
-    if op_name(node) not in _PRODUCTS or not (known := plain(node)) or not known[0].dim():
+    if op_name(node) not in _PRODUCTS or not (tensors := plain(node)) or not tensors[0].dim():
         return False
-    width = known[0].shape[-1]
+    width = tensors[0].shape[-1]
     return isinstance(width, int) and width > 0 and width % 2 == 0
 
 
 def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
     """(M, K) and (K, N) of a linear layer, in the dtype that it computes in; None if they are not
     plain tensors."""
-    known = plain(node, *_layer(node)[:2])
-    if known is None or known[2].dim() != 2:
+    tensors = plain(node, *_layer(node)[:2])
+    if tensors is None or tensors[2].dim() != 2:
         return None
-    with known[0].fake_mode, torch.no_grad():
-        x, w = (t.to(known[0].dtype) for t in known[1:])
+    with tensors[0].fake_mode, torch.no_grad():
+        x, w = (t.to(tensors[0].dtype) for t in tensors[1:])
         return x.reshape(-1, x.shape[-1]), w.t()
 
 
@@ -104,8 +104,8 @@ def _halves(product: Node) -> dict[Node, int]:
     unless both are selected."""
     half = fake(product).shape[-1] // 2
     ends = {(0, half, 1): 0, (half, None, 1): 1}
-    found = {n: ends[own] for n, own in _columns(product).items() if own in ends}
-    return found if len(set(found.values())) == 2 else {}
+    halves = {n: ends[span] for n, span in _columns(product).items() if span in ends}
+    return halves if len(set(halves.values())) == 2 else {}
 
 
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
@@ -115,18 +115,18 @@ def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
     return {c.node: (c["start"], c["stop"], c["step"]) for c in calls if c["input"] is product}
 
 
-def cut_in_halves(product: Node) -> dict[Node, int]:
+def half_readers(product: Node) -> dict[Node, int]:
     """Nodes that select a half of the columns of ``product``, each with its number, if all readers
     do; else empty."""
-    return _of_all(product, _halves(product) if _product(product) else {})
+    return _if_complete(product, _halves(product) if _product(product) else {})
 
 
-def cut_in_columns(product: Node) -> dict[Node, slice]:
+def column_readers(product: Node) -> dict[Node, slice]:
     """The same for any columns."""
-    return {node: slice(*own) for node, own in _of_all(product, _columns(product)).items()}
+    return {node: slice(*span) for node, span in _if_complete(product, _columns(product)).items()}
 
 
-def _of_all(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
+def _if_complete(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
     """``parts``, if nothing else of ``product`` is read except its size; else empty."""
     others = [n for n in _near(product) if n not in parts and op_name(n) != "size"]
     return parts if all(n.users and kind(n) in _BETWEEN for n in others) else {}
@@ -166,7 +166,7 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
     pair = _operands(product)
     if pair is None or fake(product).dtype not in FLOATS:
         return False
-    if not same(pair[1].stride(0), 1) or not _meet(halves) or not _of_all(product, halves):
+    if not same(pair[1].stride(0), 1) or not _meet(halves) or not _if_complete(product, halves):
         return False
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
@@ -192,7 +192,7 @@ def _elementwise(node: Node) -> bool:
     call = normalize(node)
     name = op_name(node) if call is None else call.op
     packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
     return name == "cast" or any(torch.Tag.pointwise in op.tags for op in overloads)
 
 

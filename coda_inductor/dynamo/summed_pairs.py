@@ -52,8 +52,8 @@ class Pairs:
         """The pairs for which ``index`` is the token of each: ``perm // top_k``."""
         perm, top_k = tokens(index)
         ids = _sorted(perm)
-        known = fake(ids)
-        if ids is None or known is None or known.dim() != 1 or known.is_floating_point():
+        tensor = fake(ids)
+        if ids is None or tensor is None or tensor.dim() != 1 or tensor.is_floating_point():
             return None
         return Pairs(ids, perm, top_k)
 
@@ -66,18 +66,18 @@ class Pairs:
         self.experts = experts
         edges = counts["bins"], counts["min"], counts["max"]
         fits = edges in ((experts, 0, experts - 1), (experts, 0, experts))
-        own = self.are_ids(base(counts["input"], _name))
-        return fits and own and fake(offs).dtype == torch.int32
+        ids = self.are_ids(base(counts["input"], _name))
+        return fits and ids and fake(offs).dtype == torch.int32
 
     def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
         """Is ``node`` the expert of each pair; ``in_order``: sorted by expert?"""
-        call, own = called(node, "getitem"), base(self.ids, _name)
-        if node is own or call is None:
-            return node is own and not in_order
+        call, ids = called(node, "getitem"), base(self.ids, _name)
+        if node is ids or call is None:
+            return node is ids and not in_order
         if call["index"] == 0:  # the first result of a sort
-            made = called(call["input"], "sort")
-            return made is not None and base(made["input"], _name) is own
-        return base(call["input"], _name) is own and self.is_perm(call["index"])
+            sort = called(call["input"], "sort")
+            return sort is not None and base(sort["input"], _name) is ids
+        return base(call["input"], _name) is ids and self.is_perm(call["index"])
 
     def empties(self, node: Node) -> bool:
         """Does ``node`` fill rows of no expert with zeros? Here these rows may hold anything."""
@@ -107,8 +107,8 @@ class Pairs:
         if (call := called(node, "argsort")) is not None:
             return base(call["input"], _name) is self.perm
         writes = [u for u in node.users if op_name(u) in ("setitem", "index_put_", "scatter_")]
-        made = called(node, "empty_like", "zeros_like", "empty", "zeros")
-        if made is None or [*map(op_name, writes)] != ["setitem"]:
+        factory = called(node, "empty_like", "zeros_like", "empty", "zeros")
+        if factory is None or [*map(op_name, writes)] != ["setitem"]:
             return False
         call = called(writes[0], "setitem")
         counts = None if call is None else called(call["value"], "arange")
@@ -137,8 +137,8 @@ def tokens(index: Any) -> tuple[Any, int]:
 
 def by_row(index: Node, rows: Node) -> bool:
     """Does ``index`` have one number per row of ``rows`` (M, d): is it (M,), or that repeated?"""
-    known = fake(index)
-    return known.dim() == 1 or (same(known.shape, fake(rows).shape) and known.stride(1) == 0)
+    tensor = fake(index)
+    return tensor.dim() == 1 or (same(tensor.shape, fake(rows).shape) and tensor.stride(1) == 0)
 
 
 def _index(call: Call) -> Any:
@@ -158,10 +158,10 @@ def _sorted(perm: Any) -> Node | None:
     return call["input"]
 
 
-def summed(product: Node, pairs: Pairs) -> Sum | None:
+def find_sum(product: Node, pairs: Pairs) -> Sum | None:
     """How the rows of ``product`` (M, d), sorted by expert, are summed by token, or None."""
-    found = Sum(product, pairs)
-    return found if found.follow() else None
+    result = Sum(product, pairs)
+    return result if result.follow() else None
 
 
 class Sum:
@@ -184,7 +184,7 @@ class Sum:
         self.dtype = fake(product).dtype
 
     def follow(self) -> bool:
-        """Walk down to the result; False if there is none."""
+        """Walk down to the result; False without a result."""
         while not self.done:
             if not self._step(only_reader(self.node)):
                 return False
@@ -200,8 +200,8 @@ class Sum:
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
-        known = empties or is_cast(user) or (_passes(user) and self.back and fake(user).dim() == 3)
-        if not known and (takes is None or not takes(call)):
+        skips = empties or is_cast(user) or (_passes(user) and self.back and fake(user).dim() == 3)
+        if not skips and (takes is None or not takes(call)):
             return False
         self.emptied = self.emptied or empties
         self.node = user if call.op != "setitem" else self.node
@@ -227,8 +227,8 @@ class Sum:
     def _weights(self, node: Node) -> Node | None:
         """The weights of pairs in the order of tokens; ``node`` (M, 1) or (T, top_k, 1) has them in
         the current order."""
-        known = fake(node)
-        if known is None or not same(known.shape[-1], 1):
+        tensor = fake(node)
+        if tensor is None or not same(tensor.shape[-1], 1):
             return None
         node = base(node, _passes)
         if not self.back:
@@ -240,8 +240,8 @@ class Sum:
 
     def _of_pairs(self, node: Node) -> bool:
         """Is ``node`` (M,) or (T, top_k)?"""
-        known = fake(node)
-        return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
+        tensor = fake(node)
+        return tensor.dim() == 1 or (tensor.dim() == 2 and same(tensor.shape[1], self.pairs.top_k))
 
     def _getitem(self, call: Call) -> bool:
         if self.back or not isinstance(call.get("index"), Node):
@@ -291,10 +291,10 @@ class Sum:
     def _bmm(self, call: Call) -> bool:
         """Weights (T, 1, top_k) times rows (T, top_k, d)."""
         w = call["input"]
-        known = fake(w)
+        tensor = fake(w)
         if self.weights is not None or not self.back or call["mat2"] is not self.node:
             return False
-        if known.dim() != 3 or not same(known.shape[1:], (1, self.pairs.top_k)):
+        if tensor.dim() != 3 or not same(tensor.shape[1:], (1, self.pairs.top_k)):
             return False
         self.weights, self.done = base(w, _passes), True
         return self._of_pairs(self.weights)

@@ -58,15 +58,15 @@ def explain(
     from coda_inductor.explanation.build import build
     from coda_inductor.explanation.capture import capture
     from coda_inductor.options import parse
-    from coda_inductor.select.device import gpu_of, named
+    from coda_inductor.select.device import find_gpu, gpu_of
 
     if not callable(model):
         raise ExplainError(
             f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
         )
     settings = replace(parse(None, options), strict=False, tune="never")
-    known = gpu_of() if gpu is None else named(gpu)
+    target = gpu_of() if gpu is None else find_gpu(gpu)
     title = str(getattr(model, "__name__", type(model).__name__))
-    here = torch.device("cuda" if gpu is None and torch.cuda.is_available() else "meta")
-    graphs, breaks = capture(model, args, dict(kwargs), settings, here, known)
-    return build(title, graphs, breaks, known)
+    device = torch.device("cuda" if gpu is None and torch.cuda.is_available() else "meta")
+    graphs, breaks = capture(model, args, dict(kwargs), settings, device, target)
+    return build(title, graphs, breaks, target)

@@ -22,17 +22,17 @@ from coda_inductor.tracing import Traced
 def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanation:
     """The explanation of the model ``name`` with these graphs, as on ``gpu``. ``breaks``: why there
     is more than one."""
-    result = Explanation(name, _device(graphs), any(g.ours.training for g in graphs), gpu.article)
+    result = Explanation(name, _device(graphs), any(g.traced.training for g in graphs), gpu.article)
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
         result.saved_before += _saved(captured.stock)
-        result.saved_after += _saved(captured.ours)
-    times = [forecast(g.stock.graphs, g.ours.graphs, g.report.sites, gpu) for g in graphs]
-    known = [each for each in times if each is not None]
-    if result.gemms and result.comparable and len(known) == len(graphs):
-        result.ms = sum(us for us, _ in known) / 1000, sum(us for _, us in known) / 1000
-    result.hides = any(masked(g.ours.graphs) for g in graphs)
+        result.saved_after += _saved(captured.traced)
+    times = [forecast(g.stock.graphs, g.traced.graphs, g.report.sites, gpu) for g in graphs]
+    numbers = [t for t in times if t is not None]
+    if result.gemms and result.comparable and len(numbers) == len(graphs):
+        result.ms = sum(us for us, _ in numbers) / 1000, sum(us for _, us in numbers) / 1000
+    result.hides = any(masked(g.traced.graphs) for g in graphs)
     result.notes = _notes(result, graphs, breaks)
     return result
 

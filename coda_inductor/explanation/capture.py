@@ -41,10 +41,10 @@ from coda_inductor.tracing import Traced, dry_run, trace
 
 @dataclass
 class Captured:
-    """One Dynamo graph without (``stock``) and with our passes (``ours``), and their report."""
+    """One Dynamo graph without (``stock``) and with our passes (``traced``), and their report."""
 
     stock: Traced
-    ours: Traced
+    traced: Traced
     report: GraphReport
 
 
@@ -53,28 +53,28 @@ class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
 
 
 class _Backend:
-    """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: the arguments
-    of ``Record`` about the GPU."""
+    """The torch.compile backend that captures. ``stop``: at the first graph; ``kwargs``: the
+    arguments of ``Record`` about the GPU."""
 
-    def __init__(self, options: Options, stop: bool, **how: Any):
-        self.options, self.stop, self.how = options, stop, how
-        self.found: list[Captured] = []
+    def __init__(self, options: Options, stop: bool, **kwargs: Any):
+        self.options, self.stop, self.kwargs = options, stop, kwargs
+        self.graphs: list[Captured] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stock = trace(gm, inputs)
-        record = Record(self.options, f"graph {len(self.found)}", dry=True, **self.how)
+        record = Record(self.options, f"graph {len(self.graphs)}", dry=True, **self.kwargs)
         everything = EVERYTHING in self.options.disable
-        ours = stock if everything else dry_run(gm, inputs, record)
+        traced = stock if everything else dry_run(gm, inputs, record)
         if everything or not record.enabled("fuse"):
             name = EVERYTHING if everything else "fuse"
             why = refuse("disabled", f"options['disable'] names {name!r}")
-            scope, choice = Scope(ours.whole), replace(UNFUSED, refusal=why)
-            gemms = [node for node in ours.whole.nodes if node.target in TRACED]
+            scope, choice = Scope(traced.whole), replace(UNFUSED, refusal=why)
+            gemms = [node for node in traced.whole.nodes if node.target in TRACED]
             record.report.sites += [replace(unfused(n, scope), choice=choice) for n in gemms]
-        self.found.append(Captured(stock, ours, record.report))
+        self.graphs.append(Captured(stock, traced, record.report))
         if self.stop:
             raise _Enough
-        return ours.around(gm.forward)
+        return traced.wrapper(gm.forward)
 
 
 def capture(
@@ -95,17 +95,17 @@ def capture(
     why = ""
     with _undisturbed():
         try:
-            found = _captured(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
+            graphs = _capture(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
         except (Unsupported, UserError) as error:
-            why, again = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
-            found = _captured(function, args, kwargs, again)
-    if not found:
+            why, retry = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
+            graphs = _capture(function, args, kwargs, retry)
+    if not graphs:
         reason = f". Its first break: {why}" if why else ": it computes no tensors"
         raise ExplainError(f"torch.compile captures no graph in this call{reason}")
-    return found, why
+    return graphs, why
 
 
-def _captured(
+def _capture(
     function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend
 ) -> list[Captured]:
     """The graphs of one call. To get past graph breaks a copy is run. Dynamo's cache belongs to
@@ -121,10 +121,10 @@ def _captured(
     except Exception as error:
         if backend.stop and isinstance(error, (Unsupported, UserError)):
             raise
-        what = "cannot be traced" if backend.stop else "fails"
-        raise ExplainError(f"the model {what}: {type(error).__name__}: {error}") from error
-    found, backend.found = backend.found, []  # Dynamo's cache holds the backend
-    return found
+        verb = "cannot be traced" if backend.stop else "fails"
+        raise ExplainError(f"the model {verb}: {type(error).__name__}: {error}") from error
+    graphs, backend.graphs = backend.graphs, []  # Dynamo's cache holds the backend
+    return graphs
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ or is expected for their site. Attention multiplies at a part of cuBLAS's rate. 
 elementwise kernels, one for all ops that depend on the same products: it reads and writes each of
 its tensors once. An op whose result only later kernels read is computed in the first of them.
 
-The constants are an H200's (``benchmarks/results/h200_account*.json``), those of products and masks
-fitted to measured steps. The host, an optimizer and the blocks that a mask hides are not included.
+The constants are an H200's (``benchmarks/results/h200_account*.json``). Those for products and
+masks were fitted to measured steps. The host, an optimizer and hidden blocks are not included.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _KERNELS = (*_ATTENTION, "gemm_epilogue", "bmm", "grouped", "convolution", _LOSS
 
 
 def forecast(
-    stock: Sequence[Graph], ours: Sequence[Graph], sites: Sequence[SiteReport], gpu: Gpu
+    stock: Sequence[Graph], traced: Sequence[Graph], sites: Sequence[SiteReport], gpu: Gpu
 ) -> tuple[float, float] | None:
     """Expected microseconds of graphs without our passes, and with them, with the reports
     ``sites``. None if the host is the limit, and for models that were not compared with a measured
     step: other dtypes than 16-bit ones, experts; and encoders, which took up to 2x as long."""
     gemms = [node for graph in stock for node in graph.nodes if node.target in TRACED]
-    attention = [n for g in (*stock, *ours) for n in g.nodes if _named(n, _ATTENTION)]
+    attention = [n for g in (*stock, *traced) for n in g.nodes if _named(n, _ATTENTION)]
     if not gpu.rated or any(fake(gemm_inputs(n)[0]).dtype not in HALF for n in gemms):
         return None
     if any(_named(node, ("grouped",)) for graph in stock for node in graph.nodes):
@@ -62,7 +62,7 @@ def forecast(
         return None
     products = _BUSY * sum(_product_us(node, gpu) for node in gemms)
     added = _BUSY * sum(site.estimate.added_us for site in sites if site.fused and site.estimate)
-    before, after = (sum(_others_us(graph, gpu) for graph in graphs) for graphs in (stock, ours))
+    before, after = (sum(_others_us(graph, gpu) for graph in graphs) for graphs in (stock, traced))
     return products + before, products + added + after
 
 
@@ -74,7 +74,7 @@ def _product_us(gemm: Node, gpu: Gpu) -> float:
 def _others_us(graph: Graph, gpu: Gpu) -> float:
     """Expected microseconds of everything except products."""
     waits: dict[Node, int] = {}  # for how many kernels, one after the other
-    moved: defaultdict[int, dict[tuple[Node, bool], int]] = defaultdict(dict)
+    traffic: defaultdict[int, dict[tuple[Node, bool], int]] = defaultdict(dict)
     us = 0.0
     for node in graph.nodes:
         waits[node] = max((waits[n] + _apart(n) for n in node.all_input_nodes), default=0)
@@ -87,15 +87,15 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
         if _apart(node):
             us += _alone_us(node, gpu)
         elif node.op == "call_function" and node.all_input_nodes and not may_view(node):
-            kernel = moved[waits[node]]
+            kernel = traffic[waits[node]]
             for read in node.all_input_nodes:
-                made = base(read, may_view)
-                if made.op == "placeholder" or waits[made] < waits[node] or _apart(made):
-                    kernel[made, False] = max(kernel.get((made, False), 0), _read(node, read))
+                maker = base(read, may_view)
+                if maker.op == "placeholder" or waits[maker] < waits[node] or _apart(maker):
+                    kernel[maker, False] = max(kernel.get((maker, False), 0), _read(node, read))
             if any(waits[n] != waits[node] or _apart(n) or n.op == "output"
                    for n in readers(node, may_view)[1]):  # fmt: skip
                 kernel[node, True] = bytes_of(node)
-    return us + sum(sum(k.values()) / gpu.bytes_per_us + gpu.launch_us for k in moved.values())
+    return us + sum(sum(k.values()) / gpu.bytes_per_us + gpu.launch_us for k in traffic.values())
 
 
 def _read(node: Node, read: Node) -> int:
@@ -127,16 +127,16 @@ def masked(graphs: Sequence[Graph]) -> bool:
 
 
 def _mask(node: Node) -> bool:
-    given = {} if "flex" in str(node.target) else arguments(node)
-    return not given or any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
+    args = {} if "flex" in str(node.target) else arguments(node)
+    return not args or any(args.get(name) is not None for name in ("attn_mask", "attn_bias"))
 
 
 def _attention_us(node: Node, gpu: Gpu) -> float:
-    backward, given = "backward" in str(node.target), arguments(node)
-    q, k = (given[name] for name in (("query", "key") if "query" in given else ("input", "index")))
+    backward, args = "backward" in str(node.target), arguments(node)
+    q, k = (args[name] for name in (("query", "key") if "query" in args else ("input", "index")))
     *batch, rows, width = map(hint, fake(q).shape)
     work = 4.0 * math.prod(batch) * rows * hint(fake(k).shape[-2]) * width
     work *= (_BACKWARD if backward else 1) * (_MASKED if _mask(node) else 0.5)  # half of it causal
-    moved = bytes_of(*node.all_input_nodes) + bytes_of(q) * (3 if backward else 1)
+    traffic = bytes_of(*node.all_input_nodes) + bytes_of(q) * (3 if backward else 1)
     rate = gpu.flops_per_us * (_NARROW if width <= 64 else _WIDE)
-    return work / rate + moved / gpu.bytes_per_us
+    return work / rate + traffic / gpu.bytes_per_us

@@ -40,8 +40,8 @@ def page(explanation: Explanation) -> str:
     environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
         e=explanation,
-        css=_own("style.css") + _code_css(),
-        js=_own("page.js"),
+        css=_read_own("style.css") + _code_css(),
+        js=_read_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
         table=table,
         places=places,
@@ -51,7 +51,7 @@ def page(explanation: Explanation) -> str:
     )
 
 
-def _own(name: str) -> Markup:
+def _read_own(name: str) -> Markup:
     return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of ours)
 
 
@@ -61,13 +61,13 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.site.program is not None:
             programs.setdefault(row.site.program, []).append(row)
-    how = PythonLexer(), HtmlFormatter(nowrap=True)
+    formats = PythonLexer(), HtmlFormatter(nowrap=True)
     return [
         {
             "key": program.key,
             "title": ", ".join(dict.fromkeys(row.name for row in users)),
             "text": str(program),
-            "kernel": Markup(highlight(render(program), *how)),  # noqa: S704 (escapes)
+            "kernel": Markup(highlight(render(program), *formats)),  # noqa: S704 (escapes)
             "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),
             "times": sum(row.times for row in users),
         }

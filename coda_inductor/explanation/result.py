@@ -44,7 +44,7 @@ class Saved:
 
 @dataclass
 class Explanation:
-    """What the backend does with a model.
+    """The effect of the backend on a model.
 
     Attributes:
         name: the model's class.
@@ -145,12 +145,12 @@ class Explanation:
         ops = sum(len(site.absorbed) for site in self.fused)
         which = f"{self.gemms_fused} of {self.gemms} GEMMs"
         text = f"{which} absorb {ops} ops{self._legal}; "
-        gone = self.bytes_before - self.bytes_after
+        saved = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
         before, after = map(readable_bytes, (self.bytes_before, self.bytes_after))
-        if gone > 0:
+        if saved > 0:
             text += (
-                f"{readable_bytes(gone)} of {before} of the GEMMs' memory traffic per {step} gone"
+                f"{readable_bytes(saved)} of {before} of the GEMMs' memory traffic per {step} gone"
             )
         else:
             text += f"the GEMMs' memory traffic per {step} rises from {before} to {after}"
@@ -186,12 +186,12 @@ class Explanation:
     def __str__(self) -> str:
         table = sites_table(self.sites, self.gpu)
         summary = self.summary.replace("; ", "\n  ")
-        lines, given = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table], set()
-        for found in self.advised.values():
-            advice = found[0].remedy.text
-            lines += ["", f"{places(found)}: {common_text(found)}"]
-            lines += [f"  -> {'As above.' if advice in given else advice}"]
-            given.add(advice)
+        lines, codes = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table], set()
+        for site in self.advised.values():
+            advice = site[0].remedy.text
+            lines += ["", f"{places(site)}: {common_text(site)}"]
+            lines += [f"  -> {'As above.' if advice in codes else advice}"]
+            codes.add(advice)
         return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
 
     def __repr__(self) -> str:
@@ -237,9 +237,9 @@ def places(misses: Sequence[Refusal]) -> str:
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
         named = miss.what != "gemm" and miss.subject != miss.where
-        what = f"{miss.what} at " if named else ""
-        counts.setdefault((what, general_path(miss.where)), []).append(miss.where)
+        subject = f"{miss.what} at " if named else ""
+        counts.setdefault((subject, general_path(miss.where)), []).append(miss.where)
     return ", ".join(
-        f"{what}{found[0]}" if len(found) == 1 else f"{what}{path} (x {len(found)})"
-        for (what, path), found in counts.items()
+        f"{subject}{times[0]}" if len(times) == 1 else f"{subject}{path} (x {len(times)})"
+        for (subject, path), times in counts.items()
     )

@@ -66,8 +66,8 @@ def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
         node = node.next
     for node in sorted((*region.values, *region.reduces), reverse=True):
         node.graph.erase_node(node)
-    late = {size for node in new for size in node.all_input_nodes if not size < end}
-    settle([*new, *late])  # symbolic sizes of a view in the region may stand behind it
+    sizes = {size for node in new for size in node.all_input_nodes if not size < end}
+    settle([*new, *sizes])  # symbolic sizes of a view in the region may stand behind it
     return call
 
 
@@ -89,9 +89,9 @@ def check_views(region: Region) -> None:
 def expand(call: Node, *, exact: bool) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
     ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
-    given = arguments(call)
-    tensors = [list(given[name]) for name in ("as_", "bs", "operands")]
-    args = (EpilogueProgram.from_json(given["program"]), exact, *tensors)
+    kwargs = arguments(call)
+    tensors = [list(kwargs[name]) for name in ("as_", "bs", "operands")]
+    args = (EpilogueProgram.from_json(kwargs["program"]), exact, *tensors)
     replace_parts(call, splice(call, _reference, args))
 
 
@@ -107,11 +107,11 @@ def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
         return splice(put.before, swap, (row, *region.heads), like=put.like)
     if kind == "col" and region.grouped and fake(node).dtype in HALF:
         node = put.cast(node, torch.float32)
-    of, sizes = KINDS[kind], dict.fromkeys("MBE", -1) | {"N": n}
-    if of.route or "H" in of.dims:
+    spec, sizes = KINDS[kind], dict.fromkeys("MBE", -1) | {"N": n}
+    if spec.route or "H" in spec.dims:
         return node
-    shape = [*of.shape(sizes, grouped=region.grouped)]
-    if of.columns and len(region.accs) == 2:
+    shape = [*spec.shape(sizes, grouped=region.grouped)]
+    if spec.columns and len(region.accs) == 2:
         return _twice(put, node, shape)
     if fake(node).dim() == len(shape) and (kind != "tile" or same(fake(node).shape[1], n)):
         return node
@@ -120,8 +120,8 @@ def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
 
 def _twice(put: Put, node: Node, sizes: list[int]) -> Node:
     """A row vector for a paired program: every value twice, because its columns are interleaved."""
-    both = put(aten.expand.default, put.reshape(node, [*sizes, 1]), [*[-1] * len(sizes), 2])
-    return put.reshape(both, [*sizes[:-1], 2 * sizes[-1]])
+    pairs = put(aten.expand.default, put.reshape(node, [*sizes, 1]), [*[-1] * len(sizes), 2])
+    return put.reshape(pairs, [*sizes[:-1], 2 * sizes[-1]])
 
 
 def _rewire_store(before: Node, region: Region, output: Node, nodes: list[Node]) -> None:
@@ -156,11 +156,11 @@ def _finalize(put: Put, region: Region, partials: Node) -> Node:
     new = put.cast(new, fake(node).dtype)
     (source,) = node.all_input_nodes
     rank = fake(source).dim()
-    kept = fake(node).dim() == rank
+    keepdim = fake(node).dim() == rank
     if reduce.axis == "col":
-        sizes = [1] * (rank - 1 if kept else 0) + [region.shape[1]]
+        sizes = [1] * (rank - 1 if keepdim else 0) + [region.shape[1]]
     else:
-        sizes = _sizes(source, region)[:-1] + ([1] if kept else [])
+        sizes = _sizes(source, region)[:-1] + ([1] if keepdim else [])
     return put(aten.view.default, new, sizes)
 
 

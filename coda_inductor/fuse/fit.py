@@ -30,13 +30,13 @@ def heaviest(region: Region) -> list[Node]:
     tiles = [operand for operand in region.operands.values() if operand.kind == "tile"]
     tiles.reverse()  # of equal ones, take the one that was read last
     for tile in sorted(tiles, key=lambda t: -WIDTHS[t.dtype]):
-        if found := _computed_from({tile.name}, region):
-            return found
+        if nodes := _dependents({tile.name}, region):
+            return nodes
     stored = [str(value) for value in region.stored()]
-    return next((found for v in reversed(stored) if (found := _computed_from({v}, region))), [])
+    return next((nodes for v in reversed(stored) if (nodes := _dependents({v}, region))), [])
 
 
-def _computed_from(values: set[str], region: Region) -> list[Node]:
+def _dependents(values: set[str], region: Region) -> list[Node]:
     """The absorbed nodes that are ``values`` or computed from them."""
     reached = set(values)
     for step in region.steps:

@@ -21,20 +21,20 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.fuse.grower import Banned, Grower
+from coda_inductor.fuse.grower import Bans, Grower
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import unstorable
 from coda_inductor.graph.nodes import told
 from coda_inductor.graph.sides import Scope
 from coda_inductor.refusal import Refused
 
-__all__ = ["Banned", "grow"]
+__all__ = ["Bans", "grow"]
 
 
 def grow(
     anchors: tuple[Node, ...],
     scope: Scope,
-    banned: Banned | None = None,
+    bans: Bans | None = None,
     total: Node | None = None,
     lanes: dict[Node, int] | None = None,
 ) -> Region:
@@ -44,17 +44,17 @@ def grow(
     Raises:
         Refused: an anchor's own result would have to be stored, but cannot be.
     """
-    banned = dict(banned or {})
-    known = set(banned)
+    bans = dict(bans or {})
+    initial = set(bans)
     region = Region(anchors, total, lanes=lanes or {}, eager=scope.eager)
-    first = Grower(region, scope, banned)
+    first = Grower(region, scope, bans)
     while True:
         first.run(early=True)
         grower = _fewer_tiles(first)
         troubles = unstorable(grower.region)
         if not troubles:
             region = grower.finish()
-            region.refusals.update({n: why for n, why in banned.items() if n not in known})
+            region.refusals.update({n: why for n, why in bans.items() if n not in initial})
             return region
         if not first.ban(troubles):
             node, reason = next(iter(troubles.items()))
@@ -65,10 +65,10 @@ def _fewer_tiles(first: Grower) -> Grower:
     """A tile that the backward pass recomputes is not loaded if the region can compute it from
     tiles that it loads later."""
     region, scope, tiles = first.region, first.scope, first.tiles()
-    made = {tile for tile in tiles if scope.recomputed(tile)}
-    if not made:
+    recomputed = {tile for tile in tiles if scope.recomputed(tile)}
+    if not recomputed:
         return first
-    again = Region(region.anchors, region.total, lanes=region.lanes, eager=region.eager)
-    second = Grower(again, scope, first.banned, tiles - made)
+    retry = Region(region.anchors, region.total, lanes=region.lanes, eager=region.eager)
+    second = Grower(retry, scope, first.bans, tiles - recomputed)
     second.run(early=False)
     return second if len(second.tiles()) < len(tiles) else first

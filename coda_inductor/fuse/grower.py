@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
-from coda_inductor.fuse.tile import Banned, Tile
+from coda_inductor.fuse.tile import Bans, Tile
 from coda_inductor.graph.gemms import (
     GEMMS,
     routes_of,
@@ -30,7 +30,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import WGRAD
 from coda_inductor.semantic.fp8_casts import CAST
 
-__all__ = ["Banned", "Grower"]
+__all__ = ["Bans", "Grower"]
 
 
 class Grower(Tile):
@@ -38,15 +38,15 @@ class Grower(Tile):
     considered, and no more."""
 
     def __init__(
-        self, region: Region, scope: Scope, banned: Banned, loaded: AbstractSet[Node] = frozenset()
+        self, region: Region, scope: Scope, bans: Bans, loaded: AbstractSet[Node] = frozenset()
     ):
-        super().__init__(region, scope, banned, loaded)
+        super().__init__(region, scope, bans, loaded)
         self.roots = {*region.anchors, region.total, *region.lanes}
         #: Nodes that stay outside, whatever else is absorbed.
-        self.outside: Banned = {}
-        self.seen: set[Node] = set()
+        self.outside: Bans = {}
+        self.visited: set[Node] = set()
         self.frontier: list[Node] = []
-        self.begun = self._start()
+        self.started = self._start()
         self.end = self._state()
 
     def _start(self) -> bool:
@@ -64,9 +64,9 @@ class Grower(Tile):
                 if (why := self._begin(anchor, acc)) is not None:
                     region.refusals[anchor] = why
                     return False
-        self.seen = {region.total} if region.total is not None else set(region.anchors)
-        self.seen |= {*region.lanes}
-        for root in self.seen:
+        self.visited = {region.total} if region.total is not None else set(region.anchors)
+        self.visited |= {*region.lanes}
+        for root in self.visited:
             self._reach(root)
         return True
 
@@ -76,16 +76,16 @@ class Grower(Tile):
         checked = len(self.history)
         while self.frontier:
             node = heapq.heappop(self.frontier)
-            if node in self.seen:
+            if node in self.visited:
                 continue
-            if (reason := self._never(node)) is not None:
-                self.seen.add(node)
+            if (reason := self._final_refusal(node)) is not None:
+                self.visited.add(node)
                 self.outside[node] = reason
                 continue
             if not any(self._inside(n) for n in node.all_input_nodes):
                 continue  # what reached it was taken back
-            self.seen.add(node)
-            self._ask(node, len(self.history))
+            self.visited.add(node)
+            self._mark(node, len(self.history))
             self.history.append((node, self._state()))
             if (reason := self._absorb(node)) is None:
                 self._reach(node)
@@ -93,51 +93,51 @@ class Grower(Tile):
                 self.region.refusals[node] = reason
             if early and len(self.history) - checked > len(self.region.values):
                 if not any(map(self.scope.recomputed, self.tiles())):
-                    early = self.ban(unstorable(self.region, self._decided))
+                    early = self.ban(unstorable(self.region, self._is_final))
                 checked = len(self.history)
         self.end = self._state()
-        if self.begun and self.anchor not in self.scope.forward:
+        if self.started and self.anchor not in self.scope.forward:
             self._recomputed_operands()
         return self.region
 
-    def ban(self, troubles: Banned) -> bool:
+    def ban(self, troubles: Bans) -> bool:
         """Let ``troubles`` stay outside; False if they include a root, or what is banned already.
         Growing goes on from where the first of them was considered."""
         for node, reason in troubles.items():
-            if node in self.roots or node in self.banned:
+            if node in self.roots or node in self.bans:
                 return False
-            self.banned[node] = reason
-            first = self.asked.get(node, len(self.history))
+            self.bans[node] = reason
+            first = self.starts.get(node, len(self.history))
             self._restore(self.history[first][1] if first < len(self.history) else self.end)
             for undone, _ in self.history[first:]:
-                self.seen.discard(undone)
+                self.visited.discard(undone)
                 heapq.heappush(self.frontier, undone)
             del self.history[first:]
         return True
 
     def finish(self) -> Region:
         """The region with all reasons, in the order of the graph."""
-        if self.begun:
+        if self.started:
             values = [*self.region.values]
             absorbed = (*values[: self.end[0][0]], *self.region.reduces)
             reached = {user for node in absorbed for user in node.users}
-            found = {n: self.outside[n] for n in reached if n in self.outside}
-            found |= self.region.refusals
-            self.region.refusals = {node: found[node] for node in sorted(found)}
+            refusals = {n: self.outside[n] for n in reached if n in self.outside}
+            refusals |= self.region.refusals
+            self.region.refusals = {node: refusals[node] for node in sorted(refusals)}
         return self.region
 
     def _reach(self, node: Node) -> None:
         for user in node.users:
-            if user not in self.seen:
+            if user not in self.visited:
                 heapq.heappush(self.frontier, user)
 
     def _inside(self, node: Node) -> bool:
         return node in self.region.values or node in self.region.reduces
 
-    def _decided(self, node: Node) -> bool:
+    def _is_final(self, node: Node) -> bool:
         """Is it certain that ``node`` stays outside, if it is not inside?"""
-        known = node in self.seen or node in self.banned
-        return known and (self.anchor in self.scope.forward or not self.scope.recomputed(node))
+        final = node in self.visited or node in self.bans
+        return final and (self.anchor in self.scope.forward or not self.scope.recomputed(node))
 
     def _routes(self) -> None:
         """The operands that tell which rows use which weights."""
@@ -156,10 +156,10 @@ class Grower(Tile):
                 todo += [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
         self.region.values[total] = "acc"
 
-    def _never(self, node: Node) -> Refusal | None:
+    def _final_refusal(self, node: Node) -> Refusal | None:
         """Why no larger region can absorb ``node`` either; None if that is not certain."""
-        if node in self.banned:
-            return self.banned[node]
+        if node in self.bans:
+            return self.bans[node]
         if node.op == "output":
             return refuse("no-neighbours", "it is an output of the graph")
         if not self.scope.same_side(node, self.anchor):
@@ -167,7 +167,7 @@ class Grower(Tile):
         if checkpoint(node) != checkpoint(self.anchor):
             text = "the border of an activation checkpoint is between it and the GEMM"
             return refuse("checkpoint-border", text)
-        return None if node.target in REDUCTIONS else self._unlike(node)
+        return None if node.target in REDUCTIONS else self._misfit(node)
 
     def _absorb(self, node: Node) -> Refusal | None:
         """Absorb ``node`` into the region; None, or why it must stay outside."""
@@ -179,13 +179,13 @@ class Grower(Tile):
         """Absorb GEMM operands that the backward pass recomputes from tiles of this region, like
         the activation that the weight gradient reads. They cost one store each."""
         tiles = self.tiles()
-        known = {*self.region.values, *self.banned}
+        inside = {*self.region.values, *self.bans}
 
-        def made(node: Node) -> list[Node]:
-            again = [u for u in node.users if self.scope.recomputed(u) or renames(u)]
-            return [u for u in again if u not in known]
+        def copies(node: Node) -> list[Node]:
+            users = [u for u in node.users if self.scope.recomputed(u) or renames(u)]
+            return [u for u in users if u not in inside]
 
-        for node in sorted(closure([user for tile in tiles for user in made(tile)], made)):
+        for node in sorted(closure([user for tile in tiles for user in copies(tile)], copies)):
             if not renames_or_casts(node):
                 self._recomputed_operand(node, tiles)
 
@@ -195,18 +195,18 @@ class Grower(Tile):
         reads = any(u.target in (*GEMMS, CAST, WGRAD) for u in (*users, *transposed))
         if not reads or self._is_needed_by(node):
             return
-        saved = self._state()
-        lowered = all((self._unlike(n) or unrolled(self._lower(n))) is None for n in names)
-        self.beside += names
+        state = self._state()
+        lowered = all((self._misfit(n) or unrolled(self._lower(n))) is None for n in names)
+        self.extras += names
         if not lowered or self.tiles() != tiles or len(self.region.stored()) > MAX_STORES:
-            self._restore(saved)
+            self._restore(state)
 
     def _is_needed_by(self, node: Node) -> bool:
         """Does the region depend on ``node``, through nodes outside of it?"""
-        needed = {n for n, _ in self.region.operands}
-        needed |= {n for a in self.region.anchors for n in a.all_input_nodes}
-        last = max(needed)
+        inputs = {n for n, _ in self.region.operands}
+        inputs |= {n for a in self.region.anchors for n in a.all_input_nodes}
+        last = max(inputs)
         outside = closure(
             [node], lambda n: [u for u in n.users if not last < u and u not in self.region.values]
         )
-        return not needed.isdisjoint(outside)
+        return not inputs.isdisjoint(outside)

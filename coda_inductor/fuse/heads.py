@@ -31,7 +31,7 @@ from coda_inductor.refusal import Refusal, refuse
 UNREDUCED = refuse("kernel-form", "kernels that rotate heads cannot reduce")
 
 
-def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
+def lower_rotation(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
     """The value of ``node``, a rotation of ``x``, or why the tile of ``region`` cannot compute it
     (its operands and steps may then have grown)."""
     if not isinstance(x, str):
@@ -40,38 +40,38 @@ def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | 
         return refuse("kernel-form", "kernels of two products, or of FP8, cannot rotate heads")
     if region.reduces:
         return UNREDUCED
-    given = arguments(node)
-    even, odd, rotated = given["even"], given["odd"], fake(given["cos"]).shape[-1]
-    heads = fake(even).shape[-1], rotated * (2 if given["paired"] else 1), given["distance"]
+    args = arguments(node)
+    even, odd, width = args["even"], args["odd"], fake(args["cos"]).shape[-1]
+    heads = fake(even).shape[-1], width * (2 if args["paired"] else 1), args["distance"]
     if region.heads not in (None, heads):
         return refuse("kernel-form", "its GEMM already rotates heads of another form")
     region.heads = heads
-    other = _swapped(x, region, emit)
+    other = _swap(x, region, emit)
     if isinstance(other, Refusal):
         return other
     even, odd = (region.operand(table, "table") for table in (even, odd))
     return emit("add", emit("mul", x, even), emit("mul", other, odd))
 
 
-def _swapped(x: str, region: Region, emit: Emit) -> Value | Refusal:
+def _swap(x: str, region: Region, emit: Emit) -> Value | Refusal:
     """The value at the other column of the pair of ``x``, or why it cannot be computed."""
     assert region.heads is not None
-    made = {step.name: step for step in region.steps}
+    steps = {step.name: step for step in region.steps}
     loaded = {o.name: key for key, o in region.operands.items()}
     other: dict[Value, Value] = {}
     todo = [x]
     while todo:  # not recursive: a chain of steps may be longer than Python's stack
         top = todo[-1]
-        args = made[top].args if top in made else ()
-        if more := [a for a in args if isinstance(a, str) and a not in other]:
-            todo += more
+        args = steps[top].args if top in steps else ()
+        if missing := [a for a in args if isinstance(a, str) and a not in other]:
+            todo += missing
             continue
         todo.pop()
         if top in other:
             continue
-        if top in made:
+        if top in steps:
             new = tuple(other[a] if isinstance(a, str) else a for a in args)
-            other[top] = top if new == args else emit(made[top].op, *new)
+            other[top] = top if new == args else emit(steps[top].op, *new)
         elif top in region.accs:
             other[top] = emit("swap", top, *map(float, region.heads[1:]))
         else:

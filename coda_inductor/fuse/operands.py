@@ -46,8 +46,8 @@ def classify(shape: tuple, full: tuple) -> str | None:
         return "scalar"
     if same(padded[-1], full[-1]) and all(same(size, 1) for size in padded[:-1]):
         return "row"
-    of_batch = same(padded, (full[0], *[1] * (len(full) - 2), full[-1]))
-    if of_batch and hint(math.prod(full[1:-1])) >= LEAST_PART:
+    is_batch = same(padded, (full[0], *[1] * (len(full) - 2), full[-1]))
+    if is_batch and hint(math.prod(full[1:-1])) >= LEAST_PART:
         return "batch"
     if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
         return "col"

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from coda_inductor.fuse.grow import Banned, grow
+from coda_inductor.fuse.grow import Bans, grow
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import arguments, aten, fake, renames_or_casts
@@ -33,19 +33,19 @@ from coda_inductor.graph.walk import back_to, base, readers
 from coda_inductor.refusal import Refused
 
 
-def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
+def find_pair(anchor: Node, scope: Scope, bans: Bans) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A that combines both, if any."""
-    return next((r for r in _regions(anchor, scope, banned) if _meet(r, scope)), None)
+    return next((r for r in _regions(anchor, scope, bans) if _meet(r, scope)), None)
 
 
-def alternating(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
+def alternating(anchor: Node, scope: Scope, bans: Bans) -> Region | None:
     """The region of a grouped GEMM whose even and odd columns are read separately and then combined
     (gpt-oss's gate and up)."""
     lanes = {user: _lane(user, anchor) for user in anchor.users}
     if routes_of(anchor)[0] is None or {*lanes.values()} != {0, 1}:
         return None
-    found = {node: lane for node, lane in lanes.items() if lane is not None}
-    region = grow((anchor,), scope, banned, lanes=found)
+    columns = {node: lane for node, lane in lanes.items() if lane is not None}
+    region = grow((anchor,), scope, bans, lanes=columns)
     return region if _meet(region, scope) else None
 
 
@@ -58,33 +58,33 @@ def _lane(node: Node, product: Node) -> int | None:
     return arguments(node)["start"] or 0 if half else None
 
 
-def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
+def _regions(anchor: Node, scope: Scope, bans: Bans) -> Iterator[Region]:
     """Regions of ``anchor`` and each later GEMM of the same A with a weight of the same form."""
     a, b = gemm_inputs(anchor)
     if not _meets(anchor, scope):
         return
     for other in sorted(n for n in _readers(a) if anchor < n):
-        alike = fast_accumulation(other) == fast_accumulation(anchor)
-        alike = alike and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
-        alike = alike and _alike(b, gemm_inputs(other)[1])
-        if not alike or anchor in back_to(anchor, [other]):  # by its weight: A is the same
+        match = fast_accumulation(other) == fast_accumulation(anchor)
+        match = match and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
+        match = match and _same_layout(b, gemm_inputs(other)[1])
+        if not match or anchor in back_to(anchor, [other]):  # by its weight: A is the same
             continue
         with contextlib.suppress(Refused):
-            yield grow((anchor, other), scope, banned)
+            yield grow((anchor, other), scope, bans)
 
 
 def _meets(anchor: Node, scope: Scope) -> bool:
     """May an epilogue combine the product of ``anchor`` with one that is not computed from it?"""
-    own, todo, seen = scope.products(anchor), [anchor], {anchor}
+    products, todo, visited = scope.products(anchor), [anchor], {anchor}
     while todo:
         for user in todo.pop().users:
-            if user in seen or not scope.same_side(user, anchor):
+            if user in visited or not scope.same_side(user, anchor):
                 continue
             if not (user.target in LOWERINGS or renames_or_casts(user)):
                 continue
-            if scope.products(user) & ~own:
+            if scope.products(user) & ~products:
                 return True
-            seen.add(user)
+            visited.add(user)
             todo.append(user)
     return False
 
@@ -92,15 +92,15 @@ def _meets(anchor: Node, scope: Scope) -> bool:
 def _readers(a: Node) -> set[Node]:
     """GEMMs that read ``a``, also through views of one tensor (each linear makes its own view)."""
     names, users = readers(base(a, _views), _views)
-    alike = [name for name in names if same(fake(name).shape, fake(a).shape)]
-    return {user for user in users if user.target in GEMMS and gemm_inputs(user)[0] in alike}
+    inputs = [name for name in names if same(fake(name).shape, fake(a).shape)]
+    return {user for user in users if user.target in GEMMS and gemm_inputs(user)[0] in inputs}
 
 
 def _views(node: Node) -> bool:
     return node.target is aten.view.default
 
 
-def _alike(left: Node, right: Node) -> bool:
+def _same_layout(left: Node, right: Node) -> bool:
     x, y = fake(left), fake(right)
     return same(x.shape, y.shape) and same(x.stride(), y.stride()) and x.dtype == y.dtype
 
@@ -109,13 +109,13 @@ def _meet(region: Region, scope: Scope) -> bool:
     """Does some stored value depend on both products, and is every other one stored only for the
     backward pass?"""
     reach = _reach(region)
-    leaving = dict(region.stored())
-    leaving |= {r.value: [] for r in region.reduces.values() if r.value not in leaving}
-    single = [nodes for value, nodes in leaving.items() if len(reach.get(value, ())) < 2]
+    results = dict(region.stored())
+    results |= {r.value: [] for r in region.reduces.values() if r.value not in results}
+    single = [nodes for value, nodes in results.items() if len(reach.get(value, ())) < 2]
     inside = {*region.values, *region.reduces}
     readers = [u for nodes in single for n in nodes for u in n.users if u not in inside]
     forward = any(u.op == "output" or u in scope.forward for u in readers)
-    return len(single) < len(leaving) and all(single) and not forward
+    return len(single) < len(results) and all(single) and not forward
 
 
 def _reach(region: Region) -> dict[object, frozenset[str]]:

@@ -49,7 +49,7 @@ class Region:
         anchors: the GEMM; or the two of a pair, each with an accumulator; or the terms of a sum.
         total: the node that adds the terms of a sum; None if the anchors are not a sum.
         values: absorbed nodes, the anchors included, and their values in the program.
-        pulled: nodes of which the tile computes a copy, while the originals stay for other readers.
+        copies: nodes of which the tile computes a copy, while the originals stay for other readers.
         operands: what is read, and as what kind: one of ``KINDS``, or ``SWAPPED``.
         lanes: nodes that select the even (0) or the odd (1) columns of the one anchor, each of
             which is an accumulator, and all that reads it.
@@ -61,7 +61,7 @@ class Region:
     anchors: tuple[Node, ...]
     total: Node | None = None
     values: dict[Node, Value] = field(default_factory=dict)
-    pulled: dict[Node, Value] = field(default_factory=dict)
+    copies: dict[Node, Value] = field(default_factory=dict)
     operands: dict[tuple[Node, str], Operand] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     reduces: dict[Node, Reduce] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Region:
         bare = not (program.steps or program.operands or program.reduces) and self.total is None
         return bare and [s.dtype for s in program.stores] == [program.product_dtype]
 
-    def is_truth(self, value: Value) -> bool:
+    def is_bool(self, value: Value) -> bool:
         """Is ``value`` a bool in the program?"""
         step = self.step(value)
         return step is not None and step.op in OPS and OPS[step.op].boolean
@@ -130,22 +130,22 @@ class Region:
 
     def operand(self, node: Node, kind: str) -> str:
         """The name of ``node`` as an operand of ``kind``."""
-        if (known := self.operands.get((node, kind))) is None:
+        if (operand := self.operands.get((node, kind))) is None:
             covers, dtype = "row" if kind == SWAPPED else kind, fake(node).dtype
             name = f"{KINDS[covers].letter}{len(self.operands)}"
             if kind == "col" and self.grouped and dtype in HALF:
                 dtype = torch.float32  # groups start anywhere; copies need 4 bytes
-            known = Operand(name, covers, dtype_name(dtype))
-            self.operands[node, kind] = known
-        return known.name
+            operand = Operand(name, covers, dtype_name(dtype))
+            self.operands[node, kind] = operand
+        return operand.name
 
-    def stored(self, decided: Callable[[Node], bool] = lambda _: True) -> dict[Value, list[Node]]:
+    def stored(self, is_final: Callable[[Node], bool] = lambda _: True) -> dict[Value, list[Node]]:
         """Values that something outside reads, each with the nodes that are read; of readers, only
-        those count for which ``decided`` holds."""
+        those count for which ``is_final`` holds."""
         inside = {*self.values, *self.reduces}
         result: dict[Value, list[Node]] = {}
         for node, value in self.values.items():
-            if any(user not in inside and decided(user) for user in node.users):
+            if any(user not in inside and is_final(user) for user in node.users):
                 result.setdefault(value, []).append(node)
         return result
 
@@ -180,10 +180,10 @@ class Region:
         bfloat16 value is stored as bfloat16, and its readers convert while they read. The exception
         is a graph output without narrower copies: converting it would need another kernel.
         """
-        own = _common([fake(node).dtype for node in nodes])
+        dtype = _common([fake(node).dtype for node in nodes])
         leaves = any(user.op == "output" for node in nodes for user in readers(node)[1])
-        wide = leaves and all(fake(node).dtype == own for node in nodes)
-        return own if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])
+        wide = leaves and all(fake(node).dtype == dtype for node in nodes)
+        return dtype if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])
 
     def _uncombined(self) -> set[str]:
         """Sums over M that are never combined with a tile: the gradients of biases and gammas."""

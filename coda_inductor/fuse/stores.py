@@ -19,16 +19,16 @@ MAX_STORES = 3
 
 
 def unstorable(
-    region: Region, decided: Callable[[Node], bool] | None = None
+    region: Region, is_final: Callable[[Node], bool] | None = None
 ) -> dict[Node, Refusal]:
     """Nodes that must leave the region, because they cannot be stored or because storing them gains
     nothing, and why. One at a time, because without it others may stay; but of many that are too
-    many, half. ``decided``: while the region grows, which nodes outside of it stay there."""
-    sure = decided or (lambda _: True)
+    many, half. ``is_final``: while the region grows, which nodes outside of it stay there."""
+    sure = is_final or (lambda _: True)
     stored = region.stored(sure)
-    nodes_of: dict[Value, list[Node]] = {}
+    nodes_by_value: dict[Value, list[Node]] = {}
     for node, value in region.values.items():
-        nodes_of.setdefault(value, []).append(node)
+        nodes_by_value.setdefault(value, []).append(node)
     inside = {*region.values, *region.reduces}
     names = {operand.name for operand in region.operands.values()} | set(stored)
 
@@ -38,7 +38,7 @@ def unstorable(
         step = region.unrounded(value)
         if step is None or not names.issuperset(step.names):
             return False
-        users = (u for n in nodes_of[value] for u in n.users if u not in inside)
+        users = (u for n in nodes_by_value[value] for u in n.users if u not in inside)
         return all(elementwise(u) and not renames(u) and sure(u) for u in users)
 
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
@@ -51,13 +51,13 @@ def unstorable(
         if only_adds_a_store(value):
             text = "fusing it only adds a store: its readers are elementwise too"
             return {_owner(node, region): refuse("no-gain", text)}
-    many = len(stored) - MAX_STORES
-    if many <= 0 or decided is not None:
+    excess = len(stored) - MAX_STORES
+    if excess <= 0 or is_final is not None:
         return {}
-    place = {node: i for i, node in enumerate(region.values)}
-    last = sorted((nodes[0] for nodes in stored.values()), key=place.__getitem__, reverse=True)
+    order = {node: i for i, node in enumerate(region.values)}
+    last = sorted((nodes[0] for nodes in stored.values()), key=order.__getitem__, reverse=True)
     why = refuse("kernel-form", f"more than {MAX_STORES} tiles would be stored")
-    return {_owner(node, region): why for node in last[: (many + 1) // 2]}
+    return {_owner(node, region): why for node in last[: (excess + 1) // 2]}
 
 
 def _owner(node: Node, region: Region) -> Node:

@@ -36,7 +36,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import back_to, base, readers
 
 
-def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
+def find_sum(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
     """(terms, total) of the largest sum with the term ``anchor`` that one GEMM can compute."""
     best = None
     node = anchor
@@ -45,10 +45,10 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
         if node.op != "call_function":
             break
         if not renames_or_casts(node):
-            found = terms(node) if addends(node) else None
-            if found is None:
+            parts = terms(node) if addends(node) else None
+            if parts is None:
                 break
-            ordered = tuple(sorted(found))
+            ordered = tuple(sorted(parts))
             if _joinable(ordered, scope) and all(legal(t) is None for t in ordered):
                 best = (ordered, node)
             elif len(ordered) > 2:
@@ -56,30 +56,30 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
     return best
 
 
-def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
-    shapes = [fake(t).shape for t in found]
-    dtypes = {fake(t).dtype for t in found}
-    places = {(t in scope.forward, checkpoint(t)) for t in found}
-    routes = {routes_of(t) for t in found}
-    if len(dtypes) != 1 or len(places) != 1 or not all(same(s, shapes[0]) for s in shapes):
+def _joinable(parts: tuple[Node, ...], scope: Scope) -> bool:
+    shapes = [fake(t).shape for t in parts]
+    dtypes = {fake(t).dtype for t in parts}
+    sides = {(t in scope.forward, checkpoint(t)) for t in parts}
+    routes = {routes_of(t) for t in parts}
+    if len(dtypes) != 1 or len(sides) != 1 or not all(same(s, shapes[0]) for s in shapes):
         return False
     if routes != {(None, None)}:  # of one grouping, and without gathers
         offsets, rows = next(iter(routes))
-        return len(routes) == 1 and offsets is not None and rows is None and in_place(found)
-    return in_place(found) or all(_passes_by(t, scope) for t in found)
+        return len(routes) == 1 and offsets is not None and rows is None and in_place(parts)
+    return in_place(parts) or all(_copy_is_free(t, scope) for t in parts)
 
 
-def _passes_by(term: Node, scope: Scope) -> bool:
+def _copy_is_free(term: Node, scope: Scope) -> bool:
     """Does one of Inductor's kernels in the same pass write or read the left operand of ``term``,
     so that it can also write a copy?"""
     left, _ = gemm_inputs(term)
-    if _written_elementwise(left):
+    if _is_elementwise(left):
         return True
     _, users = readers(base(left))
     return any(elementwise(u) and scope.same_side(u, term) for u in users)
 
 
-def _written_elementwise(node: Node) -> bool:
+def _is_elementwise(node: Node) -> bool:
     """Does one of Inductor's kernels, not the epilogue of a GEMM, write ``node``? Heads that it
     writes in the order of rows are permuted views of what it computes."""
     node = base(node, lambda n: renames(n) or n.target is aten.permute.default)
@@ -103,19 +103,19 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     between, end = back_to(min(left), left), 0
     for part in left:
         start, end = end, end + fake(part).shape[1]
-        if not _written_elementwise(part):
+        if not _is_elementwise(part):
             continue
         piece = Put(part, before)(aten.slice.Tensor, a, 1, start, end)
         part.replace_all_uses_with(
             piece,
             delete_user_cb=lambda user: (
-                user not in (a, *region.anchors) and user not in between and not _is_shown(user)
+                user not in (a, *region.anchors) and user not in between and not _is_output(user)
             ),
         )
     return [a], [b]
 
 
-def _is_shown(node: Node) -> bool:
+def _is_output(node: Node) -> bool:
     """Is ``node``, or a view of it, a graph output?"""
-    shown = [node, *readers(node)[1]] if renames(node) else [node]
-    return any(each.op == "output" for each in shown)
+    names = [node, *readers(node)[1]] if renames(node) else [node]
+    return any(n.op == "output" for n in names)

@@ -41,7 +41,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
-Banned = dict[Node, Refusal]
+Bans = dict[Node, Refusal]
 #: A call of a recursion that ``unrolled`` runs.
 _Lowering = Generator[Any, Any, Refusal | None]
 
@@ -50,18 +50,18 @@ class Tile:
     """Computes nodes on the tile of ``region``. ``loaded``: tiles that it loads in any case."""
 
     def __init__(
-        self, region: Region, scope: Scope, banned: Banned, loaded: AbstractSet[Node] = frozenset()
+        self, region: Region, scope: Scope, bans: Bans, loaded: AbstractSet[Node] = frozenset()
     ):
-        self.region, self.scope, self.banned, self.loaded = region, scope, banned, loaded
+        self.region, self.scope, self.bans, self.loaded = region, scope, bans, loaded
         self.anchor = region.anchors[0]
         self.m, self.n, _ = region.shape
         self.origin = ""
-        self.reduced: dict[tuple, Reduce] = {}
+        self.reductions: dict[tuple, Reduce] = {}
         #: What is absorbed although it does not depend on the products.
-        self.beside: list[Node] = []
+        self.extras: list[Node] = []
         #: Each node that was considered, with the state before; for a node, its first place there.
         self.history: list[tuple[Node, Any]] = []
-        self.asked: dict[Node, int] = {}
+        self.starts: dict[Node, int] = {}
 
     def _begin(self, node: Node, acc: Value) -> Refusal | None:
         """What the GEMM op itself does to its product: scales (FP8), a bias."""
@@ -77,7 +77,7 @@ class Tile:
         self._note(node, acc, pull=False)
         return None
 
-    def _unlike(self, node: Node) -> Refusal | None:
+    def _misfit(self, node: Node) -> Refusal | None:
         """Why ``node`` is not an op on the tile, or None."""
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
@@ -92,8 +92,8 @@ class Tile:
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return refuse("not-on-tile", f"{words_for(node)} changes the tile's shape")
-        known = node.target in LOWERINGS or node.target is rotate_heads
-        if not known and not renames_or_casts(node):
+        supported = node.target in LOWERINGS or node.target is rotate_heads
+        if not supported and not renames_or_casts(node):
             text = f"{words_for(node)} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         return None
@@ -101,19 +101,19 @@ class Tile:
     def _lower(self, node: Node, pull: bool = False) -> _Lowering:
         """Compute ``node`` on the tile, absorbed or as a copy (``pull``). Returns None, or why that
         is impossible (then nothing has changed)."""
-        saved = self._state()
+        state = self._state()
         reason = (yield self._lower_args(node, pull)) or operands.too_many(
             [kind for _, kind in self.region.operands], paired=len(self.region.accs) == 2
         )
         if reason is not None:
-            self._restore(saved)
+            self._restore(state)
         return reason
 
     def _parts(self) -> Iterable[Any]:
         """What grows, at its end only."""
         region = self.region
-        own = region.values, region.pulled, region.operands, region.steps
-        return *own, region.reduces, region.refusals, self.reduced, self.beside
+        lists = region.values, region.copies, region.operands, region.steps
+        return *lists, region.reduces, region.refusals, self.reductions, self.extras
 
     def _state(self) -> Any:
         return [len(part) for part in self._parts()], self.region.heads
@@ -126,7 +126,7 @@ class Tile:
 
     def _lower_args(self, node: Node, pull: bool) -> _Lowering:
         if node.target is rotate_heads:
-            return self._of_heads(node, pull)
+            return self._rotate(node, pull)
         lowering, full = LOWERINGS.get(node.target), fake(node).shape
         for arg in node.all_input_nodes:
             if self._value(arg) is None:
@@ -138,40 +138,40 @@ class Tile:
                 return refuse("not-on-tile", f"{words_for(node)} is not elementwise")
             self._note(node, value, pull)
             return None
-        given = arguments(node)
-        reason = next((why for a in given.values() if (why := self._check(a, full))), None)
+        kwargs = arguments(node)
+        reason = next((why for a in kwargs.values() if (why := self._check(a, full))), None)
         if reason is not None:
             return reason
-        args = [self._argument(node, name, a, full) for name, a in given.items()]
+        args = [self._argument(node, name, a, full) for name, a in kwargs.items()]
         if self.region.eager and fake(node).dtype == torch.bool:  # numbers are converted first
             dtype = fake(node.all_input_nodes[0]).dtype
-            args = [self._rounded(a, dtype) if isinstance(a, float) else a for a in args]
-        result = lowering(self._emit_of(node), *args)
+            args = [self._round(a, dtype) if isinstance(a, float) else a for a in args]
+        result = lowering(self._emitter(node), *args)
         if result is None:
-            others = tuple(item for name, item in given.items() if name != "input")
+            others = tuple(item for name, item in kwargs.items() if name != "input")
             text = f"{words_for(node)} with {others} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
-        if fake(node).dtype == torch.bool and not self.region.is_truth(result):
+        if fake(node).dtype == torch.bool and not self.region.is_bool(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
         self._note(node, result, pull)
         return None
 
-    def _of_heads(self, node: Node, pull: bool) -> Refusal | None:
-        given = arguments(node)
-        tables = given["even"], given["odd"]
+    def _rotate(self, node: Node, pull: bool) -> Refusal | None:
+        args = arguments(node)
+        tables = args["even"], args["odd"]
         why = next((w for t in tables if (w := self._check(t, fake(t).shape))), None)
-        x = self._value(given["x"])
-        made = why or heads.lowered(node, x, self.region, self._emit)
-        if isinstance(made, Refusal):
-            return made
-        self._note(node, made, pull)
+        x = self._value(args["x"])
+        result = why or heads.lower_rotation(node, x, self.region, self._emit)
+        if isinstance(result, Refusal):
+            return result
+        self._note(node, result, pull)
         return None
 
     def _pull(self, arg: Node, reader: Node) -> Generator[Any, Any, None]:
         """Compute the operand ``arg`` of ``reader`` on the tile if that loads no more tiles than
         loading ``arg`` itself; else ``arg`` stays an operand."""
-        self._ask(arg, len(self.history) - 1)
-        if arg in self.banned:
+        self._mark(arg, len(self.history) - 1)
+        if arg in self.bans:
             return
         bias = bias_of_groups(arg, self.anchor, self.n)
         if bias is not None and not self._depends(bias) and not operands.wider(bias, self.anchor):
@@ -184,22 +184,22 @@ class Tile:
         ):
             return
         before = self.tiles() | self.loaded
-        if self._unlike(arg) is not None or self._reads_more(arg, before):
+        if self._misfit(arg) is not None or self._reads_more(arg, before):
             return
         if not self.scope.recomputed(arg) and producer(arg) is not None:
             return
-        saved = self._state()
+        state = self._state()
         why = yield self._lower(arg, pull=True)
         if why is None and len(self.tiles() - before) > 1:
-            self._restore(saved)
+            self._restore(state)
 
     def _reads_more(self, node: Node, tiles: set[Node]) -> bool:
         """Is it certain that computing ``node`` loads two tiles or more besides ``tiles``? Without
         this a long sum would be tried term by term, for each of its readers."""
         new = self._loads(node, tiles)
         parts = (n for n in node.all_input_nodes if self._value(n) is None)
-        known = tiles | new
-        return len(new) + any(source(n) not in known and self._loads(n, known) for n in parts) > 1
+        loads = tiles | new
+        return len(new) + any(source(n) not in loads and self._loads(n, loads) for n in parts) > 1
 
     def _loads(self, node: Node, tiles: set[Node]) -> set[Node]:
         """What computing ``node`` certainly loads besides ``tiles``."""
@@ -211,7 +211,7 @@ class Tile:
             if self._value(n) is None and constant(n) is None and isinstance(fake(n), torch.Tensor):
                 tile = source(n)
                 lone = tile not in tiles and bias_of_groups(n, self.anchor, self.n) is None
-                if lone and self._unlike(tile) and operands.classify(fake(n).shape, full) == "tile":
+                if lone and self._misfit(tile) and operands.classify(fake(n).shape, full) == "tile":
                     new.add(tile)
         return new
 
@@ -220,10 +220,10 @@ class Tile:
 
     def _note(self, node: Node, value: Value, pull: bool) -> None:
         if self.region.eager:
-            value = self._rounded(value, fake(node).dtype)
-        (self.region.pulled if pull else self.region.values)[node] = value
+            value = self._round(value, fake(node).dtype)
+        (self.region.copies if pull else self.region.values)[node] = value
 
-    def _rounded(self, value: Value, dtype: torch.dtype) -> Value:
+    def _round(self, value: Value, dtype: torch.dtype) -> Value:
         """``value`` as an op of eager's leaves it in memory."""
         op, step = ROUNDING.get(dtype_name(dtype)), self.region.step(value)
         if op is None or (step is not None and step.op == op):
@@ -239,8 +239,8 @@ class Tile:
         if value is None or not isinstance(dims, (list, tuple)) or cast:
             return refuse("not-on-tile", axis_text)
         rank = fake(source).dim()
-        reduced = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
-        axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
+        axes = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
+        axis = "row" if axes == [rank - 1] else "col" if axes == [*range(rank - 1)] else None
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
             return refuse("not-on-tile", axis_text)
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
@@ -253,17 +253,17 @@ class Tile:
         if axis == "col" and self.region.grouped:
             text = "each expert has its own rows: no kernel sums over all of them"
             return refuse("not-on-tile", text)
-        what = (value, axis, REDUCTIONS[node.target])
-        reduce = Reduce(f"part{len(self.reduced)}", *what)
-        self.region.reduces[node] = self.reduced.setdefault(what, reduce)
+        key = (value, axis, REDUCTIONS[node.target])
+        reduce = Reduce(f"part{len(self.reductions)}", *key)
+        self.region.reduces[node] = self.reductions.setdefault(key, reduce)
         return None
 
     def _value(self, node: Node) -> Value | None:
         value = self.region.values.get(node)
-        return self.region.pulled.get(node) if value is None else value
+        return self.region.copies.get(node) if value is None else value
 
-    def _ask(self, node: Node, place: int) -> None:
-        self.asked[node] = min(place, self.asked.get(node, place))
+    def _mark(self, node: Node, index: int) -> None:
+        self.starts[node] = min(index, self.starts.get(node, index))
 
     def _check(self, arg: Any, full: tuple) -> Refusal | None:
         """Why ``arg`` cannot be read on the tile, or None."""
@@ -284,8 +284,8 @@ class Tile:
         """Does an outside node depend on the region? (Absorbing its user would make a cycle.)"""
         if self.scope.depends(node, self.region.anchors):
             return True
-        return bool(self.beside) and not back_to(min(self.beside), [node]).keys().isdisjoint(
-            self.beside
+        return bool(self.extras) and not back_to(min(self.extras), [node]).keys().isdisjoint(
+            self.extras
         )
 
     def _argument(self, node: Node, name: str, arg: Any, full: tuple) -> Any:
@@ -311,11 +311,11 @@ class Tile:
         assert kind is not None, "checked by operands.refusal"
         return self.region.operand(through(arg), kind)
 
-    def _emit_of(self, node: Node) -> Emit:
+    def _emitter(self, node: Node) -> Emit:
         if not self.region.eager or op_name(node) != "pow":
             return self._emit
         # Of a power, torch rounds each product.
-        return lambda op, *args: self._rounded(self._emit(op, *args), fake(node).dtype)
+        return lambda op, *args: self._round(self._emit(op, *args), fake(node).dtype)
 
     def _emit(self, op: str, *args: Value) -> Value:
         if not any(isinstance(a, str) for a in args):

@@ -31,10 +31,10 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
     m, n, _ = region.shape
     program = region.program
     stores = sum(hint(m) * n * WIDTHS[store.dtype] for store in program.stores)
-    kept = bytes_of(*(a for a in region.anchors if region.values[a] in stored))
+    product = bytes_of(*(a for a in region.anchors if region.values[a] in stored))
     operands = bytes_of(*(node for node, _ in region.operands))
-    reduced = bytes_of(*region.reduces)
-    before = left + right + 2 * products + operands + stores - kept + reduced
+    reductions = bytes_of(*region.reduces)
+    before = left + right + 2 * products + operands + stores - product + reductions
     shared = bytes_of(pairs[0][0]) if region.total is None else left
     after = shared + right + operands + stores + _partials(region, config)
     if region.total is not None and not region.in_place:
@@ -43,7 +43,7 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
 
 
 def bytes_plain(anchor: Node) -> int:
-    """What a GEMM that is not fused moves: its inputs (a bias too) and its product."""
+    """Bytes that an unfused GEMM moves: its inputs (a bias too) and its product."""
     return bytes_of(anchor, *anchor.all_input_nodes)
 
 

@@ -20,10 +20,10 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
-from coda_inductor.fuse.grow import Banned, grow
-from coda_inductor.fuse.pair import alternating, pair_with
+from coda_inductor.fuse.grow import Bans, grow
+from coda_inductor.fuse.pair import alternating, find_pair
 from coda_inductor.fuse.region import Region
-from coda_inductor.fuse.sums import sum_with
+from coda_inductor.fuse.sums import find_sum
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.fusing.lower import SITE, lower
 from coda_inductor.graph.collectives import ahead, overlapped
@@ -50,12 +50,12 @@ from coda_inductor.select.site import Site
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.
-Make = Callable[[dict[Node, Refusal]], Region | None]
+Builder = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
 #: Rounds: measurements change the plan, and its new sites are measured; mostly one suffices.
 _ROUNDS = 4
 #: Counters of a whole site: one that is disabled is not fused.
-_OF_SITE = frozenset({"experts_backward"})
+_SITE_COUNTERS = frozenset({"experts_backward"})
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
@@ -66,7 +66,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
     Raises:
         FallbackError: with ``options["strict"]``, instead of any fallback caused by a failure.
     """
-    calls, fired, sites = _settled(graph, record)
+    calls, fired, sites = _settle(graph, record)
     for site in sites:
         record.report.sites.append(site)
         logger.debug(
@@ -80,33 +80,33 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
         record.fire(name, times)
 
 
-def _settled(graph: Graph, record: Record) -> _Fused:
+def _settle(graph: Graph, record: Record) -> _Fused:
     """Fuse with the best plan. If sites are measured, planning goes in rounds: sites that were
     planned without a measurement are measured and the graph is planned again, because the decision
     about one site determines what its neighbors may absorb."""
     tuning = record.plan.tuning
     if tuning is None:
-        return _fused(graph, record)
+        return _fuse_all(graph, record)
     try:
         for _ in range(_ROUNDS):
-            kept = snapshot(graph)
-            found = _fused(graph, record)
-            if not tuning.again():
+            copy = snapshot(graph)
+            result = _fuse_all(graph, record)
+            if not tuning.measure():
                 break
-            restore(graph, kept)
+            restore(graph, copy)
         else:
             tuning.optimistic = False
-            found = _fused(graph, record)
+            result = _fuse_all(graph, record)
     finally:
         tuning.measurer.close()
     # The next process again has time and rounds for measurements, so no cache may keep this graph.
     # With the default settings it has no more time than this one.
-    if tuning.every and (tuning.measurer.left or tuning.asked):
+    if tuning.every and (tuning.measurer.left or tuning.queue):
         record.failed = True
-    return found
+    return result
 
 
-def _fused(graph: Graph, record: Record) -> _Fused:
+def _fuse_all(graph: Graph, record: Record) -> _Fused:
     """Fuse all GEMMs. Returns the report number of each call, (pattern, occurrence) of everything
     that was absorbed, and a report for every GEMM."""
     fired: set[tuple[str, str]] = set()
@@ -119,22 +119,22 @@ def _fused(graph: Graph, record: Record) -> _Fused:
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
         if anchor in done:
             continue
-        planned = planner.plan(anchor)
+        plan = planner.plan(anchor)
         call = anchor
-        if planned.fused is not None:
-            region, site = planned.fused
+        if plan.fused is not None:
+            region, site = plan.fused
             done |= set(region.anchors)
-            fired |= planned.patterns
+            fired |= plan.patterns
             call = emit(region, site, strict=record.options.strict)
             calls[call] = first + len(sites)
             planner.scope.refresh()
         call.meta[SITE] = first + len(sites)
-        sites.append(planned.report)
+        sites.append(plan.report)
     return calls, fired, sites
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _SitePlan:
     """The report of a GEMM and, if it is fused, its region, its site, and (pattern, occurrence) of
     everything that was absorbed."""
 
@@ -148,22 +148,22 @@ class _Planner:
 
     def __init__(self, graph: Graph, record: Record):
         self.record, self.scope = record, Scope(graph, eager=record.options.numerics == "eager")
-        self.banned = {
+        self.bans = {
             node: _disabled(node.meta["coda_pattern"][0])
             for node in graph.nodes
             if not record.enabled(node.meta.get("coda_pattern", ("",))[0])
         }
 
-    def plan(self, anchor: Node) -> _Planned:
+    def plan(self, anchor: Node) -> _SitePlan:
         """What becomes of ``anchor``."""
         try:
             return self._plan(anchor)
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
             why = failed(error).at("gemm", module_path(anchor) or anchor.name)
-            return _refused(unfused(anchor, self.scope), why)
+            return _refuse_site(unfused(anchor, self.scope), why)
 
-    def _plan(self, anchor: Node) -> _Planned:
+    def _plan(self, anchor: Node) -> _SitePlan:
         report = unfused(anchor, self.scope)
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
@@ -171,25 +171,25 @@ class _Planner:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
-            return _refused(report, _excused(anchor, why))
+            return _refuse_site(report, _excuse(anchor, why))
         first: Refusal | None = None
-        for make in self._candidates(anchor):
+        for builder in self._candidates(anchor):
             try:
-                grown = self._grown(make)
-                if grown is None:
+                result = self._grow(builder)
+                if result is None:
                     continue
-                region, site = grown
+                region, site = result
                 if region.idle and not region.program.grouped:
-                    return _refused(report, _nothing_absorbed(region))
+                    return _refuse_site(report, _idle_reason(region))
                 check_views(region)
             except Refused as error:
                 first = first or error.refusal
                 continue
-            planned = self._judged(region, site, report)
-            if isinstance(planned, _Planned):
-                return planned
-            first = first or planned
-        return _refused(report, _excused(anchor, first))
+            plan = self._judge(region, site, report)
+            if isinstance(plan, _SitePlan):
+                return plan
+            first = first or plan
+        return _refuse_site(report, _excuse(anchor, first))
 
     def _site(self, region: Region) -> Site:
         """``region`` as a site. One kernel reads the terms of a sum in place, or their weights are
@@ -201,59 +201,59 @@ class _Planner:
         a, b = pairs[0]
         return self.record.plan.site(
             region.program, a, b, region.shape, terms=terms, copied=copied,
-            after=self._read_after(region), name=_name(region.anchors),
+            after=self._later_reads(region), name=_name(region.anchors),
         )  # fmt: skip
 
-    def _candidates(self, anchor: Node) -> Iterator[Make]:
+    def _candidates(self, anchor: Node) -> Iterator[Builder]:
         """How to grow regions around ``anchor``, the most profitable first."""
         legal = self.record.plan.legal
-        found = None if self.scope.eager else sum_with(anchor, self.scope, legal)
-        if found is not None:
-            yield lambda banned: grow(found[0], self.scope, banned, found[1])
-        yield lambda banned: alternating(anchor, self.scope, banned)
-        yield lambda banned: pair_with(anchor, self.scope, banned)
-        yield lambda banned: grow((anchor,), self.scope, banned)
-        made = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
-        if own := [n for n in made if producer(n.all_input_nodes[0]) is anchor]:
-            yield lambda banned: self._without(own, anchor, banned)
+        sums = None if self.scope.eager else find_sum(anchor, self.scope, legal)
+        if sums is not None:
+            yield lambda bans: grow(sums[0], self.scope, bans, sums[1])
+        yield lambda bans: alternating(anchor, self.scope, bans)
+        yield lambda bans: find_pair(anchor, self.scope, bans)
+        yield lambda bans: grow((anchor,), self.scope, bans)
+        rotations = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
+        if heads := [n for n in rotations if producer(n.all_input_nodes[0]) is anchor]:
+            yield lambda bans: self._without(heads, anchor, bans)
 
-    def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:
+    def _without(self, heads: list[Node], anchor: Node, bans: Bans) -> Region | None:
         """What ``anchor`` can still absorb without ``heads``, the rotations of its result, if the
         program with them is slower."""
-        apart = dict.fromkeys(heads, refuse("no-gemm", "its GEMM is fused without it"))
-        region = grow((anchor,), self.scope, {**apart, **banned})
+        refusals = dict.fromkeys(heads, refuse("no-gemm", "its GEMM is fused without it"))
+        region = grow((anchor,), self.scope, {**refusals, **bans})
         return region if region.work else None
 
-    def _grown(self, make: Make) -> tuple[Region, Site] | None:
+    def _grow(self, builder: Builder) -> tuple[Region, Site] | None:
         """The region without what is disabled, small enough for a kernel, and its site."""
-        banned = dict(self.banned)
-        while (region := make(banned)) is not None and not self.record.enabled("residual"):
-            adds = [node for node in _residual_adds(region) if node not in banned]
+        bans = dict(self.bans)
+        while (region := builder(bans)) is not None and not self.record.enabled("residual"):
+            adds = [node for node in _residual_adds(region) if node not in bans]
             if not adds:
                 break
-            banned |= dict.fromkeys(adds, _disabled("residual"))
+            bans |= dict.fromkeys(adds, _disabled("residual"))
         while region is not None:
             site = self._site(region)
             fits = not region.work or self.record.plan.fits(site)
             heavy = [] if fits else heaviest(region)
             if not heavy:
                 return region, site
-            banned |= dict.fromkeys(heavy, TOO_HEAVY)
-            region = make(banned)
+            bans |= dict.fromkeys(heavy, TOO_HEAVY)
+            region = builder(bans)
         return None
 
-    def _judged(self, region: Region, site: Site, report: SiteReport) -> _Planned | Refusal | None:
+    def _judge(self, region: Region, site: Site, report: SiteReport) -> _SitePlan | Refusal | None:
         """``region`` as it runs, or why it is not fused."""
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
-        own = [*(patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns))]
-        own += [f"{GEMM}{module_path(anchor) or anchor.name}" for anchor in region.anchors]
-        if off := [name for name in own if not self.record.enabled(name)]:
+        names = [*(patterns if patterns == ["epilogue"] else _SITE_COUNTERS.intersection(patterns))]
+        names += [f"{GEMM}{module_path(anchor) or anchor.name}" for anchor in region.anchors]
+        if off := [name for name in names if not self.record.enabled(name)]:
             return _disabled(off[0])
         site = replace(site, choice=self.record.plan.judge(site))
         if site.choice.how == "unfused":
             return site.choice.refusal
-        if region.program.grouped and not _OF_SITE.intersection(patterns):
+        if region.program.grouped and not _SITE_COUNTERS.intersection(patterns):
             patterns = ["experts", *(name for name in patterns if name != "epilogue")]
         before, after = bytes_moved(region, site.choice.config)
         report = replace(
@@ -261,16 +261,16 @@ class _Planner:
             site=site.name,
             shape=region.shape,
             patterns=tuple(patterns),
-            absorbed=_absorbed(region),
+            absorbed=_op_names(region),
             bytes_before=before,
             bytes_after=after,
             stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
             choice=site.choice,
             program=site.program,
         )
-        return _Planned(report, (region, site), absorbed)
+        return _SitePlan(report, (region, site), absorbed)
 
-    def _read_after(self, region: Region) -> frozenset[str]:
+    def _later_reads(self, region: Region) -> frozenset[str]:
         """The stores of the region that an elementwise kernel of the same pass reads and no other
         GEMM will absorb: the last GEMM before that kernel is in the region, or the region reads it.
         """
@@ -293,37 +293,37 @@ class _Planner:
 def unfused(gemm: Node, scope: Scope) -> SiteReport:
     """The report of a GEMM that is not fused, without a reason."""
     shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
-    moved = bytes_plain(gemm)
-    role = "weight gradient" if _of_weight(gemm) else "input gradient"
+    traffic = bytes_plain(gemm)
+    role = "weight gradient" if _is_wgrad(gemm) else "input gradient"
     return SiteReport(
         module_path(gemm) or gemm.name,
         shape,
-        bytes_before=moved,
-        bytes_after=moved,
+        bytes_before=traffic,
+        bytes_after=traffic,
         role="forward" if gemm in scope.forward else role,
     )
 
 
-def _refused(report: SiteReport, why: Refusal | None) -> _Planned:
-    return _Planned(replace(report, choice=replace(report.choice, refusal=why)))
+def _refuse_site(report: SiteReport, why: Refusal | None) -> _SitePlan:
+    return _SitePlan(replace(report, choice=replace(report.choice, refusal=why)))
 
 
 def _disabled(name: str) -> Refusal:
     return refuse("disabled", f"options['disable'] names {name!r}")
 
 
-def _of_weight(anchor: Node) -> bool:
+def _is_wgrad(anchor: Node) -> bool:
     """Is it the gradient of a weight? Its K is the number of rows."""
     return is_transpose(gemm_inputs(anchor)[0]) or bool(anchor.meta.get(WEIGHT_GRADIENT))
 
 
-def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
+def _excuse(anchor: Node, why: Refusal | None) -> Refusal | None:
     """``why``, but never as a failure of a weight gradient, whose K no kernel may support."""
-    return why.excused() if why is not None and _of_weight(anchor) else why
+    return why.excused() if why is not None and _is_wgrad(anchor) else why
 
 
-def _absorbed(region: Region) -> tuple[str, ...]:
-    """What an epilogue computes, for people."""
+def _op_names(region: Region) -> tuple[str, ...]:
+    """The ops that an epilogue computes, for people."""
     names = tuple(_short(node) for node in region.work if not is_cast(node))
     return names or (("cast",) if region.work else ("product",))
 
@@ -335,7 +335,7 @@ def _name(anchors: tuple[Node, ...]) -> str:
 
 
 def _neighbours(anchor: Node) -> list[Node]:
-    """What an epilogue could absorb right after ``anchor``."""
+    """The readers of ``anchor`` that an epilogue could absorb."""
     _, users = readers(anchor)
     return [u for u in users if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
 
@@ -345,7 +345,7 @@ def _short(node: Node) -> str:
     return str(node.target).removeprefix("aten.").removeprefix("coda_inductor.").split(".")[0]
 
 
-def _nothing_absorbed(region: Region) -> Refusal:
+def _idle_reason(region: Region) -> Refusal:
     """Why nothing was absorbed: the first neighbor's reason."""
     for node, why in region.refusals.items():
         text = f"nothing to absorb: {told(consumer(node))} reads it ({{}})"
@@ -366,13 +366,13 @@ def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:
     """(pattern, occurrence) of everything a region absorbed."""
     if not region.work:
         return set()
-    found = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
+    patterns = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
     if _residual_adds(region):
-        found.add(("residual", region.anchors[0].name))
+        patterns.add(("residual", region.anchors[0].name))
     anchor = region.anchors[0]
     if routes_of(anchor)[1] is not None and anchor not in scope.forward:
-        found.add(("experts_backward", anchor.name))
-    return found or {("epilogue", region.anchors[0].name)}
+        patterns.add(("experts_backward", anchor.name))
+    return patterns or {("epilogue", region.anchors[0].name)}
 
 
 def _residual_adds(region: Region) -> list[Node]:
@@ -389,5 +389,5 @@ def _residual_adds(region: Region) -> list[Node]:
         and len(loaded.intersection(step.args)) == 1
         and any(arg in tiles and reads[arg] == 1 for arg in step.args)
     }
-    made = {node: region.unrounded(v) for node, v in (region.values | region.pulled).items()}
-    return [node for node, step in made.items() if step is not None and step.name in adds]
+    steps = {node: region.unrounded(v) for node, v in (region.values | region.copies).items()}
+    return [node for node, step in steps.items() if step is not None and step.name in adds]

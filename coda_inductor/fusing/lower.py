@@ -45,7 +45,7 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     else:
         _settle(kernels, record)
     for call in plain:
-        expand(call, exact=not plan.rounds(_left(call)))
+        expand(call, exact=not plan.rounds(_left_operand(call)))
 
 
 def settle(graph: Graph, record: Record) -> bool:
@@ -59,10 +59,10 @@ def settle(graph: Graph, record: Record) -> bool:
 
 
 def _settle(calls: list[Node], record: Record) -> bool:
-    needed = {call: _requests(call) for call in calls}
-    errors = pool.wait([r for group in needed.values() for r in group]) if needed else {}
+    kernels = {call: _requests(call) for call in calls}
+    errors = pool.wait([r for group in kernels.values() for r in group]) if kernels else {}
     sites, changed = record.report.sites, False
-    for call, group in needed.items():
+    for call, group in kernels.items():
         error = next((e for r in group if (e := errors[r]) is not None), None)
         if error is None:
             continue
@@ -78,7 +78,7 @@ def _settle(calls: list[Node], record: Record) -> bool:
             choice = replace(sites[i].choice, how="reference", refusal=why)
             sites[i] = replace(sites[i], choice=choice)
         record.failed = changed = True
-        expand(call, exact=not record.plan.rounds(_left(call)))
+        expand(call, exact=not record.plan.rounds(_left_operand(call)))
     return changed
 
 
@@ -89,21 +89,21 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
         if site.refusal is not None and site.refusal.failure:
             failures.setdefault(site.reason, []).append(site.site)
     for cause, names in failures.items():
-        more = f" (and {len(names) - 1} more GEMMs of its graph)" if len(names) > 1 else ""
+        others = f" (and {len(names) - 1} more GEMMs of its graph)" if len(names) > 1 else ""
         if strict:
-            raise FallbackError(f"GEMM {names[0]}{more}: {cause}")
-        warn_once("GEMM", cause, first=names[0] + more)
+            raise FallbackError(f"GEMM {names[0]}{others}: {cause}")
+        warn_once("GEMM", cause, first=names[0] + others)
 
 
 def _requests(call: Node) -> list[pool.KernelRequest]:
     """The kernels that a call may launch."""
-    given = arguments(call)
+    args = arguments(call)
     if call.target is WGRAD:
-        a, rows, *bs = (x and fake(x) for x in (given["a"], given["rows"], *given["bs"]))
-        return on_cuda.requests(a, rows, bs, given["turned"])
-    left, right = ([fake(x) for x in given[name]] for name in ("as_", "bs"))
-    return requests(left, right, given["program"], given["config"])
+        a, rows, *bs = (x and fake(x) for x in (args["a"], args["rows"], *args["bs"]))
+        return on_cuda.requests(a, rows, bs, args["turned"])
+    left, right = ([fake(x) for x in args[name]] for name in ("as_", "bs"))
+    return requests(left, right, args["program"], args["config"])
 
 
-def _left(call: Node) -> Any:
+def _left_operand(call: Node) -> Any:
     return fake(arguments(call)["as_"][0])

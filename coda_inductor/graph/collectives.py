@@ -39,8 +39,8 @@ def moves(node: Any) -> bool:
     collective whose dimension is not the first."""
     if op_name(node) == "getitem":
         node = node.all_input_nodes[0]
-    moved = kind(node) in ("turns", "parts", "joins", "copies")
-    return moved or is_wait(node) or renames_or_casts(node)
+    layout_only = kind(node) in ("turns", "parts", "joins", "copies")
+    return layout_only or is_wait(node) or renames_or_casts(node)
 
 
 def ahead(node: Node) -> Node | None:

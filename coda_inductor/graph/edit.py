@@ -17,7 +17,7 @@ from coda_inductor.graph.nodes import DYNAMO, arguments, aten, erased, fake, pri
 from coda_inductor.graph.walk import closure
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
-KEPT_META = (
+META_KEYS = (
     "partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "stack_trace", "nn_module_stack",
     "fwd_nn_module_stack", "original_aten", "from_node", "custom", "autograd_backward",
 )  # fmt: skip
@@ -37,7 +37,7 @@ def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def computed(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
-    """What a call of ``target`` returns for the recorded values of its arguments."""
+    """The result of a call of ``target`` for the recorded values of its arguments."""
     mode = fake_mode(args) or fake_mode((like,)) or contextlib.nullcontext()
     # As Dynamo does: in C++, torch 2.11's matmul asks for numbers where sizes are symbolic.
     dispatcher = enable_python_dispatcher if DYNAMO in like.meta else contextlib.nullcontext
@@ -74,16 +74,16 @@ class Put:
         reshapes: it would save a tensor and its view as two, and let the backward pass overwrite
         one while the other is still needed (seen in GPT-2 on a CPU, torch 2.13).
         """
-        graph, recorded = self.like.graph, computed(target, args, kwargs, like=self.like)
+        graph, value = self.like.graph, computed(target, args, kwargs, like=self.like)
         with graph.inserting_before(self.before):
-            make = graph.call_method if isinstance(target, str) else graph.call_function
-            node = make(target, args, kwargs)
+            create = graph.call_method if isinstance(target, str) else graph.call_function
+            node = create(target, args, kwargs)
         if self.on_dynamo:
-            node.meta = {**self.like.meta, DYNAMO: recorded}
+            node.meta = {**self.like.meta, DYNAMO: value}
             return node
         put_into(graph).append(node)
-        node.meta = {key: self.like.meta[key] for key in KEPT_META if key in self.like.meta}
-        node.meta["val"] = recorded
+        node.meta = {key: self.like.meta[key] for key in META_KEYS if key in self.like.meta}
+        node.meta["val"] = value
         if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
             node.target = aten.view.default
         if self.pattern is not None:
@@ -126,12 +126,12 @@ class Put:
 
     def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
         """The nodes that ``function``, plain torch code, returns for ``source``."""
-        made: dict[Node, Node] = {}
+        env: dict[Node, Node] = {}
         for step in symbolic_trace(function).graph.nodes:
-            args, kwargs = map_arg((step.args, step.kwargs), made.__getitem__)
+            args, kwargs = map_arg((step.args, step.kwargs), env.__getitem__)
             if step.op == "output":
                 return args[0]
-            made[step] = source if step.op == "placeholder" else self(step.target, *args, **kwargs)
+            env[step] = source if step.op == "placeholder" else self(step.target, *args, **kwargs)
         raise AssertionError("a traced function has an output")
 
     def sizes(self, node: Node) -> list[Any]:
@@ -144,14 +144,14 @@ class Put:
 
 
 def settle(nodes: Sequence[Node]) -> None:
-    """Move readers of ``nodes`` that are placed before them, and readers of those, after them. This
-    is cheaper than sorting the whole graph for each rewrite.
+    """Move readers of ``nodes`` that are placed before them after them, with their own readers.
+    This is cheaper than sorting the whole graph for each rewrite.
 
     Raises:
         CycleError: there is no such order; without this check, the search would not end.
     """
-    moving = _readers_before(nodes)
-    order = TopologicalSorter({n: [i for i in n.all_input_nodes if i in moving] for n in moving})
+    early = _readers_before(nodes)
+    order = TopologicalSorter({n: [i for i in n.all_input_nodes if i in early] for n in early})
     order.prepare()
     while ready := sorted(order.get_ready()):
         for node in ready:
@@ -162,8 +162,8 @@ def settle(nodes: Sequence[Node]) -> None:
 
 
 def _readers_before(nodes: Sequence[Node]) -> set[Node]:
-    """The readers of ``nodes`` that are placed before them, and the readers of those up to the last
-    of ``nodes``: later ones need not move."""
+    """The readers of ``nodes`` that are placed before them, and their own readers up to the last of
+    ``nodes``: later ones need not move."""
     if not nodes:
         return set()
     last = max(nodes)
@@ -180,13 +180,13 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
 
 
 def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure) -> None:
-    """Erase those of ``nodes`` without readers, and then what only they read, except for nodes that
-    ``keeps`` tells to keep."""
+    """Erase all ``nodes`` without readers, and then the nodes that only they read, except for nodes
+    for which ``keeps`` holds."""
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        called = node.op in ("call_function", "call_method")
-        if erased(node) or node.users or not called or keeps(node):
+        is_call = node.op in ("call_function", "call_method")
+        if erased(node) or node.users or not is_call or keeps(node):
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)

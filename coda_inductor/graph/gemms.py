@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GEMM is in an aten graph: its operands, sums of GEMMs, which GEMM computes a tensor."""
+"""GEMMs of an aten graph: their operands, sums of GEMMs, which GEMM computes a tensor."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Legal = Callable[[Node], Refusal | None]
 
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
     """(A, B) of a GEMM's node. For a grouped one, B is (E, K, N), and rows may be gathered from A:
-    M and N are those of the node itself."""
-    given = arguments(gemm)
+    M and N are the sizes of the node itself."""
+    args = arguments(gemm)
     left, right = _FACTORS[gemm.target]
-    return given[left], given[right]
+    return args[left], args[right]
 
 
 def low_rank(gemm: Node) -> bool:
@@ -63,25 +63,25 @@ def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
     """The offsets of the groups of a grouped product, and the index of its rows, if any."""
     if gemm.target is not grouped_mm:
         return None, None
-    given = arguments(gemm)
-    return given["offsets"], given["rows"]
+    args = arguments(gemm)
+    return args["offsets"], args["rows"]
 
 
 def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
     """The (E, ``n``) tensor if ``x`` holds its row of each group of ``gemm``; else None."""
     if x.target is not group_rows or arguments(x)["offsets"] is not routes_of(gemm)[0]:
         return None
-    own, b = fake(arguments(x)["x"]), fake(gemm_inputs(gemm)[1])
-    alike = same(own.shape, (b.shape[0], n))
-    return arguments(x)["x"] if alike else None
+    bias, b = fake(arguments(x)["x"]), fake(gemm_inputs(gemm)[1])
+    fits = same(bias.shape, (b.shape[0], n))
+    return arguments(x)["x"] if fits else None
 
 
 def scales_of(gemm: Node) -> tuple[Node, ...]:
     """The factors of the rows and the columns of a scaled product; empty for another GEMM."""
     if gemm.target is not scaled_mm:
         return ()
-    given = arguments(gemm)
-    return given["inv_a"], given["inv_b"]
+    args = arguments(gemm)
+    return args["inv_a"], args["inv_b"]
 
 
 def fast_accumulation(gemm: Node) -> bool:
@@ -90,7 +90,7 @@ def fast_accumulation(gemm: Node) -> bool:
 
 
 def bias_of(gemm: Node) -> Node | None:
-    """What a GEMM adds to its product, whatever its shape; None for one that adds nothing."""
+    """The tensor that a GEMM adds to its product, of any shape; None if it adds nothing."""
     name = {scaled_mm: "bias", aten.addmm.default: "input"}.get(gemm.target)
     return None if name is None else arguments(gemm)[name]
 
@@ -103,43 +103,43 @@ def plain_bias(gemm: Node) -> bool:
 
 def unscaled(gemm: Node) -> bool:
     """Does ``gemm`` multiply neither its product nor what it adds by a number?"""
-    given = arguments(gemm)
-    return given.get("alpha", 1) == given.get("beta", 1) == 1
+    args = arguments(gemm)
+    return args.get("alpha", 1) == args.get("beta", 1) == 1
 
 
 def addends(node: Any) -> list[Node]:
-    """The two tensors of one shape that ``node`` is the sum of, without broadcasting; empty if it
-    is none."""
+    """The two tensors of one shape that ``node`` adds, without broadcasting; empty for any other
+    node."""
     if not isinstance(node, Node) or node.target is not aten.add.Tensor:
         return []
-    given = arguments(node)
-    both = [given["input"], given["other"]]
-    plain = given["alpha"] == 1 and both[0] is not both[1]
-    if not plain or not all(isinstance(fake(x), torch.Tensor) for x in both):
+    args = arguments(node)
+    pair = [args["input"], args["other"]]
+    plain = args["alpha"] == 1 and pair[0] is not pair[1]
+    if not plain or not all(isinstance(fake(x), torch.Tensor) for x in pair):
         return []
-    return both if all(same(fake(x).numel(), fake(node).numel()) for x in both) else []
+    return pair if all(same(fake(x).numel(), fake(node).numel()) for x in pair) else []
 
 
 def terms(node: Node) -> list[Node] | None:
-    """The products that ``node`` is the sum of; None if it is not a plain sum (or a single product)
-    or if its parts have other readers. ``node`` itself may have any readers."""
-    found: list[Node] = []
+    """The products that ``node`` adds up; None if it is not a plain sum (or a single product), or
+    if its parts have other readers. ``node`` itself may have any readers."""
+    products: list[Node] = []
     todo = [node]
     while todo:
         top = todo.pop()
         if top is not node and len(top.users) != 1:
             return None
         if top.target in (aten.mm.default, grouped_mm):
-            found.append(top)
+            products.append(top)
         elif renames(top) or (is_cast(top) and fake(top).dtype != torch.float64):
             todo.append(top.all_input_nodes[0])
         elif parts := addends(top):
             todo += parts
         else:
             return None
-    return found
+    return products
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is computed from, element by element."""
+    """The last GEMM from whose tile ``x`` is computed, element by element."""
     return next((node for node in sources(x) if node.target in GEMMS), None)

@@ -54,19 +54,19 @@ def bytes_of(*nodes: Any) -> int:
 
 def plain(*nodes: Any) -> list[Any] | None:
     """The values of ``nodes``, if all of them are recorded and plain tensors; else None."""
-    known = [fake(node) for node in nodes]
-    return known if all(hasattr(each, "fake_mode") for each in known) else None
+    values = [fake(node) for node in nodes]
+    return values if all(hasattr(value, "fake_mode") for value in values) else None
 
 
 def is_view(node: Node, tensor: Any) -> bool:
     """Does ``node``, in any spelling, have exactly the elements of ``tensor``: the same memory,
     sizes and strides?"""
-    both = fake(node), tensor
-    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in both):
+    pair = fake(node), tensor
+    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in pair):
         return False
-    one, other = ((*t.shape, *t.stride(), t.storage_offset()) for t in both)
-    alike = storage(both[0]) == storage(tensor) and both[0].dtype == tensor.dtype
-    return alike and same(one, other)
+    left, right = ((*t.shape, *t.stride(), t.storage_offset()) for t in pair)
+    same_memory = storage(pair[0]) == storage(tensor) and pair[0].dtype == tensor.dtype
+    return same_memory and same(left, right)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -81,10 +81,10 @@ def constant(node: Node) -> float | None:
     dtype truncates, wraps or rounds it."""
     if node.target not in (aten.full.default, aten.scalar_tensor.default):
         return None
-    given = arguments(node)
-    if given.get("size"):
+    args = arguments(node)
+    if args.get("size"):
         return None
-    number = given["s"] if "s" in given else given["fill_value"]
+    number = args["s"] if "s" in args else args["fill_value"]
     if not isinstance(number, (int, float)) or fake(node).is_complex():
         return None
     with unset_fake_temporarily():
@@ -124,8 +124,8 @@ def words_for(node: Node) -> str:
 
 def told(node: Node) -> str:
     """``node`` for people: "attention in blocks.0.attn", a product by its module alone."""
-    path, what = module_path(node), words_for(node)
-    return what if not path else path if what == "a product" else f"{what} in {path}"
+    path, words = module_path(node), words_for(node)
+    return words if not path else path if words == "a product" else f"{words} in {path}"
 
 
 def erased(node: Node) -> bool:
@@ -176,8 +176,8 @@ def is_cast(node: Any) -> bool:
 
 def renames_or_casts(node: Any) -> bool:
     """Does ``node`` only rename what it reads, or change its dtype?"""
-    found = kind(node)
-    return found in _NAMES or (found == "casts" and is_cast(node))
+    node_kind = kind(node)
+    return node_kind in _NAMES or (node_kind == "casts" and is_cast(node))
 
 
 def is_transpose(node: Any) -> bool:
@@ -207,5 +207,5 @@ def may_view(node: Node) -> bool:
     """May the result of ``node`` share memory with what it reads?"""
     if renames(node) or node.target is operator.getitem:
         return True
-    said = schema(node.target)
-    return said is not None and any(r.alias_info is not None for r in said.returns)
+    op_schema = schema(node.target)
+    return op_schema is not None and any(r.alias_info is not None for r in op_schema.returns)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node calls, in any dialect: an op, and its arguments by the names of torch's schemas.
+"""Calls of nodes in any dialect: an op, and its arguments by the names of torch's schemas.
 
 Dynamo's graphs call functions and methods, joint graphs aten's overloads, both the project's own
 ops. All are read in the same way, with defaults filled in::
@@ -28,11 +28,11 @@ from coda_inductor.compat import OpOverload, OpOverloadPacket, schema
 
 aten = torch.ops.aten
 
-#: What ops do that compute nothing, by their names. The results of "names" have the elements of a
-#: tensor in the same order, those of "turns" in another one; "parts" divide a tensor, "selects"
-#: have a part of it, "repeats" have elements several times, and "joins" those of several tensors.
+#: Kinds of ops that compute nothing, by their names. Results of "names" have the elements of a
+#: tensor in the same order, results of "turns" in another one; "parts" divide a tensor, "selects"
+#: take a part of it, "repeats" repeat its elements, and "joins" have elements of several tensors.
 #: "copies" may be new memory, "casts" are numbers of another type, "detaches" have no gradient.
-_OPS_OF_KINDS = {
+_KINDS = {
     "names": "view view_as flatten unflatten unsqueeze squeeze alias",
     "turns": "permute transpose t mT flip",
     "parts": "chunk split split_with_sizes unbind",
@@ -43,7 +43,7 @@ _OPS_OF_KINDS = {
     "casts": "convert_element_type _to_copy to type type_as float double half bfloat16 int long",
     "detaches": "detach",
 }
-KINDS = {op: kind for kind, ops in _OPS_OF_KINDS.items() for op in ops.split()}
+KINDS = {op: kind for kind, ops in _KINDS.items() for op in ops.split()}
 
 #: Other names of an op, and of an argument. Any other name is its own.
 _OPS = {
@@ -56,7 +56,7 @@ _ARGUMENTS = {
     "train": "training", "src": "source", "mat_a": "input", "mat_b": "mat2",
 }  # fmt: skip
 #: Names of the first arguments of a function without signature; the others are named by number.
-_UNTOLD = ("input", "index", "value")
+_POSITIONS = ("input", "index", "value")
 #: Type of a literal -> the argument types that accept it.
 _LITERALS: dict[type, tuple[str, ...]] = {
     bool: ("bool", "number", "Tensor"),
@@ -93,16 +93,16 @@ def read(node: Any) -> Call | None:
     """What ``node`` calls; None if it calls nothing, or if no signature allows the call."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
-    name, known = _told(node.target)
-    if not known:
-        names = (*_UNTOLD, *map(str, range(len(_UNTOLD), len(node.args))))
+    name, signatures = _signatures(node.target)
+    if not signatures:
+        names = (*_POSITIONS, *map(str, range(len(_POSITIONS), len(node.args))))
         return Call(node, name, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
     args, kwargs = node.args, node.kwargs
     if kwargs:
         kwargs = {_ARGUMENTS.get(key, key): item for key, item in kwargs.items()}
-    for signature in known:
-        if (given := signature.bind(args, kwargs, choose=len(known) > 1)) is not None:
-            return Call(node, name, given)
+    for signature in signatures:
+        if (call_args := signature.bind(args, kwargs, choose=len(signatures) > 1)) is not None:
+            return Call(node, name, call_args)
     return None
 
 
@@ -112,8 +112,8 @@ def change(node: Node, **new: Any) -> None:
     assert call is not None, f"{node.name} is a call that its signature allows"
     names = list(call.args)
     for name, item in new.items():
-        if (place := names.index(name)) < len(node.args):
-            node.update_arg(place, item)
+        if (index := names.index(name)) < len(node.args):
+            node.update_arg(index, item)
         else:
             node.update_kwarg(name, item)
 
@@ -129,7 +129,7 @@ def op_name(node: Any) -> str:
     neither torch's nor Python's have their module's name in front, because a custom op may
     be called ``chunk`` too."""
     calls = isinstance(node, Node) and node.op in ("call_function", "call_method")
-    return _told(node.target)[0] if calls else ""
+    return _signatures(node.target)[0] if calls else ""
 
 
 def kind(node: Any) -> str:
@@ -145,15 +145,15 @@ def kind(node: Any) -> str:
 def _kind(target: Any) -> str:
     bits = target is aten.view.dtype
     number = isinstance(target, type)  # int(x), of Python
-    return "" if bits or number else KINDS.get(_told(target)[0], "")
+    return "" if bits or number else KINDS.get(_signatures(target)[0], "")
 
 
 def _function_name(function: Any) -> str:
     name = getattr(function, "__name__", "")
-    return name if of_torch(function) else f"{getattr(function, '__module__', '')}.{name}"
+    return name if is_torch(function) else f"{getattr(function, '__module__', '')}.{name}"
 
 
-def of_torch(target: Any) -> bool:
+def is_torch(target: Any) -> bool:
     """Is ``target`` a function of torch, of its aten ops, or of Python's operators?"""
     module = getattr(target, "__module__", None) or "builtins"
     custom = module.startswith("torch._ops.") and module != "torch._ops.aten"
@@ -167,8 +167,8 @@ class _Signature:
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.types = {p.name: p.annotation for p in parameters}
         self.defaults = {p.name: p.default for p in parameters}
-        self.needed = {p.name for p in parameters if p.default is p.empty}
-        self.several = bool(self.names) and self.types[self.names[-1]] == "List[int]"
+        self.required = {p.name for p in parameters if p.default is p.empty}
+        self.variadic = bool(self.names) and self.types[self.names[-1]] == "List[int]"
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, choose: bool
@@ -178,33 +178,33 @@ class _Signature:
             return dict(zip(self.names, args, strict=True))
         last = len(self.names) - 1
         if len(args) > last + 1:
-            if not self.several:
+            if not self.variadic:
                 return None
             args = (*args[:last], args[last:])  # sizes, one by one
-        given = dict(zip(self.names, args, strict=False), **kwargs)
-        everything = {**self.defaults, **given}
-        if len(everything) > len(self.defaults) or not self.needed <= given.keys():
+        values = dict(zip(self.names, args, strict=False), **kwargs)
+        complete = {**self.defaults, **values}
+        if len(complete) > len(self.defaults) or not self.required <= values.keys():
             return None
-        if choose and not all(_fits(self.types[name], item) for name, item in given.items()):
+        if choose and not all(_fits(self.types[name], item) for name, item in values.items()):
             return None
-        return everything
+        return complete
 
 
-def _fits(kind: Any, given: Any) -> bool:
-    """Can ``given`` be an argument of type ``kind``? Nodes are not checked further."""
-    if not isinstance(kind, str) or (given is None and kind.startswith("Optional[")):
+def _fits(kind: Any, value: Any) -> bool:
+    """Can ``value`` be an argument of type ``kind``? Nodes are not checked further."""
+    if not isinstance(kind, str) or (value is None and kind.startswith("Optional[")):
         return True
     kind = kind.removeprefix("Optional[")
-    if isinstance(given, Node):
+    if isinstance(value, Node):
         return not kind.startswith(("ScalarType", "Device"))
-    if isinstance(given, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         return kind.startswith("List")
-    allowed = _LITERALS.get(type(given))
-    return given is not None and (allowed is None or kind.startswith(allowed))
+    allowed = _LITERALS.get(type(value))
+    return value is not None and (allowed is None or kind.startswith(allowed))
 
 
 @functools.lru_cache(4096)
-def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
+def _signatures(target: Any) -> tuple[str, tuple[_Signature, ...]]:
     """The common name of a function, an op or the method of that name, and its signatures, if there
     are any."""
     method = isinstance(target, str)
@@ -213,28 +213,28 @@ def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
     if isinstance(target, OpOverload):
         if target.namespace in ("aten", "prims"):
             name = target.overloadpacket.__name__
-        return _OPS.get(name, name), (_of_schema(target),)
+        return _OPS.get(name, name), (_signature(target),)
     name = _OPS.get(name, name)
     if isinstance(function, types.FunctionType):
-        found = inspect.signature(function).parameters.values()
-        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
+        params = inspect.signature(function).parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params):
             return name, ()
-        named = [p.replace(name=_ARGUMENTS.get(p.name, p.name), annotation=None) for p in found]
-        return name, (_Signature(named),)
+        aliases = [p.replace(name=_ARGUMENTS.get(p.name, p.name), annotation=None) for p in params]
+        return name, (_Signature(aliases),)
     packet = function if isinstance(function, OpOverloadPacket) else getattr(aten, name, None)
     if not isinstance(packet, OpOverloadPacket):  # an attribute of any object, such as "__get__"
         return name, ()
-    overloads = (getattr(packet, each) for each in packet.overloads())
-    written = (o for o in overloads if not any(a.is_out for a in schema(o).arguments))
-    return name, tuple(_of_schema(each, method) for each in written)
+    overloads = (getattr(packet, member) for member in packet.overloads())
+    usable = (o for o in overloads if not any(a.is_out for a in schema(o).arguments))
+    return name, tuple(_signature(member, method) for member in usable)
 
 
-def _of_schema(overload: Any, method: bool = False) -> _Signature:
+def _signature(overload: Any, method: bool = False) -> _Signature:
     """``method``: the tensor comes first, at any position in the schema."""
-    found = []
+    parameters = []
     for a in schema(overload).arguments:
         default = a.default_value if a.has_default_value() else Parameter.empty
         kind = Parameter.KEYWORD_ONLY if a.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
-        name, of = _ARGUMENTS.get(a.name, a.name), str(a.real_type).replace("SymInt", "int")
-        found.append(Parameter(name, kind, default=default, annotation=of))
-    return _Signature(sorted(found, key=lambda p: method and p.name != "input"))
+        name, annotation = _ARGUMENTS.get(a.name, a.name), str(a.real_type).replace("SymInt", "int")
+        parameters.append(Parameter(name, kind, default=default, annotation=annotation))
+    return _Signature(sorted(parameters, key=lambda p: method and p.name != "input"))

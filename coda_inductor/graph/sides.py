@@ -40,7 +40,7 @@ class Scope:
         self.forward: set[Node] = set()
         self.graded: set[Node] = set()
         self._put = put_into(graph)
-        self._seen = len(self._put)
+        self._count = len(self._put)
         #: The products that a node is computed from, as bits: DFS of each pair would take n**2.
         self._above: dict[Node, int] = {}
         self._bits: dict[Node, int] = {}
@@ -48,8 +48,8 @@ class Scope:
             self._grade(node)
         early = (n for n in graph.nodes if n.meta.get(EARLY) and n not in self.graded)
         outputs = [n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes]
-        needed = [*early, *(n for n in outputs if n not in self.graded)]
-        self.forward = set(closure(needed, lambda node: node.all_input_nodes))
+        roots = [*early, *(n for n in outputs if n not in self.graded)]
+        self.forward = set(closure(roots, lambda node: node.all_input_nodes))
         for node in graph.nodes:  # a fused forward site also returns what only the backward reads
             if node.target is operator.getitem and node.all_input_nodes[0] in self.forward:
                 self.forward.add(node)
@@ -57,8 +57,8 @@ class Scope:
     def refresh(self) -> None:
         """Add the nodes that a pass has put into the graph. One that depends on forward values
         alone belongs to the forward pass, unless one of its inputs is recomputed."""
-        new = sorted(node for node in self._put[self._seen :] if not erased(node))
-        self._seen = len(self._put)
+        new = sorted(node for node in self._put[self._count :] if not erased(node))
+        self._count = len(self._put)
         for node in new:
             self._grade(node)
             if node not in self.graded and not any(map(self.recomputed, node.all_input_nodes)):
@@ -85,20 +85,20 @@ class Scope:
 
     def products(self, node: Node) -> int:
         """The GEMMs that ``node`` is computed from, itself included, a bit for each."""
-        known, todo = self._above, [node]
+        table, todo = self._above, [node]
         while todo:
             top = todo[-1]
-            if more := [n for n in top.all_input_nodes if n not in known and top not in known]:
-                todo += more
+            if missing := [n for n in top.all_input_nodes if n not in table and top not in table]:
+                todo += missing
                 continue
             todo.pop()
-            if top not in known:
-                own = 0
+            if top not in table:
+                bits = 0
                 if top.target in GEMMS:
-                    own = self._bits.setdefault(top, 1 << len(self._bits))
-                above = (known[n] for n in top.all_input_nodes)
-                known[top] = functools.reduce(operator.or_, above, own)
-        return known[node]
+                    bits = self._bits.setdefault(top, 1 << len(self._bits))
+                above = (table[n] for n in top.all_input_nodes)
+                table[top] = functools.reduce(operator.or_, above, bits)
+        return table[node]
 
     def same_side(self, left: Node, right: Node) -> bool:
         return (left in self.forward) == (right in self.forward)

@@ -24,7 +24,7 @@ def same(left: Any, right: Any) -> bool:
 def laid_out_alike(left: Tensor, right: Tensor) -> bool:
     """Do two tensors of one shape have equal strides for certain, in dimensions longer than 1?"""
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
-    return all(same(n, 1) or same(mine, theirs) for n, mine, theirs in sizes)
+    return all(same(n, 1) or same(a, b) for n, a, b in sizes)
 
 
 def hint(size) -> int:

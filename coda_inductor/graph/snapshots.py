@@ -8,14 +8,14 @@ from torch.fx import Graph, Node
 
 def snapshot(graph: Graph) -> Graph:
     """A copy of ``graph``, the meta of its nodes included, for :func:`restore`."""
-    copied = Graph()
-    output = copied.output(copied.graph_copy(graph, {}))
+    copy = Graph()
+    output = copy.output(copy.graph_copy(graph, {}))
     output.meta = dict(graph.output_node().meta)
-    return copied
+    return copy
 
 
-def restore(graph: Graph, kept: Graph) -> None:
-    """Restore ``graph`` to what it was at ``kept = snapshot(graph)``, from any state: in the middle
+def restore(graph: Graph, copy: Graph) -> None:
+    """Restore ``graph`` to what it was at ``copy = snapshot(graph)``, from any state: in the middle
     of a pass, nodes may be placed before their inputs. Placeholders stay the same nodes, because
     torch keeps more about them than their meta; those that a pass added are erased."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
@@ -24,12 +24,12 @@ def restore(graph: Graph, kept: Graph) -> None:
         node.args, node.kwargs = (), {}
     for node in others:
         graph.erase_node(node)
-    known: dict[Node, Node] = {}
-    olds = list(kept.find_nodes(op="placeholder"))
+    env: dict[Node, Node] = {}
+    olds = list(copy.find_nodes(op="placeholder"))
     for added in inputs[len(olds) :]:
         graph.erase_node(added)
     for old, node in zip(olds, inputs, strict=False):
         node.meta = dict(old.meta)
-        known[old] = node
-    output = graph.output(graph.graph_copy(kept, known))
-    output.meta = dict(kept.output_node().meta)
+        env[old] = node
+    output = graph.output(graph.graph_copy(copy, env))
+    output.meta = dict(copy.output_node().meta)

@@ -24,12 +24,12 @@ from coda_inductor.compat import (
     tree_flatten,
     tree_unflatten,
 )
-from coda_inductor.graph.edit import KEPT_META, computed, fake_mode, put_into
+from coda_inductor.graph.edit import META_KEYS, computed, fake_mode, put_into
 from coda_inductor.graph.nodes import fake
 
 #: Attribute of a fake mode: the traces under it, by function and arguments. A dictionary outside of
 #: the mode would keep the mode alive, because every recorded value refers to it.
-_TRACED = "coda_traced"
+_TRACES = "coda_traced"
 
 
 def splice(
@@ -53,13 +53,13 @@ def splice(
     flat, spec = tree_flatten(list(args))
     nodes = [a for a in flat if isinstance(a, Node)]
     mode, key = fake_mode(nodes), _key(function, flat, spec)
-    known: dict[Hashable, Graph] = {}
+    traces: dict[Hashable, Graph] = {}
     if mode is not None and key is not None:
-        known = vars(mode).setdefault(_TRACED, known)
-    again = key in known
+        traces = vars(mode).setdefault(_TRACES, traces)
+    cached = key in traces
     with contextlib.nullcontext() if mode is None else mode:  # for constants that it creates too
-        traced = known[key] if again else known.setdefault(key, _trace(function, flat, spec))
-    kept = {key: like.meta[key] for key in KEPT_META if key in like.meta} | (meta or {})
+        traced = traces[key] if cached else traces.setdefault(key, _trace(function, flat, spec))
+    extra = {key: like.meta[key] for key in META_KEYS if key in like.meta} | (meta or {})
     env: dict[Node, Node] = {}
     inputs = iter(nodes)
     result: Any = None
@@ -72,11 +72,11 @@ def splice(
             elif node.op == "get_attr":
                 raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
             else:
-                copied = env[node] = graph.node_copy(node, env.__getitem__)
-                put_into(graph).append(copied)
-                copied.meta = {**node.meta, **kept}
-                if again:
-                    copied.meta["val"] = _own_value(copied, mode)
+                copy = env[node] = graph.node_copy(node, env.__getitem__)
+                put_into(graph).append(copy)
+                copy.meta = {**node.meta, **extra}
+                if cached:
+                    copy.meta["val"] = _new_value(copy, mode)
     return result
 
 
@@ -115,10 +115,10 @@ def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable |
     return tuple(parts) if len({*storages}) == len(storages) else None
 
 
-def _own_value(node: Node, mode: Any) -> Any:
+def _new_value(node: Node, mode: Any) -> Any:
     """A new value for a copied node: recorded values show which tensors share memory."""
-    old, known = node.meta["val"], schema(node.target)
-    views = known is None or any(argument.alias_info is not None for argument in known.arguments)
+    old, op_schema = node.meta["val"], schema(node.target)
+    views = op_schema is None or any(a.alias_info is not None for a in op_schema.arguments)
     if views or not isinstance(old, torch.Tensor):
         return computed(node.target, node.args, node.kwargs, like=node)
     with mode:

@@ -75,9 +75,9 @@ def _logical(op: str, decides: bool) -> Callable[..., Value]:
     """``op`` of two truth values: one that ``decides`` is its result, whatever the other one is."""
 
     def lowering(emit: Emit, x: Value, y: Value) -> Value:
-        for known, other in ((x, y), (y, x)):
-            if not isinstance(known, str):
-                return float(decides) if bool(known) == decides else other
+        for value, other in ((x, y), (y, x)):
+            if not isinstance(value, str):
+                return float(decides) if bool(value) == decides else other
         return emit(op, x, y)
 
     return lowering

@@ -26,13 +26,13 @@ _FAR = 256
 
 def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[Any, None]:
     """``start``, what ``step`` leads to from there, and so on."""
-    found = dict.fromkeys(start)
-    todo = list(found)
+    visited = dict.fromkeys(start)
+    todo = list(visited)
     while todo:
-        new = [node for node in step(todo.pop()) if node not in found]
-        found.update(dict.fromkeys(new))
+        new = [node for node in step(todo.pop()) if node not in visited]
+        visited.update(dict.fromkeys(new))
         todo += new
-    return found
+    return visited
 
 
 def unrolled(start: Generator[Any, Any, Any]) -> Any:
@@ -57,10 +57,10 @@ def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
 def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
     """``node``, its input, and so on, while ``through`` holds: by default, the views up to the
     tensor that owns the memory."""
-    found = [node]
-    while through(found[-1]):
-        found.append(found[-1].all_input_nodes[0])
-    return found
+    nodes = [node]
+    while through(nodes[-1]):
+        nodes.append(nodes[-1].all_input_nodes[0])
+    return nodes
 
 
 def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
@@ -105,13 +105,13 @@ def _renames_or_widens(node: Node) -> bool:
 def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
     """(names, readers): ``node`` and its other names, nodes for which ``through`` holds; and all
     other readers of these."""
-    found = {node: None}
+    visited = {node: None}
     names = [node]
     for name in names:
-        new = [u for u in name.users if through(u) and u not in found]
-        found.update(dict.fromkeys(new))
+        new = [u for u in name.users if through(u) and u not in visited]
+        visited.update(dict.fromkeys(new))
         names += new
-    return names, [u for name in names for u in name.users if u not in found]
+    return names, [u for name in names for u in name.users if u not in visited]
 
 
 def consumer(node: Node) -> Node:

@@ -28,8 +28,8 @@ def cache_folder() -> str | None:
 
 def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
     """Where a kernel is kept; ``how`` as ``mod.kernel_name`` takes it."""
-    own = store.place(kernel_name(program, config, *how))
-    return own if own.exists() else store.read_only(own) or own
+    file = store.kernel_path(kernel_name(program, config, *how))
+    return file if file.exists() else store.read_only(file) or file
 
 
 def compile_to_disk(

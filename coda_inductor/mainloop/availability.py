@@ -21,9 +21,9 @@ _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 @functools.lru_cache(maxsize=1)
 def identity() -> tuple[str, ...]:
-    """What the machine contributes to a compiled graph's identity: versions of torch and of the
-    kernel libraries ("absent" without one), what else a kernel's code depends on, the GPUs' names,
-    and why there are no kernels on each. Another version or GPU must not hit old cache entries."""
+    """The machine's part of a compiled graph's identity: versions of torch and of the kernel
+    libraries ("absent" without one), the environment of a kernel's code, the GPUs' names, and why
+    there are no kernels on each. Another version or GPU must not hit old cache entries."""
     versions = [f"{library} {version(library)}" for library in _LIBRARIES]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [
@@ -45,8 +45,8 @@ def kernel_stack(device: torch.device | None = None) -> Refusal | None:
     if not torch.cuda.is_available():
         why = "torch sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         if torch.version.cuda is None:
-            built = f"torch {torch.__version__} is built without CUDA"
-            why = f"{built}; kernels need a build with CUDA"
+            build = f"torch {torch.__version__} is built without CUDA"
+            why = f"{build}; kernels need a build with CUDA"
         return refuse("no-cuda", f"no CUDA device is available: {why}")
     arch = arch_with(torch.cuda.get_device_capability(device))
     return unsupported_gpu(arch) or library_stack()
@@ -73,19 +73,19 @@ def scales_vectors(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=1)
 def library_stack() -> Refusal | None:
     """Why no kernel can be compiled here, on any device, or None."""
-    text = _lacking()
+    text = _missing()
     return None if text is None else refuse("no-kernel-stack", text)
 
 
-def _lacking() -> str | None:
-    """What a kernel library lacks, or None."""
-    for needed in (QUACK, CUTEDSL):
-        found = version(needed.package)
-        if found == "absent":
-            return f"{needed.package} is not installed: pip install 'coda-inductor[cuda]'"
-        if not needed.holds(found):
-            wanted = f">={needed.low},<{needed.high} is needed: pip install '{needed.spec}'"
-            return f"{needed.package} {found} is installed, {wanted}"
+def _missing() -> str | None:
+    """Why the kernel libraries do not suffice, or None."""
+    for library in (QUACK, CUTEDSL):
+        installed = version(library.package)
+        if installed == "absent":
+            return f"{library.package} is not installed: pip install 'coda-inductor[cuda]'"
+        if not library.holds(installed):
+            needs = f">={library.low},<{library.high} is needed: pip install '{library.spec}'"
+            return f"{library.package} {installed} is installed, {needs}"
     if importlib.util.find_spec("cutlass") is None:
         return (
             "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
@@ -103,22 +103,22 @@ def _lacking() -> str | None:
 def missing_from_libraries() -> str | None:
     """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
     their files and imports nothing, which would take seconds."""
-    return next((path for path in KERNELS if not _written_down(path)), None)
+    return next((path for path in KERNELS if not _exists(path)), None)
 
 
-def _written_down(path: str) -> bool:
+def _exists(path: str) -> bool:
     """Is ``path`` a module, or is its last part a word in the file of its module?"""
     module, _, name = path.rpartition(".")
     file = _file(module)
-    said = "" if file is None else file.read_text("utf-8", "replace")
-    return _file(path) is not None or bool(re.search(rf"\b{name}\b", said))
+    text = "" if file is None else file.read_text("utf-8", "replace")
+    return _file(path) is not None or bool(re.search(rf"\b{name}\b", text))
 
 
 @functools.cache
 def _file(module: str) -> Path | None:
     package, *parts = module.split(".")
     spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec is not None else None
-    found = [Path(place).joinpath(*parts) for place in places or ()]
-    files = (f for each in found for f in (each.with_suffix(".py"), each / "__init__.py"))
+    folders = spec.submodule_search_locations if spec is not None else None
+    paths = [Path(folder).joinpath(*parts) for folder in folders or ()]
+    files = (f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py"))
     return next(filter(Path.is_file, files), None)

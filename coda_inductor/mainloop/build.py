@@ -36,7 +36,7 @@ def build(
     """
     capability = get_device_capacity(torch.device(device))
     arch = arch_with(capability)
-    if (why := config.unwritten(arch)) is not None:
+    if (why := config.tile_refusal(arch)) is not None:
         raise ValueError(f"{config} has no kernel: {why}")
     mod = load(program, variant)
     if not mod.reading.suits(program, config):
@@ -49,8 +49,8 @@ def build(
     gathered = program.routes[1] is not None
     # The scheduler of Blackwell is dynamic in hardware; Hopper's counts in memory.
     counter = torch.empty(1, dtype=torch.int32, device=device) if config.dynamic else None
-    which = "".join(map(str, capability))
-    with store.named(kernel_name(program, config, a_major, b_major, variant, which)):
+    number = "".join(map(str, capability))
+    with store.named(kernel_name(program, config, a_major, b_major, variant, number)):
         return mod.gemm(
             a,
             b,
@@ -82,7 +82,7 @@ def dummy_arguments(program, tile_m, tile_n, m, n, device):
     lanes = len(program.accs)
     sizes = {"M": m, "N": lanes * n, "H": program.head, "B": 2, "E": 2}
     values = {
-        o.name: empty(*o.of.shape(sizes, grouped=program.grouped), dtype=o.kernel_dtype)
+        o.name: empty(*o.spec.shape(sizes, grouped=program.grouped), dtype=o.kernel_dtype)
         for o in program.read
     }
     c = values.pop(mapping.c) if mapping.c else None

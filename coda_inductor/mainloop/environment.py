@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's code depends on besides program and config: the machine and the environment."""
+"""The machine and the environment, on which a kernel's code depends besides program and config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import platform
 _VARIANTS = tuple(f"nvidia-cutlass-dsl-libs-{name}" for name in ("base", "core", "cu12", "cu13"))
 #: Not the user's options: the first is a compile worker's, and QuACK's keys have the architecture;
 #: the second is set by CuTeDSL itself.
-_OWN = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
+_IGNORED = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
 
 
 def environment() -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def environment() -> tuple[str, ...]:
     options = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()
-        if name.startswith("CUTE_DSL_") and name not in _OWN
+        if name.startswith("CUTE_DSL_") and name not in _IGNORED
     )
     return (platform.machine(), *_variants(), *options)
 
@@ -35,8 +35,8 @@ def label() -> str:
 
 
 def _variants() -> list[str]:
-    found = [f"{name} {version(name)}" for name in _VARIANTS]
-    return [each for each in found if not each.endswith(" absent")]
+    variants = [f"{name} {version(name)}" for name in _VARIANTS]
+    return [text for text in variants if not text.endswith(" absent")]
 
 
 def version(library: str) -> str:

@@ -175,12 +175,12 @@ def columns(n: int) -> str:
 
 
 def _gradient(
-    a: Tensor, rows: Tensor | None, b: Tensor, offsets: Tensor, out: Tensor, how: str
+    a: Tensor, rows: Tensor | None, b: Tensor, offsets: Tensor, out: Tensor, size: str
 ) -> None:
-    tile_m, tile_n, cluster, pingpong = _TILES[how]
+    tile_m, tile_n, cluster, pingpong = _TILES[size]
     turned = "turned" if out.stride(1) == 1 else ""
     with store.named(
-        _gradient_name(f"{WGRAD.name()} {dtype_name(a.dtype)}", how, turned, a.device)
+        _gradient_name(f"{WGRAD.name()} {dtype_name(a.dtype)}", size, turned, a.device)
     ):
         quack.gemm.gemm(
             a.mT, b.mT, out, None, None, tile_m, tile_n, cluster, 1,
@@ -189,14 +189,14 @@ def _gradient(
 
 
 @functools.lru_cache(maxsize=256)
-def _gradient_name(program: str, how: str, variant: str, device: torch.device) -> str:
+def _gradient_name(program: str, size: str, variant: str, device: torch.device) -> str:
     arch = "".join(map(str, get_device_capacity(device)))
-    return kernel_name(program, how, "m", "n", variant, arch)
+    return kernel_name(program, size, "m", "n", variant, arch)
 
 
-def compile_gradient(program: str, how: str, variant: str) -> None:
+def compile_gradient(program: str, size: str, variant: str) -> None:
     """Compile the kernel of a gradient of weights, in a process that launches nothing. Arguments
-    are those of its request (``runtime.on_cuda.requests``)."""
+    as in its request (``runtime.on_cuda.requests``)."""
     quack.gemm.get_max_active_clusters = lambda *_, **__: 0
     quack.gemm.launch_gemm = lambda *_: None
     quack.gemm._gemm_plan_cache.clear()
@@ -204,4 +204,4 @@ def compile_gradient(program: str, how: str, variant: str) -> None:
     dtype = getattr(torch, program.rpartition(" ")[2])
     a, b = (torch.empty(64, 64, dtype=dtype, device="meta") for _ in range(2))
     offsets, rows = (torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 64))
-    _gradient(a, rows, b, offsets, wgrad_result(a, [b], offsets, bool(variant)), how)
+    _gradient(a, rows, b, offsets, wgrad_result(a, [b], offsets, bool(variant)), size)

@@ -36,7 +36,7 @@ from coda_inductor.semantic.fp8_casts import TILE, amax_results, cast_results
 _TILE = 8192
 #: Its columns if it is transposed, and the most columns if it is not.
 _TURNED, _STRAIGHT = 64, 1024
-#: Warps for a tile's maxima, with those of columns and without. On an H200 eight warps take 1.3x
+#: Warps for a tile's maxima, by whether columns are among them. On an H200 eight warps take 1.3x
 #: as long for columns, which they exchange through shared memory (gotchas.md).
 _WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, broadcasts against the matrix: constants of the kernels.
@@ -44,7 +44,7 @@ _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 #: The most launches that are remembered, because sizes may change all the time.
 _MOST = 1024
 #: What a launch depends on -> a function that launches the kernel for other tensors.
-_known: dict[Hashable, Callable[..., Any]] = {}
+_launchers: dict[Hashable, Callable[..., Any]] = {}
 
 
 @triton.jit
@@ -184,29 +184,29 @@ def _launch(
     key: Hashable = None
     if _current(x):
         key = (id(kernel), x.device.index, *flags, *map(_layout, (x, *vectors, *results)))
-        if (launch := _known.get(key)) is not None:
+        if (launch := _launchers.get(key)) is not None:
             launch(x, *[x if v is None else v for v in vectors], *results)
             return
     if not x.numel():
         return
     if _lacks_fp8(x.device):
         raise RuntimeError("its GPU has no instructions for FP8")
-    (m, k), lying = x.shape, x if x.stride(1) == 1 else x.contiguous()
-    laid = [v if v is None else v.contiguous() for v in vectors]
-    hows = [_how(v, m, k, *(HALF if i == 1 else ())) for i, v in enumerate(laid)]
-    *sizes, warps = tile(k, *hows, *flags)
-    rest = (m, k, lying.stride(0), *hows, *flags, *sizes)
+    (m, k), matrix = x.shape, x if x.stride(1) == 1 else x.contiguous()
+    dense = [v if v is None else v.contiguous() for v in vectors]
+    kinds = [_broadcast(v, m, k, *(HALF if i == 1 else ())) for i, v in enumerate(dense)]
+    *sizes, warps = tile(k, *kinds, *flags)
+    rest = (m, k, matrix.stride(0), *kinds, *flags, *sizes)
     blocks = triton.cdiv(m, sizes[0]) * triton.cdiv(k, sizes[-1]), 1, 1
-    args = (lying, *(lying if v is None else v for v in laid), *results)
+    args = (matrix, *(matrix if v is None else v for v in dense), *results)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         compiled = kernel[blocks](*args, *rest, num_warps=warps)
-    if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
+    if matrix is not x or any(a is not b for a, b in zip(dense, vectors, strict=True)):
         return  # copied, and the next one must be copied too
     if key is not None and hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
-        if len(_known) >= _MOST:
-            _known.clear()
+        if len(_launchers) >= _MOST:
+            _launchers.clear()
         launch = compiled[blocks]
-        _known[key] = lambda *others: launch(*others, *rest)
+        _launchers[key] = lambda *others: launch(*others, *rest)
 
 
 def _cast_tile(
@@ -228,20 +228,20 @@ def _current(x: Tensor) -> bool:
 
 
 def _layout(x: Tensor | None) -> Hashable:
-    """What a launch depends on."""
+    """The properties that a launch depends on."""
     return x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 
-def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:
+def _broadcast(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:
     if vector is None:
         return _NONE
-    known = {(m, 1): _ROWS, (1, k): _COLUMNS, (1, 1): _ONE, (1,): _ONE, (): _ONE}
+    kinds = {(m, 1): _ROWS, (1, k): _COLUMNS, (1, 1): _ONE, (1,): _ONE, (): _ONE}
     shape = tuple(vector.shape)
-    if vector.dtype not in (torch.float32, *more) or shape not in known:
+    if vector.dtype not in (torch.float32, *more) or shape not in kinds:
         raise ValueError(
             f"scales of ({m}, {k}) are float32, one a row or column, not {vector.dtype} {shape}"
         )
-    return known[shape]
+    return kinds[shape]
 
 
 @functools.cache

@@ -51,8 +51,8 @@ class Swap(EpiOp):
 
     def begin(self, gemm, param, smem_tensor, ctx):
         """Tell ``HeadAccumulator`` where the partner of each register is."""
-        found = partners(*_columns(ctx), param, *self.pairs)
-        vars(gemm).setdefault("partners", {})[self.name] = found
+        sources = partners(*_columns(ctx), param, *self.pairs)
+        vars(gemm).setdefault("partners", {})[self.name] = sources
 
     def begin_loop(self, gemm, state, epi_coord):
         """A fragment like the accumulator's: ``HeadAccumulator`` has loaded it."""
@@ -68,12 +68,12 @@ class HeadAccumulator:  # a mixin for QuACK kernel classes
     def epilogue(self, *args, **others):
         *bound, load = args  # QuACK passes the function that loads the accumulator last
 
-        def load_with_partners(fragment, subtile, **how):
+        def load_with_partners(fragment, subtile, **kwargs):
             self.swapped = {
-                name: _swapped(found[subtile], load, fragment)
-                for name, found in self.partners.items()
+                name: _load_swapped(registers[subtile], load, fragment)
+                for name, registers in self.partners.items()
             }
-            load(fragment, subtile, **how)
+            load(fragment, subtile, **kwargs)
 
         return super().epilogue(*bound, load_with_partners, **others)  # type: ignore[misc]
 
@@ -93,7 +93,7 @@ def partners(
     Raises:
         ValueError: another thread has the column, or its register depends on the thread.
     """
-    where = {at: (subtile, i) for subtile, each in offsets.items() for i, at in enumerate(each)}
+    positions = {at: (tile, i) for tile, ats in offsets.items() for i, at in enumerate(ats)}
 
     def move(column: int) -> int:
         back = column // distance % 2
@@ -101,14 +101,14 @@ def partners(
 
     def partner(row: int, column: int) -> tuple[Subtile, int]:
         moves = {move((first + column) % head) for first in firsts}
-        found = where.get((row, column + min(moves)))
-        if len(moves) > 1 or found is None:
+        position = positions.get((row, column + min(moves)))
+        if len(moves) > 1 or position is None:
             raise ValueError(
                 f"columns {distance} apart of the first {width} of {head} are not one thread's"
             )
-        return found
+        return position
 
-    return {subtile: [partner(*at) for at in each] for subtile, each in offsets.items()}
+    return {tile: [partner(*at) for at in ats] for tile, ats in offsets.items()}
 
 
 def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
@@ -131,20 +131,20 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
     offsets = {}
     for y, x in itertools.product(range(high), range(wide)):
         first = (y + high * x) * registers
-        every = range(first, first + registers)
-        offsets[y, x] = [(cute.crd2idx(i, rows), cute.crd2idx(i, columns)) for i in every]
+        indices = range(first, first + registers)
+        offsets[y, x] = [(cute.crd2idx(i, rows), cute.crd2idx(i, columns)) for i in indices]
     # Coordinates are linear in the bits of a thread's number.
     steps = [partition(tidx=1 << bit)[0][1] for bit in range(ctx.num_epi_threads.bit_length() - 1)]
-    return offsets, {sum(each) for each in itertools.product(*((0, step) for step in steps))}
+    return offsets, {sum(moves) for moves in itertools.product(*((0, step) for step in steps))}
 
 
-def _swapped(found: list[tuple[Subtile, int]], load, like):
-    """A fragment like ``like`` of the registers in ``found``; ``load`` loads those of a subtile."""
+def _load_swapped(registers: list[tuple[Subtile, int]], load, like):
+    """A fragment like ``like`` of ``registers``; ``load`` loads the registers of a subtile."""
     parts = {}
-    for subtile in dict.fromkeys(subtile for subtile, _ in found):
+    for subtile in dict.fromkeys(subtile for subtile, _ in registers):
         parts[subtile] = cute.make_rmem_tensor(like.layout, like.element_type)
         load(parts[subtile], subtile, no_release=True)
     out = cute.make_rmem_tensor(like.layout, like.element_type)
-    for i, (subtile, register) in enumerate(found):
+    for i, (subtile, register) in enumerate(registers):
         out[i] = parts[subtile][register]
     return out

@@ -37,40 +37,40 @@ def _lanewise(scalar_function):
     return apply
 
 
-def _of_floats(function, **how):
+def _float_op(function, **kwargs):
     """``function`` of Float32 scalars, lifted."""
-    return _lanewise(lambda *args: function(*map(Float32, args), **how))
+    return _lanewise(lambda *args: function(*map(Float32, args), **kwargs))
 
 
-div = _of_floats(cute.math.div, full=True)
-absolute = _of_floats(cute.math.abs)
-reciprocal = _of_floats(cute.math.rcp, approx=True)
+div = _float_op(cute.math.div, full=True)
+absolute = _float_op(cute.math.abs)
+reciprocal = _float_op(cute.math.rcp, approx=True)
 #: A subnormal counts as zero: keeping it costs four more instructions.
-reciprocal_of_normal = _of_floats(cute.math.rcp, approx=True, ftz=True)
-sqrt = _of_floats(cute.math.sqrt, approx=True)
-rsqrt = _of_floats(cute.math.rsqrt, approx=True)
-exp = _of_floats(cute.math.exp, fastmath=True)
-exp2 = _of_floats(cute.math.exp2, fastmath=True)
-log = _of_floats(cute.math.log, fastmath=True)
-log2 = _of_floats(cute.math.log2, fastmath=True)
-sigmoid = _of_floats(activation.sigmoid)
+reciprocal_of_normal = _float_op(cute.math.rcp, approx=True, ftz=True)
+sqrt = _float_op(cute.math.sqrt, approx=True)
+rsqrt = _float_op(cute.math.rsqrt, approx=True)
+exp = _float_op(cute.math.exp, fastmath=True)
+exp2 = _float_op(cute.math.exp2, fastmath=True)
+log = _float_op(cute.math.log, fastmath=True)
+log2 = _float_op(cute.math.log2, fastmath=True)
+sigmoid = _float_op(activation.sigmoid)
 # Full range reduction: rotary angles are large.
-sin, cos = _of_floats(cute.math.sin), _of_floats(cute.math.cos)
+sin, cos = _float_op(cute.math.sin), _float_op(cute.math.cos)
 log1p, expm1, tanh, erf = (
-    _of_floats(getattr(approximations, name), f=sys.modules[__name__])
+    _float_op(getattr(approximations, name), f=sys.modules[__name__])
     for name in ("log1p", "expm1", "tanh", "erf")
 )
 # NaN if either is NaN, like torch.
 maximum, minimum = (
-    _of_floats(lambda x, y, op=op: Float32(op(x.ir_value(), y.ir_value())))
+    _float_op(lambda x, y, op=op: Float32(op(x.ir_value(), y.ir_value())))
     for op in (arith.maximumf, arith.minimumf)
 )
 # To the nearest, ties to even, as a store does.
 round_bfloat16, round_float16 = (
-    _of_floats(lambda x, to=to: Float32(x.to(to))) for to in (BFloat16, Float16)
+    _float_op(lambda x, to=to: Float32(x.to(to))) for to in (BFloat16, Float16)
 )
 lt, le, gt, ge, eq, ne = (
-    _of_floats(lambda x, y, op=op: Boolean(op(x, y)))
+    _float_op(lambda x, y, op=op: Boolean(op(x, y)))
     for op in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 )
 logical_and, logical_or = (

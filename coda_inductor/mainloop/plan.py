@@ -49,33 +49,33 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch:
     """A function that launches ``plan`` like ``run_gemm_epi_plan``. ``names``: of the epilogue's
     values; each call passes these in this order, and then None."""
     active = {name for name, _, _ in plan.call_ops}
-    places = [
+    slots = [
         names.index(name) if name in active and name in names else len(names)
         for name in plan.arg_template
     ]
-    pick = _picker(places)
-    converted = [
+    pick = _picker(slots)
+    conversions = [
         (names.index(name), convert, key)
         for name, convert, key in plan.call_ops
         if convert is not None and name in names
     ]
 
-    others = plan_scheduler_args(plan, None)
+    static = plan_scheduler_args(plan, None)
 
     def launch(a, b, d, c, values, groups=None, index=None) -> None:
-        for place, convert, key in converted:
-            values[place] = convert(values[place], key)
-        counted = others
+        for slot, convert, key in conversions:
+            values[slot] = convert(values[slot], key)
+        scheduler_args = static
         if plan.scheduler_uses_semaphore:
-            own = counter(a)  # the kernel gets its address, so it must live until the launch
-            counted = others._replace(tile_count_semaphore=own.data_ptr())
+            semaphore = counter(a)  # the kernel gets its address, so it must live until the launch
+            scheduler_args = static._replace(tile_count_semaphore=semaphore.data_ptr())
         varlen = make_varlen_args(groups, None, index)
-        launch_gemm(plan, a, b, d, c, pick(values), counted, varlen)
+        launch_gemm(plan, a, b, d, c, pick(values), scheduler_args, varlen)
 
     return launch
 
 
-def _picker(places: list[int]) -> Callable[[list], tuple]:
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+def _picker(slots: list[int]) -> Callable[[list], tuple]:
+    if len(slots) > 1:
+        return operator.itemgetter(*slots)
+    return lambda values: tuple(values[slot] for slot in slots)

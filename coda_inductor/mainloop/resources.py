@@ -91,9 +91,9 @@ class DeviceScalar(Scalar):
 
 
 class BatchLoad(RowVecLoad):
-    """The row of (B, N) for each of B equal parts of M. A tile is in two parts at the most, for
-    none has more rows than a part (``program.ir``). The rows of both are in shared memory, and each
-    element takes that of its part."""
+    """The row of (B, N) for each of B equal parts of M. A tile is in two parts at the most, because
+    no tile has more rows than a part (``program.ir``). The rows of both are in shared memory, and
+    each element takes the row of its part."""
 
     fn_port = "value"  # not the same for all rows
 

@@ -25,7 +25,7 @@ import quack.cache
 import quack.cache.jit
 
 from coda_inductor.cache_dir import folder, prewarmed, private_dir, share, writable, write
-from coda_inductor.locks import held
+from coda_inductor.locks import lock_file
 from coda_inductor.mainloop.environment import label
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ def use() -> None:
     """
     quack.cache.jit.FileLock = KernelLock
     quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks_key_to_hash(key)
-    own = folder("kernels", label())
-    if not writable(own):  # created by another user of a shared cache
-        own = private_dir() / "kernels" / label()
-        own.mkdir(parents=True, exist_ok=True)
+    path = folder("kernels", label())
+    if not writable(path):  # created by another user of a shared cache
+        path = private_dir() / "kernels" / label()
+        path.mkdir(parents=True, exist_ok=True)
     quack.cache.CACHE_ENABLED = True  # workers pass their kernels through it
-    quack.cache.CACHE_DIR = str(own)
+    quack.cache.CACHE_DIR = str(path)
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def named(name: str) -> Iterator[None]:
         _name.reset(token)
 
 
-def place(name: str) -> Path:
+def kernel_path(name: str) -> Path:
     """Where a kernel with this name is kept, for this version of QuACK's sources."""
     cache = quack.cache.jit
     return Path(cache.get_cache_path()) / cache._compute_source_fingerprint() / f"{name}.o"
@@ -72,8 +72,8 @@ def read_only(kernel: Path) -> Path | None:
     """The file of ``kernel`` in the read-only folder, if it is there."""
     if (base := prewarmed()) is None:
         return None
-    found = base / "kernels" / label() / kernel.parent.name / kernel.name
-    return found if found.exists() else None
+    file = base / "kernels" / label() / kernel.parent.name / kernel.name
+    return file if file.exists() else None
 
 
 class KernelLock:
@@ -90,7 +90,7 @@ class KernelLock:
 
     def __enter__(self) -> Self:
         share(self._kernel.parent)
-        if not self._held.enter_context(held(self._kernel, self._timeout)):
+        if not self._held.enter_context(lock_file(self._kernel, self._timeout)):
             raise RuntimeError(f"another process is compiling {self._kernel}")
         with contextlib.suppress(OSError):
             missing = self._copies and not self._kernel.exists()

@@ -62,7 +62,7 @@ def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bo
     return make(rows, columns) if row_major else make(columns, rows).mT
 
 
-def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
+def distance(x: Tensor, y: Tensor, label: str) -> tuple[bool, int]:
     """(y lies lower, the distance in elements) of two matrices of one dtype.
 
     Raises:
@@ -71,5 +71,5 @@ def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
     first, second = x.data_ptr(), y.data_ptr()
     gap = abs(second - first)
     if first % ALIGN or gap % ALIGN or not 0 < gap < _MAX_STRIDE:
-        raise UnpairableError(f"the distance of the {what} is not a legal TMA stride")
+        raise UnpairableError(f"the distance of the {label} is not a legal TMA stride")
     return second < first, gap // x.element_size()

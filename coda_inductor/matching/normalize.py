@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake, is_cast
-from coda_inductor.graph.read import Call, kind, of_torch, read
+from coda_inductor.graph.read import Call, is_torch, kind, read
 from coda_inductor.matching import columns
 
 COMMUTATIVE = frozenset({"add", "mul"})
@@ -28,7 +28,7 @@ def normalize(node: Any) -> Call | None:
     call = read(node)
     if call is None or call.op.endswith("_"):
         return None
-    if node.op == "call_function" and not of_torch(node.target):
+    if node.op == "call_function" and not is_torch(node.target):
         return None
     op = "cast" if kind(node) == "casts" else call.op
     special = _SPECIAL.get(op)

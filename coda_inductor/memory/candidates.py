@@ -51,15 +51,15 @@ def repeatable(node: Node) -> bool:
     """Does ``node`` give the same bits if it runs again in the backward pass?"""
     if isinstance(node.target, HigherOrderOperator):
         return node.target.name() == "flex_attention"
-    said = schema(node.target)
-    if said is None or said.is_mutable or node.target.namespace not in _NAMESPACES:
+    op_schema = schema(node.target)
+    if op_schema is None or op_schema.is_mutable or node.target.namespace not in _NAMESPACES:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return True
     # Attention draws a mask only where it drops something.
-    names = [argument.name for argument in said.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+    names = [argument.name for argument in op_schema.arguments]
+    args = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" in names and args.get("dropout_p", 0.0) == 0.0
 
 
 def _is_tensor(node: Node) -> bool:
@@ -78,79 +78,79 @@ def owner(node: Node) -> Node:
 
 
 @dataclass(frozen=True)
-class Freed:
-    """What the forward pass does not keep.
+class Drop:
+    """Tensors that the forward pass does not keep.
 
     Attributes:
-        gone: kept tensors that are computed again.
-        instead: results that are kept in their place, smaller ones.
-        halves: those of ``gone`` that are computed without the other half of their pair.
+        nodes: kept tensors that are computed again.
+        proxies: results that are kept in their place, smaller ones.
+        halves: tensors that are computed again without the other half of their pair.
     """
 
-    gone: frozenset[Node] = frozenset()
-    instead: frozenset[Node] = frozenset()
+    nodes: frozenset[Node] = frozenset()
+    proxies: frozenset[Node] = frozenset()
     halves: frozenset[Node] = frozenset()
 
-    def __or__(self, other: Freed) -> Freed:
-        return Freed(
-            self.gone | other.gone, self.instead | other.instead, self.halves | other.halves
+    def __or__(self, other: Drop) -> Drop:
+        return Drop(
+            self.nodes | other.nodes, self.proxies | other.proxies, self.halves | other.halves
         )
 
 
 @dataclass
-class Kept:
-    """What one joint graph keeps.
+class Stash:
+    """The tensors that one joint graph keeps.
 
     Attributes:
         forward: nodes that an output of the forward pass needs, in order.
         backward: all others, in order.
-        kept: tensors that torch's partitioner keeps without recomputation, apart from inputs and
-            outputs; each is the owner of its memory.
+        tensors: kept without recomputation by torch's partitioner, apart from inputs and outputs;
+            each is the owner of its memory.
         outputs: the outputs of the forward pass, which are there in any case.
         halves: results of pairs, each with a node, without readers yet, that computes it alone.
     """
 
     forward: dict[Node, None]
     backward: dict[Node, None]
-    kept: dict[Node, None]
+    tensors: dict[Node, None]
     outputs: frozenset[Node]
     halves: dict[Node, Node] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: Graph, outputs: int, names: Collection[str]) -> Kept:
+    def of(graph: Graph, outputs: int, names: Collection[str]) -> Stash:
         """Of ``graph`` with ``outputs`` outputs of the forward pass, which keeps ``names``."""
-        needed = [n for n in graph.output_node().args[0][:outputs] if isinstance(n, Node)]
-        forward = closure(needed, lambda n: n.all_input_nodes)
+        roots = [n for n in graph.output_node().args[0][:outputs] if isinstance(n, Node)]
+        forward = closure(roots, lambda n: n.all_input_nodes)
         ordered = [n for n in graph.nodes if n.op != "output"]
         for node in ordered:  # what a site also computes, for the backward pass alone
             if node.target is operator.getitem and node.all_input_nodes[0] in forward:
                 forward[node] = None
-        results = frozenset(map(owner, needed))
+        results = frozenset(map(owner, roots))
         owners = {owner(n) for n in ordered if n.name in names} - results
-        return Kept(
+        return Stash(
             {n: None for n in ordered if n in forward},
             {n: None for n in ordered if n not in forward},
             {n: None for n in ordered if n in owners and _is_tensor(n)},
             results,
         )
 
-    def there(self, freed: Freed) -> set[Node]:
-        """What the backward pass has of the forward pass under ``freed``."""
-        return {*self.kept, *self.outputs, *freed.instead} - freed.gone
+    def after(self, drop: Drop) -> set[Node]:
+        """The forward values that the backward pass has under ``drop``."""
+        return {*self.tensors, *self.outputs, *drop.proxies} - drop.nodes
 
     def readers(self, node: Node) -> list[Node]:
-        """Who reads ``node`` or a view of it."""
+        """The readers of ``node`` and of its views."""
         names = closure([node], lambda n: [u for u in n.users if owner(u) is owner(node)])
         return [u for n in names for u in n.users if u not in names]
 
-    def again(self, start: Iterable[Node], freed: Freed) -> dict[Node, None]:
+    def rerun(self, start: Iterable[Node], drop: Drop) -> dict[Node, None]:
         """The nodes of the forward pass that run again to compute ``start``, which is not kept,
-        under ``freed``: light and heavy ones."""
-        there = self.there(freed)
+        under ``drop``: light and heavy ones."""
+        saved = self.after(drop)
 
         def step(node: Node) -> list[Node]:
-            inputs = [self.halves[node]] if node in freed.halves else node.all_input_nodes
-            return [n for n in inputs if n.op == "call_function" and n not in there]
+            inputs = [self.halves[node]] if node in drop.halves else node.all_input_nodes
+            return [n for n in inputs if n.op == "call_function" and n not in saved]
 
         return closure(start, step)
 
@@ -162,11 +162,11 @@ class Group:
     Attributes:
         nodes: the tensors.
         levels: from what is kept today to what keeps least.
-        kind: equal for groups of equal cost, as those of several layers.
+        kind: equal for groups of equal cost, as in several layers.
     """
 
     nodes: tuple[Node, ...]
-    levels: tuple[Freed, ...]
+    levels: tuple[Drop, ...]
     kind: tuple[Any, ...]
 
     @property
@@ -176,48 +176,48 @@ class Group:
 
     def saved(self, level: int) -> int:
         """Bytes that a level does not keep."""
-        freed = self.levels[level]
-        return bytes_of(*freed.gone) - bytes_of(*freed.instead)
+        drop = self.levels[level]
+        return bytes_of(*drop.nodes) - bytes_of(*drop.proxies)
 
 
-def groups(kept: Kept) -> list[Group]:
+def groups(stash: Stash) -> list[Group]:
     """All of them, in the graph's order. The levels of a group are: keep it; keep the smaller
     results that its tensors are elementwise functions of, as of keys before they are repeated for
     all queries; compute one half of a pair again; keep nothing of it."""
     makers: dict[tuple[Node, ...], list[Node]] = {}
-    for node in kept.kept:
-        needed = kept.again([node], Freed(frozenset([node])))
-        makers.setdefault(tuple(sorted(filter(heavy, needed))), []).append(node)
-    found = []
-    for again, nodes in makers.items():
-        gone = frozenset(nodes)
-        instead = _sources(kept, gone)
-        levels = [Freed()]
-        smaller = bytes_of(*instead) < bytes_of(*nodes)
-        if again and smaller and not any(heavy(maker(n)) for n in nodes):
-            levels.append(Freed(gone, instead))
-        if all(map(repeatable, again)):
-            last = frozenset([n for n in nodes if n in kept.halves][-1:])
-            levels += [Freed(last, halves=last)] if last and len(nodes) > 1 else []
-            levels.append(Freed(gone))
-        sizes = [sorted(map(bytes_of, each)) for each in (nodes, instead)]
-        kind = (len(levels), str(sizes), str([n.target for n in again]))
+    for node in stash.tensors:
+        runs = stash.rerun([node], Drop(frozenset([node])))
+        makers.setdefault(tuple(sorted(filter(heavy, runs))), []).append(node)
+    result = []
+    for kernels, nodes in makers.items():
+        tensors = frozenset(nodes)
+        proxies = _sources(stash, tensors)
+        levels = [Drop()]
+        smaller = bytes_of(*proxies) < bytes_of(*nodes)
+        if kernels and smaller and not any(heavy(maker(n)) for n in nodes):
+            levels.append(Drop(tensors, proxies))
+        if all(map(repeatable, kernels)):
+            last = frozenset([n for n in nodes if n in stash.halves][-1:])
+            levels += [Drop(last, halves=last)] if last and len(nodes) > 1 else []
+            levels.append(Drop(tensors))
+        sizes = [sorted(map(bytes_of, ns)) for ns in (nodes, proxies)]
+        kind = (len(levels), str(sizes), str([n.target for n in kernels]))
         if len(levels) > 1:
-            found.append(Group(tuple(nodes), tuple(levels), kind))
-    return found
+            result.append(Group(tuple(nodes), tuple(levels), kind))
+    return result
 
 
-def _sources(kept: Kept, nodes: frozenset[Node]) -> frozenset[Node]:
+def _sources(stash: Stash, nodes: frozenset[Node]) -> frozenset[Node]:
     """The results of heavy nodes, not kept, that elementwise ops compute ``nodes`` from."""
-    there = kept.there(Freed(nodes))
+    saved = stash.after(Drop(nodes))
 
     def light(node: Node) -> list[Node]:
         inputs = [owner(n) for n in node.all_input_nodes if n.op == "call_function"]
-        return [n for n in inputs if n not in there and not heavy(maker(n))]
+        return [n for n in inputs if n not in saved and not heavy(maker(n))]
 
     inside = closure(nodes, light)
     inputs = {owner(n) for node in inside for n in node.all_input_nodes if n.op == "call_function"}
-    return frozenset(n for n in inputs if n not in there and heavy(maker(n)))
+    return frozenset(n for n in inputs if n not in saved and heavy(maker(n)))
 
 
 def maker(node: Node) -> Node:

@@ -88,7 +88,7 @@ def workspace(node: Node) -> int:
 
 
 def flops(node: Node) -> int:
-    """FLOP of one call, by torch's formulas and ours; 0 where there is none."""
+    """FLOP of one call, by torch's formulas and ours; 0 without a formula."""
     packet = getattr(node.target, "overloadpacket", node.target)
     if "attention" in str(packet) and "backward" not in str(packet):
         return _attention(node)
@@ -105,9 +105,9 @@ def _attention(node: Node) -> int:
     tensors = dict(
         zip(("query", "key"), (*node.all_input_nodes, *node.all_input_nodes), strict=False)
     )
-    given = tensors if call is None else call.args
-    scores = hint(fake(given["query"]).numel()) * hint(fake(given["key"]).shape[-2])
-    return (2 if given.get("is_causal") else 4) * scores
+    args = tensors if call is None else call.args
+    scores = hint(fake(args["query"]).numel()) * hint(fake(args["key"]).shape[-2])
+    return (2 if args.get("is_causal") else 4) * scores
 
 
 def _concrete(argument: Any) -> Any:
@@ -126,7 +126,7 @@ def _meta(value: Any) -> Any:
 def milliseconds(node: Node, gpu: Gpu) -> float:
     """Expected time of ``node`` on ``gpu`` as a kernel of its own: the longer of computing and
     moving its bytes."""
-    moved = bytes_of(node, *node.all_input_nodes)
-    us = gpu.launch_us + moved / gpu.bytes_per_us
+    traffic = bytes_of(node, *node.all_input_nodes)
+    us = gpu.launch_us + traffic / gpu.bytes_per_us
     rate = _SUSTAINED * gpu.flops_per_us * (_ATTENTION if "attention" in str(node.target) else 1.0)
     return max(us, flops(node) / rate) / 1000

@@ -34,54 +34,54 @@ from coda_inductor.select.device import Gpu
 def add_halves(graph: Graph, backward: Collection[Node], gpu: Gpu) -> dict[Node, Node]:
     """Add the halves of all pairs of ``graph`` that only nodes of ``backward`` read. Returns each
     result of a pair with the node, without readers, that computes it alone."""
-    added: dict[Node, Node] = {}
+    halves: dict[Node, Node] = {}
     for pair in graph.find_nodes(op="call_function", target=OP):
         program = EpilogueProgram.from_json(arguments(pair)["program"])
         if not program.paired or program.grouped or program.fp8:
             continue
         for user in pair.users:
-            at = arguments(user)["index"]
-            if at < len(program.stores) and all(each in backward for each in user.users):
-                made = _half(pair, program, at, gpu)
-                added |= {} if made is None else {user: made}
-    return added
+            index = arguments(user)["index"]
+            if index < len(program.stores) and all(reader in backward for reader in user.users):
+                half = _half(pair, program, index, gpu)
+                halves |= {} if half is None else {user: half}
+    return halves
 
 
-def half_of(program: EpilogueProgram, at: int) -> tuple[EpilogueProgram, int, list[int]] | None:
-    """A program of one product that stores what the pair ``program`` stores as output ``at``, the
-    number of that product, and the positions of the operands that it reads.
+def half_of(program: EpilogueProgram, index: int) -> tuple[EpilogueProgram, int, list[int]] | None:
+    """A program of one product that stores output ``index`` of the pair ``program``, the number of
+    that product, and the positions of the operands that it reads.
 
     None if the store needs both products, or reads values of columns, which alternate in a pair.
     """
-    store = program.stores[at]
-    needed = program.sources([store.value])
-    accs = [acc for acc in program.accs if acc in needed]
-    own = [i for i, operand in enumerate(program.operands) if operand.name in needed]
-    if len(accs) != 1 or any(program.operands[i].kind in ("row", "batch") for i in own):
+    store = program.stores[index]
+    names = program.sources([store.value])
+    accs = [acc for acc in program.accs if acc in names]
+    positions = [i for i, operand in enumerate(program.operands) if operand.name in names]
+    if len(accs) != 1 or any(program.operands[i].kind in ("row", "batch") for i in positions):
         return None
 
-    def renamed(value):
+    def rename(value):
         return "acc" if value == accs[0] else value
 
-    steps = (step for step in program.steps if step.name in needed)
+    steps = (step for step in program.steps if step.name in names)
     half = replace(
         program,
         accs=("acc",),
-        operands=tuple(program.operands[i] for i in own),
-        steps=tuple(replace(step, args=tuple(map(renamed, step.args))) for step in steps),
-        stores=(replace(store, value=renamed(store.value)),),
+        operands=tuple(program.operands[i] for i in positions),
+        steps=tuple(replace(step, args=tuple(map(rename, step.args))) for step in steps),
+        stores=(replace(store, value=rename(store.value)),),
         reduces=(),
     )
-    return half, program.accs.index(accs[0]), own
+    return half, program.accs.index(accs[0]), positions
 
 
-def _half(pair: Node, program: EpilogueProgram, at: int, gpu: Gpu) -> Node | None:
-    """What computes output ``at`` of ``pair`` alone; None if nothing can."""
-    found, call = half_of(program, at), arguments(pair)
-    if found is None or Config.parse(call["config"]) not in legal_configs(found[0], gpu.arch):
+def _half(pair: Node, program: EpilogueProgram, index: int, gpu: Gpu) -> Node | None:
+    """A node that computes output ``index`` of ``pair`` alone; None if nothing can."""
+    parts, call = half_of(program, index), arguments(pair)
+    if parts is None or Config.parse(call["config"]) not in legal_configs(parts[0], gpu.arch):
         return None
-    half, product, own = found
-    operands, bs = [call["operands"][i] for i in own], [call["bs"][product]]
+    half, product, positions = parts
+    operands, bs = [call["operands"][i] for i in positions], [call["bs"][product]]
     others = half.to_json(), call["config"], call["site"], call["strict"]
-    made = Put(pair, pair.next)(OP, call["as_"], bs, operands, *others)
-    return Put(pair, made.next)(operator.getitem, made, 0)
+    half_call = Put(pair, pair.next)(OP, call["as_"], bs, operands, *others)
+    return Put(pair, half_call.next)(operator.getitem, half_call, 0)

@@ -40,7 +40,7 @@ _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 @dataclass(frozen=True)
 class Limit:
-    """What a graph may keep.
+    """The memory that a graph may keep.
 
     Attributes:
         before: the joint graph as torch.compile would have had it, from which torch's partitioner
@@ -56,43 +56,43 @@ class Limit:
 
 
 def limit(graph: Graph, options: Options) -> Limit | None:
-    """The limit of the joint graph ``graph``, before any rewrite; None where there is none. Takes
-    the marks of checkpoints off that the planner replaces."""
+    """The limit of the joint graph ``graph``, before any rewrite; None without a limit. Takes the
+    marks of checkpoints off that the planner replaces."""
     if not training(graph):
         return None
-    marked = [n for n in graph.nodes if n.meta.get("recompute") is not None]
-    selective = any(n.meta["recompute"] in _SAVED for n in marked)
+    marks = [n for n in graph.nodes if n.meta.get("recompute") is not None]
+    selective = any(n.meta["recompute"] in _SAVED for n in marks)
     share = min(1.0, getattr(functorch_config, "activation_memory_budget", 1.0))
-    asked = options.memory
-    room = _room(graph, asked) if isinstance(asked, (int, str)) else None
-    if room is None and not isinstance(asked, float):
-        asked = None
-    if asked is None and share >= 1 and not selective:
+    setting = options.memory
+    room = _room(graph, setting) if isinstance(setting, (int, str)) else None
+    if room is None and not isinstance(setting, float):
+        setting = None
+    if setting is None and share >= 1 and not selective:
         return None
     before = snapshot(graph)
     decompose_all(before)
     owner = graph.owning_module
     module = GraphModule({} if owner is None else owner, before)
-    for node in marked if selective or asked is not None else ():
+    for node in marks if selective or setting is not None else ():
         node.meta["recompute"] = None
-    if isinstance(asked, float):
-        return Limit(module, min(share, asked))
+    if isinstance(setting, float):
+        return Limit(module, min(share, setting))
     return Limit(module, share, room)
 
 
-def _room(graph: Graph, asked: int | str) -> int | None:
-    """Bytes that a step may take beyond what the device holds now: up to a peak of ``asked`` bytes,
-    or what is free, less a margin for what the allocator cannot use ("fit"). The least of all
-    ranks, because their kernels must be the same. None on a CPU, where a part of a model may be."""
+def _room(graph: Graph, setting: int | str) -> int | None:
+    """Bytes that a step may take beyond the present use of the device: up to a peak of ``setting``
+    bytes, or the free memory, less a margin for what the allocator cannot use ("fit"). The least of
+    all ranks, because their kernels must be the same. None for a part of a model on a CPU."""
     device = next((d for d in map(_device, graph.nodes) if d is not None), None)
     if device is None:
         return None
-    held = torch.cuda.memory_allocated(device)
-    if asked == "fit":
+    used = torch.cuda.memory_allocated(device)
+    if setting == "fit":
         free, _ = torch.cuda.mem_get_info(device)
-        room = int(_FIT * (free + torch.cuda.memory_reserved(device) - held))
+        room = int(_FIT * (free + torch.cuda.memory_reserved(device) - used))
     else:
-        room = int(asked) - held
+        room = int(setting) - used
     if several_ranks():
         with unset_fake_temporarily():
             least = torch.tensor(room, device=device)

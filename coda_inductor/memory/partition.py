@@ -28,7 +28,7 @@ from coda_inductor.errors import OptionError
 from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.log import logger, say_once
-from coda_inductor.memory.candidates import Freed, Kept
+from coda_inductor.memory.candidates import Drop, Stash
 from coda_inductor.memory.halves import add_halves
 from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
@@ -55,8 +55,8 @@ def installed() -> bool:
     return isinstance(getattr(inductor_config, "custom_partitioner_fn", None), Partitioner)
 
 
-class _Pickled(tuple):
-    """What a pickled :class:`Partitioner` is: its key."""
+class _Pickle(tuple):
+    """A pickled :class:`Partitioner` is its key."""
 
 
 class Partitioner(CustomPartitionerFn):
@@ -74,51 +74,51 @@ class Partitioner(CustomPartitionerFn):
         return self  # as a pass
 
     def __reduce__(self) -> Any:
-        return _Pickled, ((self.uuid(),),)  # some releases of torch pickle settings into their keys
+        return _Pickle, ((self.uuid(),),)  # some releases of torch pickle settings into their keys
 
     def uuid(self) -> Any:
         return self.key()
 
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **how: Any) -> Split:
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Split:
         record = self.record()
         limit = None if record is None else record.limit
         if record is None or limit is None:
-            return min_cut_rematerialization_partition(gm, joint_inputs, **how)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         record.limit = None  # of this graph alone
         gm.graph.eliminate_dead_code()
         # As torch's partitioner begins: the plan is of these nodes.
         gm.graph = fx_graph_cse(gm.graph)
         with functorch_config.patch(activation_memory_budget=1.0):
-            mark(gm.graph, limit, record, joint_inputs, how)
-            return min_cut_rematerialization_partition(gm, joint_inputs, **how)
+            mark(gm.graph, limit, record, joint_inputs, kwargs)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
 def mark(
-    graph: Graph, limit: Limit, record: Record, joint_inputs: Sequence[Any], how: dict[str, Any]
+    graph: Graph, limit: Limit, record: Record, joint_inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Mark what is computed again in the joint graph ``graph``, and tell the record.
 
     Raises:
         OptionError: no choice stays within the option ``memory``; names the least peak.
     """
-    outputs = how["num_fwd_outputs"]
+    outputs = kwargs["num_fwd_outputs"]
     gpu = record.plan.gpu
-    stock = Kept.of(limit.before.graph, outputs, _kept(limit.before, joint_inputs, how))
+    stock = Stash.of(limit.before.graph, outputs, _saved(limit.before, joint_inputs, kwargs))
     little = _LITTLE * bytes_of(*graph.find_nodes(op="placeholder"))
-    allowed = max(limit.share * bytes_of(*stock.kept), little)
-    names = _kept(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, how)
-    kept = Kept.of(graph, outputs, names)
-    kept.halves = add_halves(graph, kept.backward, gpu)
-    chain = Chain(kept, gpu)
-    timeline = Timeline(kept, [n for n in graph.output_node().args[0] if isinstance(n, Node)])
+    allowed = max(limit.share * bytes_of(*stock.tensors), little)
+    names = _saved(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, kwargs)
+    stash = Stash.of(graph, outputs, names)
+    stash.halves = add_halves(graph, stash.backward, gpu)
+    chain = Chain(stash, gpu)
+    timeline = Timeline(stash, [n for n in graph.output_node().args[0] if isinstance(n, Node)])
 
-    def fits(found: Choice) -> bool:
-        if limit.room is not None and timeline.peak(found.freed) > limit.room:
+    def fits(choice: Choice) -> bool:
+        if limit.room is not None and timeline.peak(choice.drop) > limit.room:
             return False
-        return found.kept <= allowed
+        return choice.kept <= allowed
 
-    # The peak of a single block says little: others' tensors make that of the step. A policy says
-    # what is kept, whatever the peak.
+    # The peak of a single block says little: other blocks' tensors make the peak of the step. A
+    # policy says what is kept, whatever the peak.
     if limit.room is not None and not chain.many and several_ranks():
         say_once(
             "option 'memory' is a peak of one graph, and this one has few layers: blocks that are "
@@ -126,22 +126,22 @@ def mark(
         )
     whole = chain.layers > 1 and limit.share < 1
     least = chain.cut(timeline.peak) if limit.room is not None or whole else 0
-    found = chain.first(fits)
-    if found is None and limit.room is not None:
+    choice = chain.first(fits)
+    if choice is None and limit.room is not None:
         raise OptionError(_too_little(limit, least))
-    if found is None:  # a share: as little as possible
-        found = chain[len(chain) - 1]
-    freed = found.freed
-    for node in kept.again(_read_by_backward(kept, freed), freed) if freed.gone else ():
+    if choice is None:  # a share: as little as possible
+        choice = chain[len(chain) - 1]
+    drop = choice.drop
+    for node in stash.rerun(_backward_reads(stash, drop), drop) if drop.nodes else ():
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node, alone in kept.halves.items():
-        if node in freed.halves:
+    for node, alone in stash.halves.items():
+        if node in drop.halves:
             node.replace_all_uses_with(alone)
-    peak = timeline.peak(freed)
+    peak = timeline.peak(drop)
     graph.eliminate_dead_code()  # halves that nothing reads
-    said = MemoryReport(found.kept, found.before, len(freed.gone), found.ms, peak)
-    record.report.memory = said
-    logger.info("%s: memory: %s", record.name, said)
+    report = MemoryReport(choice.kept, choice.before, len(drop.nodes), choice.ms, peak)
+    record.report.memory = report
+    logger.info("%s: memory: %s", record.name, report)
 
 
 def _too_little(limit: Limit, peak: int) -> str:
@@ -157,20 +157,20 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _read_by_backward(kept: Kept, freed: Freed) -> list[Node]:
-    """What the backward pass reads of the forward pass and is not kept."""
-    there = kept.there(freed)
+def _backward_reads(stash: Stash, drop: Drop) -> list[Node]:
+    """The forward values that the backward pass reads and that are not kept."""
+    saved = stash.after(drop)
     return [
         node
-        for node in kept.forward
+        for node in stash.forward
         if node.op == "call_function"
-        and node not in there
-        and any(user in kept.backward for user in node.users)
+        and node not in saved
+        and any(user in stash.backward for user in node.users)
     ]
 
 
-def _kept(gm: GraphModule, joint_inputs: Sequence[Any], how: dict[str, Any]) -> set[str]:
+def _saved(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:
     """The names of what torch's partitioner keeps; consumes ``gm``."""
-    forward, _ = min_cut_rematerialization_partition(gm, joint_inputs, **how)
-    results = forward.graph.output_node().args[0][how["num_fwd_outputs"] :]
+    forward, _ = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    results = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
     return {n.name for n in results if isinstance(n, Node) and n.op != "placeholder"}

@@ -5,7 +5,7 @@ Kernels run in the graph's order; what is computed again runs right before its f
 torch's partitioner orders it. A *stored* value has memory of its own: a result of a heavy node,
 what a heavy node reads, what is kept, and outputs. All others exist only inside kernels: whoever
 reads them reads the stored values that they are computed from. Memory is freed after the last
-reader, also that of outputs of the forward pass that the backward pass reads (logits): a caller who
+reader. So are outputs of the forward pass that the backward pass reads (logits): a caller that
 holds them needs as much more. An elementwise kernel writes over an operand that ends with it, also
 over what was saved for the backward pass where AOTAutograd donates it. Gradients stay.
 """
@@ -21,7 +21,7 @@ from torch.fx import Node
 from coda_inductor.compat import functorch_config
 from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.sides import is_tangent
-from coda_inductor.memory.candidates import Freed, Kept, heavy, maker, owner
+from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
 from coda_inductor.memory.costs import workspace
 
 #: A stored value, and whether it is the one of the backward pass's own computation.
@@ -40,94 +40,94 @@ class Timeline:
     """The schedule of one graph.
 
     Args:
-        kept: what it computes and keeps.
+        stash: what it computes and keeps.
         results: the outputs of the joint graph, of forward and backward pass.
     """
 
-    def __init__(self, kept: Kept, results: Iterable[Node]):
-        self.kept, self.results = kept, {owner(n) for n in results}
+    def __init__(self, stash: Stash, results: Iterable[Node]):
+        self.stash, self.results = stash, {owner(n) for n in results}
         self._stay = {
             n
             for n in self.results
-            if n not in kept.forward or not any(u in kept.backward for u in kept.readers(n))
+            if n not in stash.forward or not any(u in stash.backward for u in stash.readers(n))
         }
         #: Of the backward pass, but from forward values alone: computed right before its reader.
-        self._lazy = {n: None for n in kept.backward if n.op == "call_function"}
-        for node in kept.backward:
+        self._lazy = {n: None for n in stash.backward if n.op == "call_function"}
+        for node in stash.backward:
             if is_tangent(node) or any(
-                n in kept.backward and n not in self._lazy for n in node.all_input_nodes
+                n in stash.backward and n not in self._lazy for n in node.all_input_nodes
             ):
                 self._lazy.pop(node, None)
-        self._halves = {alone: result for result, alone in kept.halves.items()}
-        self._known: dict[Node, tuple[Node, ...]] = {}
+        self._halves = {alone: result for result, alone in stash.halves.items()}
+        self._read_cache: dict[Node, tuple[Node, ...]] = {}
         self._stored: dict[Node, bool] = {}
 
-    def peak(self, freed: Freed) -> int:
-        """The most bytes that are held at once beyond the graph's inputs under ``freed``."""
-        kernels = self._kernels(freed)
-        last = {value: at for at, kernel in enumerate(kernels) for value in kernel.reads}
+    def peak(self, drop: Drop) -> int:
+        """The most bytes that are held at once beyond the graph's inputs under ``drop``."""
+        kernels = self._kernels(drop)
+        last = {value: i for i, kernel in enumerate(kernels) for value in kernel.reads}
         frees: dict[int, list[_Value]] = {}
-        for at, kernel in enumerate(kernels):
+        for i, kernel in enumerate(kernels):
             for value in kernel.writes:
-                frees.setdefault(max(at, last.get(value, 0)), []).append(value)
-        now = most = 0
-        for at, kernel in enumerate(kernels):
-            now += bytes_of(*(node for node, _ in kernel.writes))
-            over = frees.get(at, [])
-            most = max(most, now + kernel.workspace - self._overwritten(kernel, over))
-            now -= bytes_of(*(node for node, _ in over if node not in self._stay))
+                frees.setdefault(max(i, last.get(value, 0)), []).append(value)
+        held = most = 0
+        for i, kernel in enumerate(kernels):
+            held += bytes_of(*(node for node, _ in kernel.writes))
+            over = frees.get(i, [])
+            most = max(most, held + kernel.workspace - self._overwritten(kernel, over))
+            held -= bytes_of(*(node for node, _ in over if node not in self._stay))
         return most
 
     def _overwritten(self, kernel: _Kernel, over: Sequence[_Value]) -> int:
         """Bytes of results that take the place of operands, for ``over``: what ends here."""
         if not kernel.elementwise:
             return 0
-        own = [bytes_of(node) for node, _ in kernel.writes]
-        found = 0
+        sizes = [bytes_of(node) for node, _ in kernel.writes]
+        total = 0
         for node, again in over:
-            mine = again or node in self.kept.backward or functorch_config.donated_buffer
-            if mine and node not in self.results and bytes_of(node) in own:
-                own.remove(bytes_of(node))
-                found += bytes_of(node)
-        return found
+            writable = again or node in self.stash.backward or functorch_config.donated_buffer
+            if writable and node not in self.results and bytes_of(node) in sizes:
+                sizes.remove(bytes_of(node))
+                total += bytes_of(node)
+        return total
 
-    def _kernels(self, freed: Freed) -> list[_Kernel]:
-        forward = [n for n in self.kept.forward if self._runs(n)]
+    def _kernels(self, drop: Drop) -> list[_Kernel]:
+        forward = [n for n in self.stash.forward if self._runs(n)]
         kernels = [self._kernel(n, [(s, False) for s in self._reads(n)], False) for n in forward]
-        has = self.kept.there(freed)
+        saved = self.stash.after(drop)
         done: set[Node] = set()
-        for node in self.kept.backward:
+        for node in self.stash.backward:
             if self._runs(node) and (node not in self._lazy or node in self.results):
-                for each in (*self._missing(node, freed, done), node):
-                    again = each in self.kept.forward
-                    kernels.append(self._kernel(each, self._values(each, has), again))
+                for each in (*self._missing(node, drop, done), node):
+                    again = each in self.stash.forward
+                    kernels.append(self._kernel(each, self._values(each, saved), again))
         return kernels
 
-    def _missing(self, node: Node, freed: Freed, done: set[Node]) -> list[Node]:
-        """The kernels that run for ``node`` alone, those of the forward pass again, in order."""
-        has = self.kept.there(freed)
-        found: list[Node] = []
+    def _missing(self, node: Node, drop: Drop, done: set[Node]) -> list[Node]:
+        """The kernels that run for ``node`` alone, in order, some of them a second time."""
+        saved = self.stash.after(drop)
+        kernels: list[Node] = []
         todo = [node]
         while todo:
             new = [
-                maker(self.kept.halves[source] if source in freed.halves else source)
+                maker(self.stash.halves[source] if source in drop.halves else source)
                 for source in self._reads(todo[-1])
-                if source in self._lazy or (source in self.kept.forward and source not in has)
+                if source in self._lazy or (source in self.stash.forward and source not in saved)
             ]
-            new = [each for each in dict.fromkeys(new) if each not in done]
+            new = [n for n in dict.fromkeys(new) if n not in done]
             if new:
                 todo += new
                 continue
             top = todo.pop()
             if top is not node and top not in done:
                 done.add(top)
-                found.append(top)
-        return found
+                kernels.append(top)
+        return kernels
 
-    def _values(self, node: Node, has: Collection[Node]) -> list[_Value]:
+    def _values(self, node: Node, saved: Collection[Node]) -> list[_Value]:
         """What ``node`` reads where it runs in the backward pass."""
-        mine = self.kept.forward
-        return [(source, source in mine and source not in has) for source in self._reads(node)]
+        forward = self.stash.forward
+        return [(source, source in forward and source not in saved) for source in self._reads(node)]
 
     def _kernel(self, node: Node, reads: list[_Value], again: bool) -> _Kernel:
         parts = [user for user in node.users if user.target is operator.getitem]
@@ -146,25 +146,25 @@ class Timeline:
         if node not in self._stored:
             self._stored[node] = (
                 heavy(maker(node))
-                or node in self.kept.kept
+                or node in self.stash.tensors
                 or node in self.results
-                or any(map(heavy, self.kept.readers(node)))
+                or any(map(heavy, self.stash.readers(node)))
             )
         return self._stored[node]
 
     def _reads(self, node: Node) -> tuple[Node, ...]:
         """The stored values that the kernel of ``node`` reads, inputs of the graph apart."""
-        if node not in self._known:
-            found: dict[Node, None] = {}
+        if node not in self._read_cache:
+            values: dict[Node, None] = {}
             todo = [owner(n) for n in node.all_input_nodes]
-            seen = set(todo)
+            visited = set(todo)
             while todo:
                 each = todo.pop()
                 if self._is_stored(each):
-                    found[each] = None
+                    values[each] = None
                 else:
-                    new = {owner(n) for n in each.all_input_nodes} - seen
-                    seen |= new
+                    new = {owner(n) for n in each.all_input_nodes} - visited
+                    visited |= new
                     todo += sorted(new)
-            self._known[node] = tuple(found)
-        return self._known[node]
+            self._read_cache[node] = tuple(values)
+        return self._read_cache[node]

@@ -18,7 +18,7 @@ from coda_inductor.compat import disable_current_modes
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.sides import against_op, check_readable, fitting, one_a_tensor
+from coda_inductor.patterns.sides import against_op, check_readable, fitting, gradient_tuple
 from coda_inductor.semantic.define import parameters
 
 #: (shape of the tensors of a meaning, standard deviation): functions may change for small or large
@@ -53,10 +53,10 @@ class _Comparison:
         self.scale, self.zeros = 1.0, False
 
     def run(self) -> None:
-        of = self._meaning if self.pattern.meaning is not None else self._op
+        check = self._meaning if self.pattern.meaning is not None else self._op
         for i, (shape, self.scale) in enumerate(DRAWS):
             self.zeros = i == 1
-            of(shape)
+            check(shape)
         for claim, finite in self.finite.items():
             if not finite:
                 self._refuse(f"{claim}: neither side is a real number at any point that was tried")
@@ -65,60 +65,60 @@ class _Comparison:
         pattern, meaning = self.pattern, self.pattern.meaning
         assert meaning is not None
         signature = Signature(meaning)
-        given = {
+        args = {
             name: self._number() if signature.is_number(name) else self._tensor(shape)
             for name in signature.names
         }
-        means = self._call(meaning, given)
+        right = self._call(meaning, args)
         for idiom in pattern.idioms:
             self._agree(
-                f"{idiom.__name__} = {meaning.__name__}", self._call(idiom, given), means, given
+                f"{idiom.__name__} = {meaning.__name__}", self._call(idiom, args), right, args
             )
         if pattern.gradient is None or self.zeros:  # a derivative may not exist at zero
             return
 
-        def of(*tensors: Tensor) -> Tensor:
-            return meaning(**{**given, **dict(zip(signature.tensors, tensors, strict=True))})
+        def function(*tensors: Tensor) -> Tensor:
+            return meaning(**{**args, **dict(zip(signature.tensors, tensors, strict=True))})
 
         dy = self._tensor(shape)
         names = parameters(pattern.gradient)
-        have = self._call(pattern.gradient, dict(zip(names, (dy, *given.values()), strict=True)))
-        want = torch.func.vjp(of, *(given[name] for name in signature.tensors))[1](dy)
-        for name, a, b in zip(signature.tensors, one_a_tensor(pattern, have), want, strict=True):
-            self._agree(f"gradient with respect to {name}", a, b, {"dy": dy, **given})
+        have = self._call(pattern.gradient, dict(zip(names, (dy, *args.values()), strict=True)))
+        want = torch.func.vjp(function, *(args[name] for name in signature.tensors))[1](dy)
+        for name, a, b in zip(signature.tensors, gradient_tuple(pattern, have), want, strict=True):
+            self._agree(f"gradient with respect to {name}", a, b, {"dy": dy, **args})
 
     def _op(self, _shape: tuple[int, ...]) -> None:
         for idiom in self.pattern.idioms:
             for example in fitting(self.pattern, idiom):
-                given = {n: self._like(example[n]) for n in parameters(idiom)}
-                has, means = against_op(self.pattern, idiom, given)
-                self._agree(f"{idiom.__name__} = {self.pattern.op}", has, means, given)
+                args = {n: self._like(example[n]) for n in parameters(idiom)}
+                left, right = against_op(self.pattern, idiom, args)
+                self._agree(f"{idiom.__name__} = {self.pattern.op}", left, right, args)
 
-    def _call(self, function: Callable[..., Any], given: Values) -> Any:
+    def _call(self, function: Callable[..., Any], args: Values) -> Any:
         try:
-            return function(**given)
+            return function(**args)
         except Exception as error:
             raise PatternError(
                 f"pattern {self.pattern.name}: {function.__name__} cannot be run on tensors: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _agree(self, claim: str, has: Any, means: Any, given: Values) -> None:
+    def _agree(self, claim: str, x: Any, y: Any, args: Values) -> None:
         """Refuse two results that differ where both are finite."""
         on = ", ".join(
-            f"{k} {tuple(v.shape) if isinstance(v, Tensor) else v}" for k, v in given.items()
+            f"{k} {tuple(v.shape) if isinstance(v, Tensor) else v}" for k, v in args.items()
         )
-        if has.shape != means.shape:
-            self._refuse(f"{claim}: {tuple(has.shape)} against {tuple(means.shape)} on inputs {on}")
-        finite = has.isfinite() & means.isfinite()
+        if x.shape != y.shape:
+            self._refuse(f"{claim}: {tuple(x.shape)} against {tuple(y.shape)} on inputs {on}")
+        finite = x.isfinite() & y.isfinite()
         self.finite[claim] = self.finite.get(claim, False) or bool(finite.any())
-        a, b = has[finite], means[finite]
+        a, b = x[finite], y[finite]
         gap = (a - b).abs()
         excess = gap - RTOL * b.abs() - ATOL * max(b.abs().tolist(), default=0)
         if (excess > 0).any():
             i = int(excess.argmax())
-            said = f"{a[i].item():.9g} against {b[i].item():.9g}, {gap[i].item():.3g} apart"
-            self._refuse(f"{claim}: they differ: {said}, on inputs {on}")
+            text = f"{a[i].item():.9g} against {b[i].item():.9g}, {gap[i].item():.3g} apart"
+            self._refuse(f"{claim}: they differ: {text}, on inputs {on}")
 
     def _refuse(self, why: str) -> None:
         raise PatternError(f"pattern {self.pattern.name}: {why}")

@@ -48,25 +48,25 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
         if not x.is_floating_point():
             return refuse("norm-input-dtype", f"the input is {x.dtype}, not a floating type")
         if result.shape != x.shape:
-            said = f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
-            return refuse("norm-result-shape", said)
+            text = f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
+            return refuse("norm-result-shape", text)
         for name in vectors:
             if (node := match.bound.get(name)) is not None:
                 vector = fake(node)
                 row = isinstance(vector, torch.Tensor) and vector.shape[-1:] == x.shape[-1:]
                 if not row or any(n != 1 for n in vector.shape[:-1]):
-                    said = f"the {name} is not one value per column"
-                    return refuse("norm-weight-shape", said)
+                    text = f"the {name} is not one value per column"
+                    return refuse("norm-weight-shape", text)
         return None
 
     return condition
 
 
 def row(match: Match, name: str) -> Node | Flat | None:
-    """What is bound to ``name``, which is ``row_wise``, as (d,); None if it is absent."""
+    """The binding of ``name``, which is ``row_wise``, as (d,); None if it is absent."""
     bound = match.bound.get(name)
-    known = fake(bound)
-    return Flat(bound) if isinstance(known, torch.Tensor) and known.dim() > 1 else bound
+    vector = fake(bound)
+    return Flat(bound) if isinstance(vector, torch.Tensor) and vector.dim() > 1 else bound
 
 
 def _recorded(bound: Any) -> Any:

@@ -42,8 +42,8 @@ def difference(left: Any, right: Any, *, kinks: bool = True) -> str | None:
     left, right = (_exact(sympy.sympify(side)) for side in (left, right))
     if left == right:
         return None
-    if (found := _counterexample(left, right)) is not None:
-        return found
+    if (refutation := _counterexample(left, right)) is not None:
+        return refutation
     for where, piece in _pieces(left - right, kinks):
         rest = _normal(piece)
         if rest != 0:
@@ -74,10 +74,10 @@ def _counterexample(left: Any, right: Any) -> str | None:
             continue
         tried += 1
         if abs(a - b) > _TOLERANCE * (1 + abs(a)):
-            at = ", ".join(f"{s} = {float(v):g}" for s, v in point.items()) or "always"
+            place = ", ".join(f"{s} = {float(v):g}" for s, v in point.items()) or "always"
             rest = _short(sympy.factor_terms(left - right))
             return (
-                f"they differ: {float(a):.9g} against {float(b):.9g} at {at}; "
+                f"they differ: {float(a):.9g} against {float(b):.9g} at {place}; "
                 f"the difference is {rest}"
             )
     return None if tried else "neither side is a real number at any point that was tried"
@@ -101,18 +101,18 @@ def _pieces(expr: Any, kinks: bool) -> Iterator[tuple[str, Any]]:
     roots: dict[Any, set[Any]] = {}
     for key, root, _ in lines:
         roots.setdefault(key, set()).add(root)
-    choices = [_regions(key, sorted(found, key=float), kinks) for key, found in roots.items()]
+    choices = [_regions(key, sorted(points, key=float), kinks) for key, points in roots.items()]
     for number_, case in enumerate(itertools.product(*choices)):
         if number_ >= _MOST_CASES:
             yield " (too many conditions to go through)", expr
             return
-        at = dict(zip(roots, case, strict=True))
+        regions = dict(zip(roots, case, strict=True))
         truth = {
-            c: sympy.true if _holds(c, at[key][0], root, sign) else sympy.false
+            c: sympy.true if _holds(c, regions[key][0], root, sign) else sympy.false
             for c, (key, root, sign) in zip(conditions, lines, strict=True)
         }
         piece = expr.xreplace(truth)
-        for key, (sample, on_root, _) in at.items():
+        for key, (sample, on_root, _) in regions.items():
             if on_root:
                 piece = piece.xreplace(_solved(key, sample))
         yield " where " + " and ".join(text for _, _, text in case), piece
@@ -143,14 +143,14 @@ def _line(condition: Any) -> tuple[Any, Any, int]:
 
 def _regions(key: Any, roots: list[Any], kinks: bool) -> list[tuple[Any, bool, str]]:
     """(sample, is it a root, text) for the roots and the open intervals between them."""
-    found = [(roots[0] - 1, False, f"{key} < {roots[0]}")]
+    regions = [(roots[0] - 1, False, f"{key} < {roots[0]}")]
     for low, high in itertools.pairwise([*roots, None]):
         if kinks:
-            found.append((low, True, f"{key} = {low}"))
+            regions.append((low, True, f"{key} = {low}"))
         last = high is None
         sample = low + 1 if last else (low + high) / 2
-        found.append((sample, False, f"{key} > {low}" + ("" if last else f" and < {high}")))
-    return found
+        regions.append((sample, False, f"{key} > {low}" + ("" if last else f" and < {high}")))
+    return regions
 
 
 def _holds(condition: Any, sample: Any, root: Any, sign: int) -> bool:

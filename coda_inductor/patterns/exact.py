@@ -53,9 +53,9 @@ class Exact(Tensor):
 
     @staticmethod
     def __new__(cls, cells: list[Any], at: Tensor, dtype: torch.dtype) -> Any:
-        made: Any = make_wrapper_subclass(cls, at.shape, strides=at.stride(), dtype=dtype)
-        made.cells, made.at = cells, at
-        return made
+        tensor: Any = make_wrapper_subclass(cls, at.shape, strides=at.stride(), dtype=dtype)
+        tensor.cells, tensor.at = cells, at
+        return tensor
 
     @classmethod
     def of(cls, elements: Iterable[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -67,10 +67,10 @@ class Exact(Tensor):
     def symbols(cls, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Any:
         """A tensor of symbols ``name_0``, ...: real ones, or pairs ``a + I b`` of real ones."""
         n = math.prod(shape)
-        found = [sympy.Symbol(f"{name}_{i}", real=True) for i in range(n)]
+        elements = [sympy.Symbol(f"{name}_{i}", real=True) for i in range(n)]
         if dtype.is_complex:
-            found = [z + sympy.I * sympy.Symbol(f"{z}_i", real=True) for z in found]
-        return cls.of(found, shape, dtype)
+            elements = [z + sympy.I * sympy.Symbol(f"{z}_i", real=True) for z in elements]
+        return cls.of(elements, shape, dtype)
 
     @classmethod
     def exactly(cls, item: Any) -> Any:
@@ -112,32 +112,32 @@ class Exact(Tensor):
         if name.endswith("_") and hasattr(aten, name[:-1]):  # masked_fill_, add_
             plain = getattr(getattr(aten, name[:-1]), overload or "default")
             return args[0].write(plain(*args, **kwargs))
-        found = func.decompose(*args, **kwargs)
-        if found is NotImplemented:
-            known = ", ".join(sorted(FORMULAS))
-            raise PatternError(f"the prover has no formula for {func}. It has those of {known}")
-        return found
+        result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            names = ", ".join(sorted(FORMULAS))
+            raise PatternError(f"the prover has no formula for {func}. It has those of {names}")
+        return result
 
     @classmethod
-    def _move(cls, func: Any, moved: Any, *args: Any, **kwargs: Any) -> Any:
+    def _move(cls, func: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         """Perform ``func`` on the indices of a tensor, or of several that become one."""
-        if isinstance(moved, (list, tuple)):
-            parts = [cls.exactly(part) for part in moved]
+        if isinstance(source, (list, tuple)):
+            parts = [cls.exactly(part) for part in source]
             starts = itertools.accumulate((len(part.cells) for part in parts), initial=0)
-            places: Any = [part.at + start for part, start in zip(parts, starts, strict=False)]
+            indices: Any = [part.at + start for part, start in zip(parts, starts, strict=False)]
             cells, dtype = [c for part in parts for c in part.cells], parts[0].dtype
         else:
-            places, cells, dtype = moved.at, moved.cells, moved.dtype
+            indices, cells, dtype = source.at, source.cells, source.dtype
         func = aten.reshape.default if func is aten.view.default else func
-        found = func(places, *args, **kwargs)
-        return tree_map(lambda at: cls(cells, at, dtype) if isinstance(at, Tensor) else at, found)
+        result = func(indices, *args, **kwargs)
+        return tree_map(lambda at: cls(cells, at, dtype) if isinstance(at, Tensor) else at, result)
 
     @classmethod
     def _elementwise(
         cls, formula: Callable[..., Any], args: Any, *, alpha: Any = 1, **options: Any
     ) -> Any:
-        given = (*args, *options.values())
-        exact: list[Any] = [a if a is None or isinstance(a, str) else cls.exactly(a) for a in given]
+        terms = (*args, *options.values())
+        exact: list[Any] = [a if a is None or isinstance(a, str) else cls.exactly(a) for a in terms]
         tensors = [a for a in exact if isinstance(a, cls)]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         n = math.prod(shape)
@@ -151,21 +151,21 @@ class Exact(Tensor):
         return cls.of(items, shape, dtype)
 
     def write(self, new: Any) -> Exact:
-        """Replace its elements by those of ``new``."""
+        """Replace its elements by the elements of ``new``."""
         spread = type(self).exactly(new).expand(self.shape)
-        for place, item in zip(self.at.flatten().tolist(), spread.elements, strict=True):
-            self.cells[place] = item
+        for i, item in zip(self.at.flatten().tolist(), spread.elements, strict=True):
+            self.cells[i] = item
         return self
 
     def over(self, dims: Any, keepdim: bool, fold: Callable[[list[Any]], Any]) -> Any:
         """``fold`` of the elements along ``dims``, or of all if there are none."""
         rank = self.dim()
-        given = [dims] if isinstance(dims, int) else dims or range(rank)
-        along = sorted(d % rank for d in given)
-        kept = [d for d in range(rank) if d not in along]
-        lines = self.at.permute(*kept, *along).reshape(math.prod(self.shape[d] for d in kept), -1)
+        axes = [dims] if isinstance(dims, int) else dims or range(rank)
+        along = sorted(d % rank for d in axes)
+        rest = [d for d in range(rank) if d not in along]
+        lines = self.at.permute(*rest, *along).reshape(math.prod(self.shape[d] for d in rest), -1)
         items = [fold([self.cells[i] for i in line]) for line in lines.tolist()]
-        shape = [1 if d in along else self.shape[d] for d in range(rank) if keepdim or d in kept]
+        shape = [1 if d in along else self.shape[d] for d in range(rank) if keepdim or d in rest]
         return self.of(items, shape, self.dtype)
 
 
@@ -175,9 +175,9 @@ def expression(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Any:
     Raises:
         PatternError: it cannot be run on them, or calls what has no formula.
     """
-    given = {name: Exact.of([symbol], (), torch.float64) for name, symbol in symbols.items()}
+    inputs = {name: Exact.of([symbol], (), torch.float64) for name, symbol in symbols.items()}
     try:
-        found = function(**given)
+        result = function(**inputs)
     except PatternError as error:
         raise PatternError(f"{function.__name__}: {error}") from error
     except Exception as error:
@@ -185,7 +185,7 @@ def expression(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Any:
             f"{function.__name__} cannot be traced: {type(error).__name__}: {error}. Write it "
             "without control flow on tensors and without reading their shapes"
         ) from error
-    return tree_map(lambda x: x.elements[0] if isinstance(x, Exact) else number(x), found)
+    return tree_map(lambda x: x.elements[0] if isinstance(x, Exact) else number(x), result)
 
 
 def _read(_cls: Any, _x: Any) -> Any:
@@ -210,9 +210,9 @@ def _mean(cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -
 
 
 def _var_mean(
-    _cls: Any, x: Any, dims: Any = None, unbiased: Any = None, keepdim: bool = False, **how: Any
+    _cls: Any, x: Any, dims: Any = None, unbiased: Any = None, keepdim: bool = False, **options: Any
 ) -> tuple[Any, Any]:
-    assert how.get("correction") == 0 or unbiased is False, "the biased variance"
+    assert options.get("correction") == 0 or unbiased is False, "the biased variance"
     square = (x - x.mean(dims, keepdim=True)).square()
     return square.mean(dims, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
@@ -224,8 +224,8 @@ def _vector_norm(
     return torch.sqrt((x * x).sum(dims, keepdim=keepdim))
 
 
-def _var(*args: Any, **how: Any) -> Any:
-    return _var_mean(*args, **how)[0]
+def _var(*args: Any, **options: Any) -> Any:
+    return _var_mean(*args, **options)[0]
 
 
 def _layer_norm(

@@ -21,7 +21,7 @@ _CONSTANTS = (
     sympy.sqrt(1 / (2 * sympy.pi)), sympy.sqrt(2 * sympy.pi), 1 / sympy.pi, 1 / sympy.E,
 )  # fmt: skip
 _SLOPE = sympy.Rational(1, 100)  # torch's default
-_KNOWN = {sign * float(c): sign * c for c in _CONSTANTS for sign in (1, -1)}
+_IRRATIONAL = {sign * float(c): sign * c for c in _CONSTANTS for sign in (1, -1)}
 
 
 def number(x: Any) -> Any:
@@ -32,7 +32,7 @@ def number(x: Any) -> Any:
         return sympy.Integer(x)
     if not math.isfinite(x):
         return sympy.sympify(float(x))
-    near = next((c for f, c in _KNOWN.items() if math.isclose(f, x, rel_tol=1e-15)), None)
+    near = next((c for f, c in _IRRATIONAL.items() if math.isclose(f, x, rel_tol=1e-15)), None)
     return sympy.Rational(str(x)) if near is None else near
 
 

@@ -50,15 +50,15 @@ def load_file(path: str | Path) -> tuple[Pattern, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _load(source: Source) -> tuple[Pattern, ...]:
-    found = run(source)
-    for pattern in () if _builtin(source.path) else found:
+    patterns = run(source)
+    for pattern in () if _builtin(source.path) else patterns:
         if refusal := name_taken(source.path, pattern.name):
             raise PatternError(f"{source.path}: {refusal}")
         try:
             compare(pattern)
         except PatternError as error:
             raise PatternError(f"{source.path}: {error}") from error
-    return found
+    return patterns
 
 
 def _builtin(path: Path) -> bool:
@@ -95,9 +95,9 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
         PatternError: ``path`` does not exist, or the one file that it names does not load.
     """
     path = Path(path).resolve()
-    found = _loaded(_expand(path), strict=strict or path.is_file())
-    _registered.update(dict.fromkeys(found))
-    return tuple(itertools.chain(*found.values()))
+    patterns = _load_all(_expand(path), strict=strict or path.is_file())
+    _registered.update(dict.fromkeys(patterns))
+    return tuple(itertools.chain(*patterns.values()))
 
 
 def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, ...]:
@@ -108,19 +108,19 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
     Raises:
         PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.
     """
-    return tuple(itertools.chain(*_loaded(files(extra), strict=strict).values()))
+    return tuple(itertools.chain(*_load_all(files(extra), strict=strict).values()))
 
 
-def _loaded(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Pattern, ...]]:
-    found = {}
+def _load_all(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Pattern, ...]]:
+    patterns = {}
     for file in files:
         try:
-            found[file] = load_file(file)
+            patterns[file] = load_file(file)
         except PatternError as error:
             if strict:
                 raise
             _warn_once(str(error))
-    return found
+    return patterns
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,8 +135,8 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
     Raises:
         PatternError: a file or folder of ``extra`` does not exist.
     """
-    given = [file for path in extra for file in _expand(Path(path))]
-    ordered = (*given, *_registered, *sorted(builtin_folder().glob("*.py")))
+    own = [file for path in extra for file in _expand(Path(path))]
+    ordered = (*own, *_registered, *sorted(builtin_folder().glob("*.py")))
     unique: dict[Path, Path] = {}
     for file in ordered:
         unique.setdefault(file.resolve(), file)
@@ -146,10 +146,10 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
 def _expand(path: Path) -> list[Path]:
     """A file, or the pattern files of a folder."""
     if path.is_dir():
-        found = [p for p in sorted(path.glob("*.py")) if p.name != "__init__.py"]
-        if not found:
+        files = [p for p in sorted(path.glob("*.py")) if p.name != "__init__.py"]
+        if not files:
             raise PatternError(f"no pattern files (*.py) in the folder {path}")
-        return found
+        return files
     if not path.is_file():
         raise PatternError(f"no such pattern file: {path}")
     return [path]

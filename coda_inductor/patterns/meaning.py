@@ -91,8 +91,8 @@ class Signature:
                 return refuse("gate-dtype", f"{name} is {tensor.dtype}, not a floating type")
             shapes[name] = tensor.shape
         if any(shape != shapes[self.tensors[0]] for shape in shapes.values()):
-            said = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-            return refuse("gate-shape", f"{said} differ in shape")
+            text = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            return refuse("gate-shape", f"{text} differ in shape")
         return None
 
 
@@ -116,26 +116,26 @@ def op_of(
         )
     signature = Signature(meaning)
     op_name = f"{name}_{_digest(name, meaning)}"
-    known = getattr(torch.ops.coda_inductor, op_name, None)
-    if known is not None:
-        return known.default
+    op = getattr(torch.ops.coda_inductor, op_name, None)
+    if op is not None:
+        return op.default
     meaning = _in_one_dtype(meaning)
-    given = ", ".join(
+    schema = ", ".join(
         f"{'float' if signature.is_number(n) else 'Tensor'} {n}" for n in signature.names
     )
     gradients = ", ".join("Tensor" for _ in signature.tensors)
     backward = define(
-        f"{op_name}_backward(Tensor dy, {given}, bool[] needs) -> ({gradients})",
+        f"{op_name}_backward(Tensor dy, {schema}, bool[] needs) -> ({gradients})",
         _backward_definition(meaning, gradient, signature),
         fake=_empty_gradients(signature),
         name=f"{name}_backward",
         pointwise=True,
     )
     return define(
-        f"{op_name}({given}) -> Tensor",
+        f"{op_name}({schema}) -> Tensor",
         meaning,
         gradient=backward,
-        of=signature.tensors,
+        wrt=signature.tensors,
         name=name,
         pointwise=True,
     )
@@ -157,9 +157,9 @@ def norm_of(name: str, scale: Callable[..., Tensor], values: tuple[Any, ...]) ->
             "somewhere, be it at a row of zeros"
         )
     op_name = f"{name}_{_digest(name, scale)}"
-    known = getattr(torch.ops.coda_inductor, op_name, None)
-    if known is not None:
-        return known.default
+    op = getattr(torch.ops.coda_inductor, op_name, None)
+    if op is not None:
+        return op.default
     return define_norm(name, scale, numbers, op_name=op_name, of_sum=first == "sum_square")
 
 
@@ -182,8 +182,8 @@ def _digest(name: str, meaning: Callable[..., Any]) -> str:
     content = meaning.__globals__.get(DIGEST)
     if content is None:  # not from a pattern file: a test, a notebook
         source = inspect.getsourcefile(meaning)
-        known = source is not None and Path(source).is_file()
-        content = Path(str(source)).read_bytes().hex() if known else repr(meaning.__code__.co_code)
+        exists = source is not None and Path(source).is_file()
+        content = Path(str(source)).read_bytes().hex() if exists else repr(meaning.__code__.co_code)
     code = meaning.__code__
     unique = (name, content, meaning.__qualname__, code.co_firstlineno, repr(code.co_consts))
     return hashlib.sha256(repr(unique).encode()).hexdigest()[:8]
@@ -194,24 +194,24 @@ def _backward_definition(
 ) -> Callable[..., Any]:
     def backward(dy: Tensor, *arguments: Any) -> Any:
         bound, needs = dict(zip(signature.names, arguments, strict=False)), arguments[-1]
-        wanted = [n for n, need in zip(signature.tensors, needs, strict=True) if need]
+        names = [n for n, need in zip(signature.tensors, needs, strict=True) if need]
         if gradient is not None:
-            given: Any = _in_one_dtype(gradient)(dy, *bound.values())
-            given = (given,) if isinstance(given, Tensor) else given
-            found = dict(zip(signature.tensors, given, strict=True))
-        elif wanted:
+            gradients: Any = _in_one_dtype(gradient)(dy, *bound.values())
+            gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
+            by_name = dict(zip(signature.tensors, gradients, strict=True))
+        elif names:
 
-            def of(*tensors: Tensor) -> Tensor:
-                return meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))})
+            def function(*tensors: Tensor) -> Tensor:
+                return meaning(**{**bound, **dict(zip(names, tensors, strict=True))})
 
             # Torch's gradient of clamp writes in place, which an epilogue cannot.
             @torch.func.functionalize
             def pull(dy: Tensor, *tensors: Tensor) -> Any:
-                return torch.func.vjp(of, *tensors)[1](dy)
+                return torch.func.vjp(function, *tensors)[1](dy)
 
-            found = dict(zip(wanted, pull(dy, *(bound[n] for n in wanted)), strict=True))
+            by_name = dict(zip(names, pull(dy, *(bound[n] for n in names)), strict=True))
         results = tuple(
-            found[n].to(bound[n].dtype) if n in wanted else bound[n].new_empty(0)
+            by_name[n].to(bound[n].dtype) if n in names else bound[n].new_empty(0)
             for n in signature.tensors
         )
         return results[0] if len(results) == 1 else results

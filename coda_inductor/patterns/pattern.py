@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pattern file defines: an idiom in its spellings, and what it means."""
+"""The class that pattern files define: an idiom in its spellings, and its meaning."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Pattern:
             raise PatternError(
                 f"pattern {self.name}: set either meaning (a torch function) or op (a semantic op)"
             )
-        for what in ("idioms", "conditions"):
-            if not isinstance(getattr(self, what), (tuple, list)):
-                raise PatternError(f"pattern {self.name}: {what} must be a tuple, like (first,)")
+        for name in ("idioms", "conditions"):
+            if not isinstance(getattr(self, name), (tuple, list)):
+                raise PatternError(f"pattern {self.name}: {name} must be a tuple, like (first,)")
         if self.meaning is not None:
             self._define()
         elif self.arguments is None or not self.idioms:
@@ -99,8 +99,8 @@ class Pattern:
                 raise PatternError(f"norm {name}: an idiom takes {expected} and may take weight")
 
         def arguments(match: Match) -> tuple[Any, ...]:
-            given = [number(match, n) for n in numbers]
-            return (match.bound["x"], row(match, "weight"), *given, fake(match.root).dtype)
+            args = [number(match, n) for n in numbers]
+            return (match.bound["x"], row(match, "weight"), *args, fake(match.root).dtype)
 
         return cls(
             name,
@@ -142,8 +142,8 @@ class Pattern:
 
     def call(self, *arguments: Any) -> Any:
         """The semantic op on ``arguments``; its output that replaces the idiom."""
-        found = self.op(*arguments)
-        return found if self.result is None else found[self.result]
+        result = self.op(*arguments)
+        return result if self.result is None else result[self.result]
 
     def refusal(self, match: Match) -> Refusal | None:
         """The reason of the first side condition that does not hold, or None."""

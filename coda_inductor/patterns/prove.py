@@ -24,7 +24,7 @@ from coda_inductor.patterns.equal import difference
 from coda_inductor.patterns.exact import Exact, expression
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.sides import against_op, check_readable, fitting, one_a_tensor
+from coda_inductor.patterns.sides import against_op, check_readable, fitting, gradient_tuple
 from coda_inductor.semantic.define import parameters
 
 
@@ -32,7 +32,7 @@ from coda_inductor.semantic.define import parameters
 class Claim:
     """Two things that must be equal. ``kinks``: also at the points where a condition changes."""
 
-    what: str
+    name: str
     left: Any
     right: Any
     kinks: bool = True
@@ -49,11 +49,11 @@ def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> lis
     """
     proven = []
     for claim in claims(pattern):
-        step(claim.what)
+        step(claim.name)
         rest = difference(claim.left, claim.right, kinks=claim.kinks)
         if rest is not None:
-            raise PatternError(f"pattern {pattern.name}: {claim.what}: {rest}")
-        proven.append(claim.what)
+            raise PatternError(f"pattern {pattern.name}: {claim.name}: {rest}")
+        proven.append(claim.name)
     return proven
 
 
@@ -64,10 +64,10 @@ def claims(pattern: Pattern) -> Iterator[Claim]:
         PatternError: as :func:`check_readable`, or a formula is missing.
     """
     check_readable(pattern)
-    yield from _of_op(pattern) if pattern.meaning is None else _of_meaning(pattern)
+    yield from _claims_of_op(pattern) if pattern.meaning is None else _claims_of_meaning(pattern)
 
 
-def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
+def _claims_of_meaning(pattern: Pattern) -> Iterator[Claim]:
     assert pattern.meaning is not None
     signature = Signature(pattern.meaning)
     symbols = {name: sympy.Symbol(name, real=True) for name in signature.names}
@@ -76,25 +76,25 @@ def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
         if idiom is pattern.meaning:
             yield Claim(f"{idiom.__name__} has a formula", meaning, meaning)
             continue
-        what = f"{idiom.__name__} = {pattern.meaning.__name__}"
-        yield Claim(what, expression(idiom, symbols), meaning)
+        label = f"{idiom.__name__} = {pattern.meaning.__name__}"
+        yield Claim(label, expression(idiom, symbols), meaning)
     if pattern.gradient is None:
         return
     dy = sympy.Symbol("dy", real=True)
     bound = dict(zip(parameters(pattern.gradient), (dy, *symbols.values()), strict=True))
-    given = one_a_tensor(pattern, expression(pattern.gradient, bound))
-    for name, have in zip(signature.tensors, given, strict=True):
+    gradients = gradient_tuple(pattern, expression(pattern.gradient, bound))
+    for name, have in zip(signature.tensors, gradients, strict=True):
         want = dy * sympy.diff(meaning, symbols[name])
         yield Claim(f"gradient with respect to {name}", have, want, kinks=False)
 
 
-def _of_op(pattern: Pattern) -> Iterator[Claim]:
+def _claims_of_op(pattern: Pattern) -> Iterator[Claim]:
     """Each idiom against the definition of the op, on symbols in place of the examples' tensors."""
     for idiom in pattern.idioms:
         for example in fitting(pattern, idiom):
-            given = {name: _symbols(name, example[name]) for name in parameters(idiom)}
-            has, means = against_op(pattern, idiom, given)
-            yield Claim(f"{idiom.__name__} = {pattern.op}", has.elements, means.elements)
+            inputs = {name: _symbols(name, example[name]) for name in parameters(idiom)}
+            left, right = against_op(pattern, idiom, inputs)
+            yield Claim(f"{idiom.__name__} = {pattern.op}", left.elements, right.elements)
 
 
 def _symbols(name: str, example: Any) -> Any:

@@ -21,7 +21,7 @@ from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.semantic.define import DEFINITIONS, parameters
 
 #: Functions of whole rows, which a norm may have and a meaning may not.
-_OF_ROWS = {
+_ROW_FUNCTIONS = {
     "amax", "amin", "layer_norm", "linalg_norm", "linalg_vector_norm", "logsumexp", "mean", "norm",
     "normalize", "prod", "rms_norm", "softmax", "std", "sum", "var", "var_mean", "vector_norm",
 }  # fmt: skip
@@ -32,7 +32,7 @@ def check_readable(pattern: Pattern) -> None:
 
     Raises:
         PatternError: an idiom cannot be traced or matched, or has other parameters than the
-            meaning; the op is none of ours; it has no example.
+            meaning; the op is not a semantic op; it has no example.
     """
     functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
     for function in dict.fromkeys(functions):
@@ -60,8 +60,8 @@ def check_readable(pattern: Pattern) -> None:
         raise PatternError(f"pattern {pattern.name}: gradient takes dy and then {', '.join(names)}")
 
 
-def one_a_tensor(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
-    """What the author's gradient returned, as a tuple.
+def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
+    """The results of the author's gradient, as a tuple.
 
     Raises:
         PatternError: it is not one for each tensor.
@@ -78,34 +78,34 @@ def one_a_tensor(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
 
 
 def against_op(
-    pattern: Pattern, idiom: Callable[..., Any], given: Mapping[str, Any]
+    pattern: Pattern, idiom: Callable[..., Any], inputs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """The idiom's result and the op's, of values for the idiom's parameters."""
-    match, nodes = stand_in(given)
-    arguments = [given[nodes[a]] if isinstance(a, Node) else a for a in pattern.arguments(match)]
-    means = DEFINITIONS[pattern.op].function(*arguments)
-    means = means if pattern.result is None else means[pattern.result]
-    has = _Idiom(torch.fx.symbolic_trace(idiom)).run(*given.values())
-    if has.shape != means.shape:
+    match, nodes = stand_in(inputs)
+    arguments = [inputs[nodes[a]] if isinstance(a, Node) else a for a in pattern.arguments(match)]
+    right = DEFINITIONS[pattern.op].function(*arguments)
+    right = right if pattern.result is None else right[pattern.result]
+    left = _Idiom(torch.fx.symbolic_trace(idiom)).run(*inputs.values())
+    if left.shape != right.shape:
         raise PatternError(
-            f"pattern {pattern.name}: {idiom.__name__} is {tuple(has.shape)}, and {pattern.op} "
-            f"{tuple(means.shape)}"
+            f"pattern {pattern.name}: {idiom.__name__} is {tuple(left.shape)}, and {pattern.op} "
+            f"{tuple(right.shape)}"
         )
-    return has, means
+    return left, right
 
 
 def fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
     """The examples with all parameters of ``idiom``, of these the ones with the fewest others."""
     names = set(parameters(idiom))
-    found = [e for e in pattern.examples if names <= set(e)]
-    if not found:
+    examples = [e for e in pattern.examples if names <= set(e)]
+    if not examples:
         missing = names - set(pattern.examples[0])
         raise PatternError(
             f"pattern {pattern.name}: example has no {', '.join(sorted(missing))}, which idiom "
             f"{idiom.__name__} takes"
         )
-    fewest = min(map(len, found))
-    return [e for e in found if len(e) == fewest]
+    fewest = min(map(len, examples))
+    return [e for e in examples if len(e) == fewest]
 
 
 class _Idiom(torch.fx.Interpreter):
@@ -115,15 +115,15 @@ class _Idiom(torch.fx.Interpreter):
         call = normalize(n) if n.op == "call_function" else None
         if call is None or call.op not in ("rms_norm", "layer_norm"):
             return super().run_node(n)
-        how = dict(torch.fx.node.map_arg(call.args, self.env.__getitem__))
-        return getattr(torch, call.op)(normalized_shape=how["input"].shape[-1:], **how)
+        kwargs = dict(torch.fx.node.map_arg(call.args, self.env.__getitem__))
+        return getattr(torch, call.op)(normalized_shape=kwargs["input"].shape[-1:], **kwargs)
 
 
-def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
-    """A match that binds parameters to the values in ``given``: numbers, and for each tensor a node
-    of its shape and dtype. Also returns the parameter of each node."""
-    graph, nodes, bound = Graph(), {}, dict(given)
-    for name, tensor in given.items():
+def stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
+    """A match that binds parameters to ``inputs``: to numbers, and for each tensor to a node of its
+    shape and dtype. Also returns the parameter of each node."""
+    graph, nodes, bound = Graph(), {}, dict(inputs)
+    for name, tensor in inputs.items():
         if isinstance(tensor, Tensor):
             node = graph.placeholder(name)
             node.meta["example_value"] = torch.empty(
@@ -138,8 +138,8 @@ def _numbers(pattern: Pattern) -> set[Any]:
     if pattern.meaning is not None:
         signature = Signature(pattern.meaning)
         return {*signature.names} - {*signature.tensors}
-    given = [item for example in pattern.examples for item in example.items()]
-    return {name for name, value in given if isinstance(value, (int, float))}
+    items = [item for example in pattern.examples for item in example.items()]
+    return {name for name, value in items if isinstance(value, (int, float))}
 
 
 def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
@@ -155,7 +155,7 @@ def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
         raise PatternError(f"idiom {idiom.__name__} must return one tensor")
     for node in graph.nodes:
         call = node.op in ("call_function", "call_method")
-        if call and pattern.meaning is not None and op_name(node) in _OF_ROWS:
+        if call and pattern.meaning is not None and op_name(node) in _ROW_FUNCTIONS:
             raise PatternError(
                 f"{idiom.__name__} computes {op_name(node)} of rows, and a meaning is of "
                 "single elements. A norm x * scale * weight is written as "

@@ -49,18 +49,18 @@ def run(source: Source) -> tuple[Pattern, ...]:
         PatternError: it fails, or defines no pattern.
     """
     module = _import(source)
-    found = getattr(module, "PATTERNS", None)
-    if found is None and hasattr(module, "PATTERN"):
-        found = [module.PATTERN]
+    patterns = getattr(module, "PATTERNS", None)
+    if patterns is None and hasattr(module, "PATTERN"):
+        patterns = [module.PATTERN]
     if (
-        not found
-        or not isinstance(found, (tuple, list))
-        or not all(isinstance(p, Pattern) for p in found)
+        not patterns
+        or not isinstance(patterns, (tuple, list))
+        or not all(isinstance(p, Pattern) for p in patterns)
     ):
         raise PatternError(
             f"{source.path}: define PATTERN = coda_inductor.Pattern(...) or a list PATTERNS of them"
         )
-    return tuple(found)
+    return tuple(patterns)
 
 
 def _import(source: Source) -> ModuleType:
@@ -74,8 +74,8 @@ def _import(source: Source) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         line = _line_in(error, source.path)
-        said = str(error) if isinstance(error, PatternError) else f"{type(error).__name__}: {error}"
-        raise PatternError(f"{source.path}{line}: {said}") from error
+        text = str(error) if isinstance(error, PatternError) else f"{type(error).__name__}: {error}"
+        raise PatternError(f"{source.path}{line}: {text}") from error
     return module
 
 

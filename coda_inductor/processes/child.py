@@ -54,19 +54,19 @@ class Child:
     def __init__(
         self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        own, theirs = socket.socketpair()
-        self.connection = Messages(own.detach())
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ``end``)
+        local, remote = socket.socketpair()
+        self.connection = Messages(local.detach())
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ``end``)
         command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
         command += [str(_PROGRAM), str(os.getpid()), module, *arguments]
-        kept = {k: v for k, v in os.environ.items() if k not in _NOT_ITS}
-        with theirs:
+        variables = {k: v for k, v in os.environ.items() if k not in _NOT_ITS}
+        with remote:
             self._process = subprocess.Popen(  # noqa: S603 (our own module)
                 command,
-                stdin=theirs.fileno(),
-                stdout=self._said,
+                stdin=remote.fileno(),
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
-                env={**kept, **(environment or {})},
+                env={**variables, **(environment or {})},
                 start_new_session=True,  # a terminal's Ctrl-C is not for it
             )
         self._send(import_path())
@@ -100,8 +100,8 @@ class Child:
             self._process.wait(_GRACE)
         lines: list[str] = []
         with contextlib.suppress(ValueError):  # ended by another thread
-            self._said.seek(0)
-            lines = self._said.read().decode(errors="replace").strip().splitlines()
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").strip().splitlines()
         self.end()
         return EndedError(self._process.returncode, lines[-1][:200] if lines else "")
 
@@ -112,7 +112,7 @@ class Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE)
                 break
-        self._said.close()
+        self._output.close()
 
     def abandon(self) -> None:
         """In a fork of this process: leave the child to its parent, so that it ends with it."""
@@ -127,12 +127,12 @@ class Child:
 def import_path() -> list[str]:
     """``sys.path``, without the current folder: what lies there is data, not a library. Import
     ignores entries that are not text, such as a ``pathlib.Path``."""
-    here = None
+    folder = None
     with contextlib.suppress(FileNotFoundError):  # it was removed
-        here = os.path.realpath(os.getcwd())
+        folder = os.path.realpath(os.getcwd())
     entries: list[Any] = sys.path
     texts = [p for p in entries if isinstance(p, str)]
-    found = [p for p in texts if os.path.isabs(p) and os.path.realpath(p) != here]
+    paths = [p for p in texts if os.path.isabs(p) and os.path.realpath(p) != folder]
     modules = [sys.modules[name] for name in _NEEDED if name in sys.modules]
-    needed = [str(Path(str(module.__file__)).absolute().parents[1]) for module in modules]
-    return list(dict.fromkeys([*found, *needed]))
+    roots = [str(Path(str(module.__file__)).absolute().parents[1]) for module in modules]
+    return list(dict.fromkeys([*paths, *roots]))

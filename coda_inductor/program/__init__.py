@@ -6,7 +6,7 @@ operands  what is read beside A and B: the kinds, and all that differs between t
 dtypes  every dtype that programs know
 ops     the elementwise vocabulary
 grouped   products of rows with the weights of their group, in plain torch
-heads   what a program may do across the columns of an attention head
+heads   rotations across the columns of an attention head
 simplify  shorter programs that mean the same
 statistics  reductions read what is stored
 scales  the factors that an unfused FP8 GEMM applies itself

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program may do across the columns of one attention head: rotate.
+"""Rotations: the only work of a program across the columns of one attention head.
 
 The N columns of a projection to queries or keys are consecutive heads of ``program.head`` columns
 each. A rotary embedding combines two columns of one head, so a tile of whole heads has both::

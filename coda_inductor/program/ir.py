@@ -129,12 +129,12 @@ class EpilogueProgram:
     @property
     def loads(self) -> tuple[Operand, ...]:
         """The operands that are staged through shared memory as tiles are: tiles, and tables."""
-        return tuple(o for o in self.operands if o.of.staged)
+        return tuple(o for o in self.operands if o.spec.staged)
 
     @property
     def read(self) -> tuple[Operand, ...]:
         """The operands that steps and stores may read."""
-        return tuple(o for o in self.operands if not o.of.route)
+        return tuple(o for o in self.operands if not o.spec.route)
 
     @property
     def routes(self) -> tuple[int | None, int | None]:
@@ -170,15 +170,15 @@ class EpilogueProgram:
 
     def sources(self, values: Iterable[str]) -> set[str]:
         """``values``, and everything that they are computed from."""
-        found = set(values)
+        names = set(values)
         for step in reversed(self.steps):
-            if step.name in found:
-                found.update(step.names)
-        return found
+            if step.name in names:
+                names.update(step.names)
+        return names
 
     @property
     def outputs(self) -> tuple[Store | Reduce, ...]:
-        """What one run returns, in order: the stores, then the partials of the reductions."""
+        """The results of one run, in order: the stores, then the partials of the reductions."""
         return (*self.stores, *self.reduces)
 
     def to_json(self) -> str:

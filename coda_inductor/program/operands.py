@@ -28,7 +28,7 @@ class Kind:
         grouped: its dimensions in a grouped program; None if such a program cannot read it.
         staged: does it pass through shared memory as tiles do?
         route: does no step read it? Then it is int32, and tells which rows are multiplied.
-        drawn: turns values of a normal distribution into those that the tuner measures with.
+        sample: turns values of a normal distribution into those that the tuner measures with.
     """
 
     letter: str
@@ -36,7 +36,7 @@ class Kind:
     grouped: str | None
     staged: bool = False
     route: bool = False
-    drawn: Callable[[Tensor], Tensor] = lambda x: x
+    sample: Callable[[Tensor], Tensor] = lambda x: x
 
     @property
     def columns(self) -> bool:
@@ -58,11 +58,11 @@ class Kind:
 
 KINDS = {
     "tile": Kind("t", "MN", "MN", staged=True),
-    "row": Kind("w", "N", "EN", drawn=lambda x: 1 + 0.1 * x),
-    "col": Kind("r", "M", "M", drawn=lambda x: 0.5 + x.abs()),  # statistics are positive
-    "scalar": Kind("s", "", "", drawn=torch.ones_like),
-    "table": Kind("h", "MH", None, staged=True, drawn=lambda x: x.clamp(-1, 1)),
-    "batch": Kind("b", "BN", None, drawn=lambda x: 1 + 0.1 * x),
+    "row": Kind("w", "N", "EN", sample=lambda x: 1 + 0.1 * x),
+    "col": Kind("r", "M", "M", sample=lambda x: 0.5 + x.abs()),  # statistics are positive
+    "scalar": Kind("s", "", "", sample=torch.ones_like),
+    "table": Kind("h", "MH", None, staged=True, sample=lambda x: x.clamp(-1, 1)),
+    "batch": Kind("b", "BN", None, sample=lambda x: 1 + 0.1 * x),
     # The first row of each group, and the end; the row of A for each row.
     "groups": Kind("g", "E", "E", route=True),
     "index": Kind("i", "M", "M", route=True),
@@ -80,11 +80,11 @@ class Operand:
     dtype: str
 
     @property
-    def of(self) -> Kind:
+    def spec(self) -> Kind:
         """The record of its kind."""
         return KINDS[self.kind]
 
     @property
     def kernel_dtype(self) -> str:
         """The dtype in which kernels take it."""
-        return self.dtype if self.of.dims else "float32"
+        return self.dtype if self.spec.dims else "float32"

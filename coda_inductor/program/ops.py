@@ -27,20 +27,20 @@ class OpSpec:
 
 def _to_nearest(dtype: torch.dtype) -> OpSpec:
     """To ``dtype`` of 16 bits and back, computed in float32: Inductor drops a cast down and up."""
-    dropped = 16 if dtype == torch.bfloat16 else 13  # bits of the mantissa
+    bits_dropped = 16 if dtype == torch.bfloat16 else 13  # bits of the mantissa
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
+    def nearest(x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float32:
             return x.to(dtype).to(x.dtype)
         bits = x.view(torch.int32)
-        even = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
-        y = (even & -(1 << dropped)).view(torch.float32)
+        even = bits + ((1 << (bits_dropped - 1)) - 1) + ((bits >> bits_dropped) & 1)
+        y = (even & -(1 << bits_dropped)).view(torch.float32)
         if dtype == torch.float16:  # below 2**-14 the last place is 2**-24, as it is of 0.75
             y = torch.where(x.abs() < 2**-14, (x + 0.75) - 0.75, y)
             y = torch.where(y.abs() > 65504.0, y * torch.inf, y)
         return torch.where(x == x, y, x)
 
-    return OpSpec(1, rounded)
+    return OpSpec(1, nearest)
 
 
 #: Torch's functions of the same name, by number of arguments; then those that return bools.

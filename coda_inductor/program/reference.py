@@ -4,9 +4,9 @@
 It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
 (traced into the graph, so that Inductor compiles it), and the definition of what programs mean.
 
-Products of FP8 operands are those of their exact values, summed in float32. If the caller casts the
-operands to float64, everything is computed in float64, whatever the program's dtypes: that
-separates the rounding of the operands from all other errors.
+FP8 operands are multiplied as exact values, and summed in float32. If the caller casts the operands
+to float64, everything is computed in float64, whatever the program's dtypes: that separates the
+rounding of the operands from all other errors.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ def run(
     wide = torch.float64 if as_[0].dtype == torch.float64 else compute_dtype(program)
     shape = program.rows(as_, operands), program.columns(bs)
     groups, index = (None if i is None else operands[i] for i in program.routes)
-    env = _loaded(program, operands, groups, wide, shape)
+    env = _load(program, operands, groups, wide, shape)
     done: set[str] = set()
     if program.fp8:
-        for acc, found in scaled(program).items():
+        for acc, scale in scaled(program).items():
             b = bs[program.accs.index(acc)]
             if exact:
                 env[acc] = fp8_product(as_[0], b, program.fast).to(wide)
             else:
-                env[found.value] = _rounded_fp8(program, found, as_[0], b, env).to(wide)
-                done.update(found.steps)
+                env[scale.value] = _round_fp8(program, scale, as_[0], b, env).to(wide)
+                done.update(scale.steps)
     else:
         biases = {} if exact or len(as_) > 1 else _biases(program)
-        for acc, (name, at) in biases.items():
-            bias = operands[at][::2] if program.paired else operands[at]
+        for acc, (name, position) in biases.items():
+            bias = operands[position][::2] if program.paired else operands[position]
             env[name] = torch.addmm(bias, as_[0], bs[program.accs.index(acc)]).to(wide)
             done.add(name)
         if len(biases) < len(program.accs):
@@ -120,26 +120,26 @@ def run(
         env[step.name] = OPS[step.op].torch(*args)
     outputs: list[Tensor] = []
     # Each store is a tensor of its own. The products of a grouped pair are parts of one.
-    taken = {o.name for o in program.operands} | ({*program.accs} if program.grouped else set())
+    shared = {o.name for o in program.operands} | ({*program.accs} if program.grouped else set())
     # Inductor drops a cast down and up, so readers of a store would get what was not rounded.
-    rounded: dict[Any, str] = {(step.op, step.args[0]): step.name for step in program.steps}
+    roundings: dict[Any, str] = {(step.op, step.args[0]): step.name for step in program.steps}
     for store in program.stores:
-        name = rounded.get((ROUNDING.get(store.dtype, ""), store.value), store.value)
+        name = roundings.get((ROUNDING.get(store.dtype, ""), store.value), store.value)
         value = env[name].to(getattr(torch, store.dtype)).expand(shape)
         form = torch.contiguous_format
-        outputs.append(value.clone(memory_format=form) if name in taken else value.contiguous())
-        taken.add(name)
+        outputs.append(value.clone(memory_format=form) if name in shared else value.contiguous())
+        shared.add(name)
     for reduce in program.reduces:
         value = env[reduce.value].expand(shape)
         outputs.append(COMBINE[reduce.combine](value, reduce.dim, keepdim=True))
     return outputs
 
 
-def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[str, Tensor]:
+def _load(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[str, Tensor]:
     """Operands by name, in the compute dtype, on an (M, N) tile."""
     env: dict[str, Tensor] = {}
     for operand, tensor in zip(program.operands, operands, strict=True):
-        kind = operand.of
+        kind = operand.spec
         if kind.route:
             continue
         dims = kind.dims if groups is None else kind.grouped
@@ -161,18 +161,18 @@ def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
     """For each accumulator to which a step, its only reader, adds a bias: that step, and the
     position of the bias. ``addmm`` rounds once where a product and a sum round twice."""
     rows = {
-        operand.name: at
-        for at, operand in enumerate(program.operands)
+        operand.name: i
+        for i, operand in enumerate(program.operands)
         if operand.kind == "row" and operand.dtype == program.a_dtype and not program.grouped
     }
     read = {s.value for s in program.stores} | {r.value for r in program.reduces}
-    found = {}
+    biases = {}
     for acc in program.accs:
         readers = [step for step in program.steps if acc in step.args]
-        at = next((rows[a] for step in readers for a in step.names if a in rows), None)
-        if at is not None and [step.op for step in readers] == ["add"] and acc not in read:
-            found[acc] = readers[0].name, at
-    return found
+        i = next((rows[a] for step in readers for a in step.names if a in rows), None)
+        if i is not None and [step.op for step in readers] == ["add"] and acc not in read:
+            biases[acc] = readers[0].name, i
+    return biases
 
 
 def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> di
     def product(a: Tensor, b: Tensor) -> Tensor:
         if groups is not None:
             return grouped_product(a, b, groups, index, wide if exact else a.dtype).to(wide)
-        return accumulated(a, b, wide) if exact else (a @ b).to(wide)
+        return accumulate(a, b, wide) if exact else (a @ b).to(wide)
 
     if groups is not None and len(bs) == 1:  # one weight, whose parts they are
         whole = product(torch.cat(tuple(as_), 1), bs[0])
@@ -195,7 +195,7 @@ def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> di
     return {program.accs[0]: functools.reduce(torch.add, products)}
 
 
-def accumulated(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+def accumulate(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """``a @ b`` without rounding, as in accumulators: (M, K) times (K, N), in ``wide``."""
     if a.dtype == wide:
         return a @ b
@@ -227,15 +227,15 @@ def fp8_product(
     return product.to(out) if rounded != "float32" else product
 
 
-def _rounded_fp8(program, found, a: Tensor, b: Tensor, env: dict[str, Tensor]) -> Tensor:
+def _round_fp8(program, scale, a: Tensor, b: Tensor, env: dict[str, Tensor]) -> Tensor:
     """A product as in unfused graphs: with its scales, then rounded. cuBLAS takes one number per
     operand, or one per row and per column."""
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    numbers = [env[name] for name in found.scalars] + [one, one]
+    numbers = [env[name] for name in scale.scalars] + [one, one]
     scales = numbers[0], numbers[1]
-    if found.col is not None or found.row is not None:
-        col = env[found.col] if found.col is not None else numbers.pop(0)
-        row = env[found.row] if found.row is not None else numbers.pop(0)
+    if scale.col is not None or scale.row is not None:
+        col = env[scale.col] if scale.col is not None else numbers.pop(0)
+        row = env[scale.row] if scale.row is not None else numbers.pop(0)
         m, n = a.shape[0], b.shape[1]
         scales = col.expand(m, 1).contiguous(), row.expand(1, n).contiguous()
     return fp8_product(a, b, program.fast, scales, program.product_dtype)

@@ -43,7 +43,7 @@ def scaled(program: EpilogueProgram) -> dict[str, Scaled]:
 
 def _scaled(program: EpilogueProgram, acc: str) -> Scaled:
     kinds = {o.name: o.kind for o in program.operands if o.dtype == "float32"}
-    found: dict[str, list[str]] = {"col": [], "row": [], "scalar": []}
+    names: dict[str, list[str]] = {"col": [], "row": [], "scalar": []}
     value, steps = acc, []
     while program.fp8 and not any(output.value == value for output in program.outputs):
         readers = [step for step in program.steps if value in step.args]
@@ -52,12 +52,12 @@ def _scaled(program: EpilogueProgram, acc: str) -> Scaled:
         (scale,) = [a for a in readers[0].args if a != value] or (value,)
         kind = kinds.get(str(scale))
         # One scale per operand: further factors of rows or columns are not scales.
-        if kind is None or kind not in found or (kind != "scalar" and found[kind]):
+        if kind is None or kind not in names or (kind != "scalar" and names[kind]):
             break
-        if sum(map(len, found.values())) > 1:
+        if sum(map(len, names.values())) > 1:
             break
-        found[kind].append(str(scale))
+        names[kind].append(str(scale))
         value = readers[0].name
         steps.append(value)
-    col, row = (next(iter(found[kind]), None) for kind in ("col", "row"))
-    return Scaled(value, tuple(steps), col, row, tuple(found["scalar"]))
+    col, row = (next(iter(names[kind]), None) for kind in ("col", "row"))
+    return Scaled(value, tuple(steps), col, row, tuple(names["scalar"]))

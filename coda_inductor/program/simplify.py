@@ -25,50 +25,50 @@ _COMMUTATIVE = frozenset(
 def simplify(program: EpilogueProgram, *, exact: bool = False) -> EpilogueProgram:
     """Rewrite ``program`` by the identities of this module; operands and outputs stay. ``exact``:
     only by those that keep each bit: a store rounds by itself, and functions stay as spelled."""
-    made = {step.name: step for step in program.steps}
+    by_name = {step.name: step for step in program.steps}
     steps: list[Step] = []
     for step in program.steps:
-        steps += (None if exact else _logistic(step, made)) or [step]
-    stores = tuple(_unrounded(store, made) if exact else store for store in program.stores)
-    program = _merged(dataclasses.replace(program, steps=tuple(steps), stores=stores))
-    needed = program.sources(output.value for output in program.outputs)
-    return dataclasses.replace(program, steps=tuple(s for s in program.steps if s.name in needed))
+        steps += (None if exact else _logistic(step, by_name)) or [step]
+    stores = tuple(_drop_rounding(store, by_name) if exact else store for store in program.stores)
+    program = _merge(dataclasses.replace(program, steps=tuple(steps), stores=stores))
+    live = program.sources(output.value for output in program.outputs)
+    return dataclasses.replace(program, steps=tuple(s for s in program.steps if s.name in live))
 
 
-def _unrounded(store: Store, made: dict[str, Step]) -> Store:
+def _drop_rounding(store: Store, by_name: dict[str, Step]) -> Store:
     """``store`` of the value before a rounding that it does itself."""
-    step = made.get(store.value)
+    step = by_name.get(store.value)
     if step is None or step.op != ROUNDING.get(store.dtype):
         return store
     return dataclasses.replace(store, value=str(step.args[0]))
 
 
-def _merged(program: EpilogueProgram) -> EpilogueProgram:
+def _merge(program: EpilogueProgram) -> EpilogueProgram:
     """Equal steps become the first of them. Arguments are renamed before steps are compared, so one
     pass merges all."""
-    kept: dict[tuple[str, ...], Step] = {}
+    unique: dict[tuple[str, ...], Step] = {}
     names: dict[str, str] = {}
     for step in program.steps:
         args = tuple(names.get(a, a) if isinstance(a, str) else a for a in step.args)
         # Numbers are compared as text: 0.0 equals -0.0, but dividing by them does not.
-        spelled = [a if isinstance(a, str) else f"number {float(a)!r}" for a in args]
+        operands = [a if isinstance(a, str) else f"number {float(a)!r}" for a in args]
         if step.op in _COMMUTATIVE:
-            spelled.sort()
-        first = kept.setdefault((step.op, *spelled), dataclasses.replace(step, args=args))
+            operands.sort()
+        first = unique.setdefault((step.op, *operands), dataclasses.replace(step, args=args))
         names[step.name] = first.name
 
-    def renamed(output):
+    def rename(output):
         return dataclasses.replace(output, value=names.get(output.value, output.value))
 
     return dataclasses.replace(
         program,
-        steps=tuple(kept.values()),
-        stores=tuple(map(renamed, program.stores)),
-        reduces=tuple(map(renamed, program.reduces)),
+        steps=tuple(unique.values()),
+        stores=tuple(map(rename, program.stores)),
+        reduces=tuple(map(rename, program.reduces)),
     )
 
 
-def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
+def _logistic(step: Step, by_name: dict[str, Step]) -> list[Step] | None:
     """A / (1 + exp(-x)) = a * sigmoid(x);  1 / (1 + exp(-x)) = sigmoid(x)."""
     if step.op == "div":
         numerator, denominator = step.args
@@ -76,7 +76,7 @@ def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
         numerator, denominator = 1.0, step.args[0]
     else:
         return None
-    x = _argument_of_logistic(denominator, made)
+    x = _argument_of_logistic(denominator, by_name)
     if x is None:
         return None
     if numerator == 1.0:
@@ -86,15 +86,15 @@ def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
     return [sigmoid, dataclasses.replace(step, op="mul", args=(numerator, name))]
 
 
-def _argument_of_logistic(value: str | float, made: dict[str, Step]) -> str | None:
+def _argument_of_logistic(value: str | float, by_name: dict[str, Step]) -> str | None:
     """x, if ``value`` is 1 + exp(-x)."""
-    add = made.get(value) if isinstance(value, str) else None
+    add = by_name.get(value) if isinstance(value, str) else None
     if add is None or add.op != "add" or 1.0 not in add.args:
         return None
-    exp = next((made[a] for a in add.names if a in made), None)
+    exp = next((by_name[a] for a in add.names if a in by_name), None)
     if exp is None or exp.op != "exp":
         return None
-    neg = made.get(exp.args[0]) if isinstance(exp.args[0], str) else None
+    neg = by_name.get(exp.args[0]) if isinstance(exp.args[0], str) else None
     if neg is None or neg.op != "neg" or not isinstance(neg.args[0], str):
         return None
     return neg.args[0]

@@ -28,35 +28,35 @@ from coda_inductor.program.ir import EpilogueProgram, Reduce, Step
 ROUNDING = {dtype: f"round_{dtype}" for dtype in HALF_NAMES}
 
 
-def consistent(program: EpilogueProgram, apart: Collection[str] = ()) -> EpilogueProgram:
+def consistent(program: EpilogueProgram, exact: Collection[str] = ()) -> EpilogueProgram:
     """``program`` with reductions that read stored values rounded, as they are in memory.
 
-    ``apart`` names reductions whose result is never combined with the stored values (a bias's
+    ``exact`` names reductions whose result is never combined with the stored values (a bias's
     gradient); they stay more exact.
     """
-    rounded = _Rounded(program)
+    rounds = _Rounding(program)
     reduces = tuple(
-        reduce if reduce.name in apart else dataclasses.replace(reduce, value=rounded(reduce.value))
+        reduce if reduce.name in exact else dataclasses.replace(reduce, value=rounds(reduce.value))
         for reduce in program.reduces
     )
-    steps = (*program.steps, *rounded.steps)
+    steps = (*program.steps, *rounds.steps)
     return dataclasses.replace(program, steps=steps, reduces=reduces)
 
 
 def inconsistent(program: EpilogueProgram) -> Reduce | None:
     """The first reduction over N that reads an unrounded value which is stored rounded, if any."""
-    rounded = _Rounded(program)
+    rounding = _Rounding(program)
     rows = (reduce for reduce in program.reduces if reduce.axis == "row")
-    return next((reduce for reduce in rows if rounded(reduce.value) != reduce.value), None)
+    return next((reduce for reduce in rows if rounding(reduce.value) != reduce.value), None)
 
 
-class _Rounded:
+class _Rounding:
     """Maps a value to the same one computed from rounded stored values."""
 
     def __init__(self, program: EpilogueProgram):
         self.steps: list[Step] = []  # the steps for that
-        self._made = {step.name: step for step in program.steps}
-        self._known: dict[str, str] = {}
+        self._by_name = {step.name: step for step in program.steps}
+        self._cache: dict[str, str] = {}
         self._stored = {s.value: ROUNDING[s.dtype] for s in program.stores if s.dtype in ROUNDING}
         #: What is in memory as it is, whatever it was computed from.
         self._exact = {s.value for s in program.stores} - self._stored.keys()
@@ -66,29 +66,29 @@ class _Rounded:
         todo = [value]
         while todo:
             top = todo[-1]
-            step = self._made.get(top)
+            step = self._by_name.get(top)
             names = () if step is None or self._ends_at(top, step) else step.names
-            if unknown := [a for a in names if a not in self._known]:
-                todo += unknown
+            if missing := [a for a in names if a not in self._cache]:
+                todo += missing
                 continue
             todo.pop()
-            if top not in self._known:
-                self._known[top] = self._rounded(top, step)
-        return self._known[value]
+            if top not in self._cache:
+                self._cache[top] = self._round(top, step)
+        return self._cache[value]
 
     def _ends_at(self, value: str, step: Step) -> bool:
         return value in self._stored or value in self._exact or step.op in ROUNDING.values()
 
-    def _rounded(self, value: str, step: Step | None) -> str:
+    def _round(self, value: str, step: Step | None) -> str:
         if (op := self._stored.get(value)) is not None:
             # A program that rounds already does not change: rounding twice is rounding once.
-            done = step is not None and step.op == op
-            return value if done else self._put(value, op, (value,), "as stored")
+            rounds = step is not None and step.op == op
+            return value if rounds else self._put(value, op, (value,), "as stored")
         if step is None or self._ends_at(value, step):
             return value
-        args = tuple(self._known[a] if isinstance(a, str) else a for a in step.args)
+        args = tuple(self._cache[a] if isinstance(a, str) else a for a in step.args)
         return value if args == step.args else self._put(value, step.op, args, step.origin)
 
-    def _put(self, of: str, op: str, args: tuple[str | float, ...], origin: str) -> str:
-        self.steps.append(Step(f"{of}_r", op, args, origin))
-        return f"{of}_r"
+    def _put(self, value: str, op: str, args: tuple[str | float, ...], origin: str) -> str:
+        self.steps.append(Step(f"{value}_r", op, args, origin))
+        return f"{value}_r"

@@ -28,16 +28,16 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     _factors(program)
     if not program.outputs:
         raise ProgramError("a program needs at least one store or reduction")
-    taken = set(program.accs)
-    _operands(program, taken)
+    names = set(program.accs)
+    _operands(program, names)
     _groups(program)
-    booleans = _steps(program, taken)
-    routes = {o.name for o in program.operands if o.of.route}
-    _outputs(program, taken - booleans - routes, taken)
+    booleans = _steps(program, names)
+    routes = {o.name for o in program.operands if o.spec.route}
+    _outputs(program, names - booleans - routes, names)
     _heads(program)
-    if (found := inconsistent(program)) is not None:
+    if (reduce := inconsistent(program)) is not None:
         raise ProgramError(
-            f"reduce {found.name!r} reads an unrounded value that is stored rounded: "
+            f"reduce {reduce.name!r} reads an unrounded value that is stored rounded: "
             "program.consistent() lets it read what is stored"
         )
     return program
@@ -54,36 +54,36 @@ def _factors(program: EpilogueProgram) -> None:
         raise ProgramError(f"fast accumulation is for FP8 operands, these are {a}")
 
 
-def _fresh(name: str, what: str, taken: set[str]) -> None:
+def _fresh(name: str, noun: str, names: set[str]) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ProgramError(f"{what} {name!r} is not a Python identifier")
-    if name in taken or name in RESERVED:
-        raise ProgramError(f"{what} {name!r} is defined twice or reserved")
-    taken.add(name)
+        raise ProgramError(f"{noun} {name!r} is not a Python identifier")
+    if name in names or name in RESERVED:
+        raise ProgramError(f"{noun} {name!r} is defined twice or reserved")
+    names.add(name)
 
 
-def _operands(program: EpilogueProgram, taken: set[str]) -> None:
+def _operands(program: EpilogueProgram, names: set[str]) -> None:
     for operand in program.operands:
-        _fresh(operand.name, "operand", taken)
+        _fresh(operand.name, "operand", names)
         if operand.kind not in KINDS:
             raise ProgramError(
                 f"operand {operand.name!r}: kind {operand.kind!r} is not one of {[*KINDS]}"
             )
-        if operand.dtype not in (("int32",) if operand.of.route else OPERAND_DTYPES):
+        if operand.dtype not in (("int32",) if operand.spec.route else OPERAND_DTYPES):
             raise ProgramError(f"operand {operand.name!r}: dtype {operand.dtype!r} is not legal")
         if program.paired and operand.kind == "tile":
             raise ProgramError(f"operand {operand.name!r}: a paired program reads no tiles")
 
 
 def _groups(program: EpilogueProgram) -> None:
-    kinds = [o.kind for o in program.operands if o.of.route]
+    kinds = [o.kind for o in program.operands if o.spec.route]
     if program.alternating and not (kinds and program.paired):
         raise ProgramError("columns alternate in grouped programs of two accumulators only")
     if not kinds:
         return
     if "groups" not in kinds or len(set(kinds)) < len(kinds):
         raise ProgramError(f"operands of the kinds {kinds}: one 'groups', and at most one 'index'")
-    others = any(o.of.grouped is None for o in program.operands)
+    others = any(o.spec.grouped is None for o in program.operands)
     if program.fp8 or program.head or others:
         raise ProgramError(
             "a grouped program is of 16 bits and more, without heads, tables, batches"
@@ -94,7 +94,7 @@ def _groups(program: EpilogueProgram) -> None:
         raise ProgramError("a grouped program has no sums over M: they are a group's")
 
 
-def _steps(program: EpilogueProgram, taken: set[str]) -> set[str]:
+def _steps(program: EpilogueProgram, names: set[str]) -> set[str]:
     """Returns the names of bools."""
     booleans = set()
     for step in program.steps:
@@ -111,7 +111,7 @@ def _steps(program: EpilogueProgram, taken: set[str]) -> set[str]:
                 if isinstance(arg, bool) or math.isnan(arg):
                     raise ProgramError(f"step {step.name!r}: literal {arg!r} is not a number")
                 continue
-            if arg not in taken:
+            if arg not in names:
                 raise ProgramError(f"step {step.name!r} reads {arg!r} before it is defined")
             wants_bool = step.op.startswith("logical_") or (step.op == "where" and position == 0)
             if wants_bool != (arg in booleans):
@@ -121,15 +121,15 @@ def _steps(program: EpilogueProgram, taken: set[str]) -> set[str]:
                 )
         if not step.names:
             raise ProgramError(f"step {step.name!r} has only literals: fold it")
-        _fresh(step.name, "step", taken)
+        _fresh(step.name, "step", names)
         if spec is not None and spec.boolean:
             booleans.add(step.name)
     return booleans
 
 
-def _outputs(program: EpilogueProgram, numbers: set[str], taken: set[str]) -> None:
+def _outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> None:
     for output in program.outputs:
-        _fresh(output.name, "output", taken)
+        _fresh(output.name, "output", names)
         if output.value not in numbers:
             raise ProgramError(f"output {output.name!r}: {output.value!r} is not a number here")
     for store in program.stores:

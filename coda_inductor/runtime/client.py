@@ -105,10 +105,10 @@ class Server:
             self.ended = True
             futures = list(self._futures.values())
             self._futures.clear()
-        how = self.child.ended()
+        status = self.child.ended()
         why: str = Lost("the compile server ended")
-        if how.code and how.code > 0:  # it raised: another server would too
-            why = f"no compile server: {how}"
+        if status.code and status.code > 0:  # it raised: another server would too
+            why = f"no compile server: {status}"
         for future in futures:
             future.set_result(why)
 
@@ -134,7 +134,7 @@ def _workers(text: str) -> int:
 
 
 def ranks() -> tuple[int, int]:
-    """The number of this process among those of its job on this host, and their count, from
+    """The number of this process among its job's processes on this host, and their count, from
     torchrun; (0, 1) without it."""
     rank, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     size = max(1, int(count)) if count.isdecimal() else 1

@@ -26,21 +26,21 @@ OPS = (op.OP, *on_cuda.OPS)
 @functools.cache
 def install() -> None:
     """Let Inductor generate such calls, from now on."""
-    for each in OPS:
-        _install(each)
+    for overload in OPS:
+        _install(overload)
 
 
 def _install(overload: Any) -> None:
-    fall_back = fallback_handler(overload, add_to_fallback_set=False)
-    if fall_back is None:
+    fallback = fallback_handler(overload, add_to_fallback_set=False)
+    if fallback is None:
         return
 
     def lower(*args, **kwargs):
-        outputs = fall_back(*args, **kwargs)
+        outputs = fallback(*args, **kwargs)
         graph = virtualized.graph
         if not graph.cpp_wrapper:
-            made = [x for x in graph.operations if getattr(x, "op_overload", None) is overload]
-            made[-1].python_kernel_name += ".direct"
+            nodes = [x for x in graph.operations if getattr(x, "op_overload", None) is overload]
+            nodes[-1].python_kernel_name += ".direct"
         return outputs
 
     register_lowering(overload, type_promotion_kind=None)(lower)

@@ -18,7 +18,7 @@ from coda_inductor.errors import KernelError
 from coda_inductor.mainloop.readings import reading_of, reading_with
 from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
 from coda_inductor.program import EpilogueProgram, Reduce
-from coda_inductor.runtime.prepared import Prepared, alike, prepare
+from coda_inductor.runtime.prepared import Prepared, call_key, prepare
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
 
@@ -48,25 +48,25 @@ class Kernel:
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]
     ) -> list[Tensor] | None:
         """Launch, and return the outputs, if a call like this one was prepared; else None."""
-        found = self._prepared.get(alike(as_, bs, operands))
-        return None if found is None else found(as_, bs, operands)
+        prepared = self._prepared.get(call_key(as_, bs, operands))
+        return None if prepared is None else prepared(as_, bs, operands)
 
     def prepare(self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> None:
         """Prepare calls like this one, which has been launched."""
-        key = alike(as_, bs, operands)
+        key = call_key(as_, bs, operands)
         if key in self._prepared:
             return
         if len(self._prepared) >= _MOST_PREPARED:  # sizes change all the time
             self._prepared.clear()
 
         try:
-            found = prepare(self, as_, bs, operands)
+            prepared = prepare(self, as_, bs, operands)
         except UnpairableError:  # this one was copied; the next may not be
             return
         except Exception as error:  # it still runs, some microseconds slower
             _log.debug("%s %s is not prepared: %r", self.program.key, self.config, error)
-            found = None
-        self._prepared[key] = found
+            prepared = None
+        self._prepared[key] = prepared
 
     def launch(
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
@@ -87,14 +87,14 @@ class Kernel:
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
         key = *reading.majors([a], [b]), variant, a.device
-        plan = self.plans.get(key) or self._built(key)
+        plan = self.plans.get(key) or self._plan(key)
         routes = [None if i is None else vector(operands[i]) for i in self.program.routes]
         with _on_device(a.device):
             _run(plan, a, b, d, c, values, *routes)
         for output, partials in interleaved:
             output.copy_(partials[:, ::2])
 
-    def _built(self, key: tuple) -> object:
+    def _plan(self, key: tuple) -> object:
         why, until, pause = _unbuilt.get((self, key), ("", 0.0, _FIRST_PAUSE))
         if why and time.monotonic() < until:
             raise KernelError(why)
@@ -112,22 +112,22 @@ class Kernel:
 
         # The next call's operands may have the other order of addresses, and during the capture of
         # a CUDA graph no kernel can be loaded.
-        for each in reading_with(self.program, variant).variants:
+        for other in reading_with(self.program, variant).variants:
             with _on_device(device):
-                plan = build(self.program, self.config, a_major, b_major, each, device=device)
-                self.plans[a_major, b_major, each, device] = plan
+                plan = build(self.program, self.config, a_major, b_major, other, device=device)
+                self.plans[a_major, b_major, other, device] = plan
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
         """Store operands by name, in the form that the kernel needs; returns the C operand."""
         c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
-            if operand.of.route:
+            if operand.spec.route:
                 continue
             if operand.kind == "scalar":
                 values[operand.name] = x.to(device=device, dtype=torch.float32).contiguous()
                 continue
             ready = x if x.dtype == dtype else x.to(dtype)
-            ready = tma_matrix(ready) if operand.of.staged else vector(ready)
+            ready = tma_matrix(ready) if operand.spec.staged else vector(ready)
             if operand.name == self.mapping.c:
                 c = ready
             else:
@@ -136,8 +136,8 @@ class Kernel:
         return c
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:
-        """Store outputs by name; returns D, and the column partials that need compacting: those of
-        a paired program are (m_tiles, 2N), and only every other column counts."""
+        """Store outputs by name; returns D, and the column partials that need compacting: in a
+        paired program they are (m_tiles, 2N), and only every other column counts."""
         d, interleaved = None, []
         paired = self.program.paired
         for spec, output in zip(self.program.outputs, outputs, strict=True):
@@ -177,7 +177,7 @@ def requests(
     the order of two addresses are all returned.
     """
     reading = reading_of(EpilogueProgram.from_json(program), len(as_))
-    return [KernelRequest(program, config, *how) for how in reading.kernels(as_, bs)]
+    return [KernelRequest(program, config, *key) for key in reading.kernels(as_, bs)]
 
 
 def _run(*arguments: Any) -> None:

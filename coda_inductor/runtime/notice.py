@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: The warnings that this process has logged: "kernels", "ddp"; and "fused", "memory", "disable"
 #: with a name, and names of patterns where a warning would be wrong since something was found.
-told: set[str] = set()
+logged: set[str] = set()
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 
@@ -46,7 +46,7 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
             "block.compile(backend='coda')) before DistributedDataParallel(model): gradients are "
             "then sent while the preceding block computes. docs/distributed.md compares the ways",
         )
-    if "kernels" not in told and (reason := no_kernels(gm, inputs, options)) is not None:
+    if "kernels" not in logged and (reason := no_kernels(gm, inputs, options)) is not None:
         _tell(
             "kernels",
             f"no GEMM becomes a kernel here: {reason}. Results are correct, and as fast as "
@@ -57,15 +57,15 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 def after_matching(gm: GraphModule, record: Record) -> None:
     """Warn of patterns of the user's that are nowhere in the first graph with a product."""
-    options, refused = record.options, {why.what for why in record.report.refusals}
+    options, names = record.options, {why.what for why in record.report.refusals}
     if record.dry or not options.patterns or options.numerics == "eager" or not _has_product(gm):
         return
     targets = {node.target for body in bodies(gm.graph) for node in body.graph.nodes}
     for pattern in loading.load(options.patterns, strict=False):
-        if pattern.name not in {*loading.builtin_names(), *options.disable, *refused}:
+        if pattern.name not in {*loading.builtin_names(), *options.disable, *names}:
             text = f"pattern {pattern.name} was found nowhere in {_graph(record)}: compare its "
             text += "idioms with the model's code (python -m coda_inductor check runs them alone)"
-            told.update([pattern.name] * (pattern.op in targets))
+            logged.update([pattern.name] * (pattern.op in targets))
             _tell(pattern.name, text)
 
 
@@ -74,19 +74,19 @@ def after_fusing(record: Record) -> None:
     option ``memory`` could limit, and of disabled names that stopped nothing."""
     sites, options = record.report.sites, record.options
     if any(site.fused for site in sites) or options.gate == "never":
-        told.add("fused")
+        logged.add("fused")
     elif sites and not record.dry:
         reason, times = Counter(site.reason for site in sites).most_common(1)[0]
         none = f"none of the {len(sites)} GEMMs of {_graph(record)} is fused"
         text = f"{none}, {times} because: {reason}"
         _tell("fused", f"{text}. print(coda_inductor.reports()[-1].table()) has all")
     if record.limit is not None:
-        told.add("memory")
+        logged.add("memory")
     elif options.memory is not None:
         text = f"option 'memory' has no effect on {_graph(record)}, which has no gradients"
         peak = " on a GPU: a number from 0 to 1 works everywhere"
         _tell("memory", text if isinstance(options.memory, float) else text + peak)
-    told.update(f"disable {name}" for name in record.stopped)
+    logged.update(f"disable {name}" for name in record.stopped)
     for name in options.disable if sites and not record.dry else ():
         text = f"option 'disable' has no effect on {_graph(record)}: "
         gemm = f"it fuses no GEMM of a module {name.removeprefix(GEMM)!r}"
@@ -107,8 +107,8 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
     if gpu is None:
         text = "the model is not on a GPU, but this machine has one: model.cuda()"
         return refuse("no-kernels-on-device", text)
-    asked = options.gate == "auto" and options.tune == "never"
-    return gate.unmeasured(gpu_of(gpu)) if asked else None
+    unmeasurable = options.gate == "auto" and options.tune == "never"
+    return gate.unmeasured(gpu_of(gpu)) if unmeasurable else None
 
 
 def cut_by_ddp(gm: GraphModule) -> bool:
@@ -128,7 +128,7 @@ def _graph(record: Record) -> str:
     return "the graph" if record.name == "graph" else record.name
 
 
-def _tell(what: str, text: str) -> None:
-    if what not in told:
-        told.add(what)
+def _tell(topic: str, text: str) -> None:
+    if topic not in logged:
+        logged.add(topic)
         logger.warning("%s", text)

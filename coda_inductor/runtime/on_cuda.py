@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CUDA, the ops around products run kernels of their own: those of a mixture's experts
+"""On CUDA, the ops around products run kernels of their own: ops of a mixture's experts
 (``mainloop.experts``), casts to FP8 (``mainloop.fp8_casts``) and adapters behind dropout
 (``mainloop.dropout``). If a kernel does not support a call, or fails, torch's ops run, after one
 warning."""
@@ -67,9 +67,9 @@ def _wgrad(a, rows, bs, offsets, turned):
     return experts.grouped_wgrad(a, rows, bs, offsets, turned)
 
 
-def _direct(op, own, *given):
+def _direct(op, impl, *args):
     """The op without the dispatcher (``runtime.direct``)."""
-    return (own if given[0].is_cuda else op)(*given)
+    return (impl if args[0].is_cuda else op)(*args)
 
 
 OPS = {
@@ -81,6 +81,6 @@ OPS = {
     dropout.FORWARD: _kernel(dropout.dropout_linear),
     dropout.BACKWARD: _kernel(dropout.dropout_linear_backward),
 }
-for _op, _own in OPS.items():
-    LIB.impl(_op.name().partition("::")[2], _own, "CUDA")
-    _op.direct = functools.partial(_direct, _op, _own)
+for _op, _impl in OPS.items():
+    LIB.impl(_op.name().partition("::")[2], _impl, "CUDA")
+    _op.direct = functools.partial(_direct, _op, _impl)

@@ -112,8 +112,8 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
         entry.launch(as_, bs, operands, outputs)
         entry.prepare(as_, bs, operands)
     except Exception as error:  # of this call: what no later one can do, ``entry`` knows
-        known = isinstance(error, (UnpairableError, KernelError))
-        cause = str(error) if known else repr(error)
+        expected = isinstance(error, (UnpairableError, KernelError))
+        cause = str(error) if expected else repr(error)
         return _fall_back(cause, as_, bs, operands, program, config, site, strict, error)
     return outputs
 
@@ -129,10 +129,10 @@ def _unsupported(
     device: torch.device,
 ) -> Refusal | None:
     parsed = EpilogueProgram.from_json(program)
-    wanted = parsed.a_dtype, parsed.b_dtype
-    if wanted != tuple(map(dtype_name, dtypes)):
-        these, those = (" and ".join(dict.fromkeys(map(str, pair))) for pair in (wanted, dtypes))
-        text = f"the program is for {these} inputs, but they are {those}"
+    expected = parsed.a_dtype, parsed.b_dtype
+    if expected != tuple(map(dtype_name, dtypes)):
+        want, have = (" and ".join(dict.fromkeys(map(str, pair))) for pair in (expected, dtypes))
+        text = f"the program is for {want} inputs, but they are {have}"
         return refuse("kernel-dtype", text, failure=True)
     left, right = majors
     site = Site(parsed, 0, n, k, terms, a_major=left, b_major=right, arch=arch_of(device))
@@ -140,12 +140,12 @@ def _unsupported(
 
 
 def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=None):
-    what = f"program {EpilogueProgram.from_json(program).key}"
+    label = f"program {EpilogueProgram.from_json(program).key}"
     where = f"({as_[0].shape[1]} x {bs[0].shape[-1]}, config {config})"
     where = f"at {site} {where}" if site else where
     if strict:
-        raise KernelError(f"{what} {where} has no kernel: {cause}") from error
-    warn_once(what, cause, to="the reference executor, op by op", first=where)
+        raise KernelError(f"{label} {where} has no kernel: {cause}") from error
+    warn_once(label, cause, to="the reference executor, op by op", first=where)
     return _reference(as_, bs, operands, program, config)
 
 

@@ -27,7 +27,7 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.progress import shown
+from coda_inductor.progress import show_progress
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest, machine_arch, parts
 
@@ -37,13 +37,13 @@ _jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
 
 
 def submit(requests: list[KernelRequest]) -> int:
-    """Start compiling those of ``requests`` that are neither compiled nor in progress; returns how
+    """Start to compile ``requests``, except those that are compiled or in progress; returns how
     many were started. Without the libraries this does nothing: ``wait`` returns the reason."""
     if library_stack() is not None or _alone():
         return 0
     with _lock:
         missing = [r for r in dict.fromkeys(requests) if r not in _jobs and not is_ready(r)]
-        for request in _own_first(missing):
+        for request in _stagger(missing):
             _start(request)
     return len(missing)
 
@@ -60,7 +60,7 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     try:
         submit(requests)
         jobs = filter(None, map(_jobs.get, dict.fromkeys(requests)))
-        with shown("compiling kernels", [future for _, future in jobs]):
+        with show_progress("compiling kernels", [future for _, future in jobs]):
             # The last ones first, so that no dropped request is started.
             outcome |= {r: _outcome(r, deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
@@ -73,7 +73,7 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
 
 def drop(requests: list[KernelRequest]) -> None:
-    """Stop compiling those of ``requests`` that are still in progress."""
+    """Stop compiling the ``requests`` that are still in progress."""
     for request in requests:
         if request in _jobs:
             _outcome(request, 0.0)
@@ -128,7 +128,7 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
     return error
 
 
-def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:
+def _stagger(requests: list[KernelRequest]) -> list[KernelRequest]:
     """All ranks of a host request the same kernels: each starts at another one, and later sees the
     others' results on disk (``worker.compile_kernel``)."""
     rank, count = ranks()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Prepared = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor] | None]
 
 
-def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple:
+def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple:
     """Equal for calls of one kernel that differ in M and in addresses only."""
     key: list[object] = [as_[0].get_device()]
     for x in as_:
@@ -50,13 +50,13 @@ def prepare(
     copied or converted.
 
     Raises:
-        UnpairableError: operands of this call were copied; those of a similar call may not be.
+        UnpairableError: operands of this call were copied; a similar call's may not be.
     """
     from coda_inductor.mainloop.plan import ready
 
     program, a = kernel.program, as_[0]
     shapes = _outputs(program, kernel.config, a, program.columns(bs))
-    if shapes is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
+    if shapes is None or not all(map(_is_direct, program.operands, operands, [a] * len(operands))):
         return None
     reading = kernel.reading(len(as_))
     read = reading.in_place(as_, bs)
@@ -70,7 +70,7 @@ def prepare(
     names = [o.name for o in program.operands]
     c = None if kernel.mapping.c is None else names.index(kernel.mapping.c)
     d = None if kernel.mapping.d is None else program.outputs.index(kernel.mapping.d)
-    of_batch = any(o.kind == "batch" for o in program.operands)
+    has_batch = any(o.kind == "batch" for o in program.operands)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
     (groups, gathered), index = program.routes, a.get_device()
@@ -82,7 +82,7 @@ def prepare(
             bits |= x.data_ptr()
         if bits & 15 or not 0 < m <= most_rows or index != current_device():
             return None
-        if of_batch and program.too_thin(m, operands):
+        if has_batch and program.too_thin(m, operands):
             return None
         for i in scalars:
             if operands[i].get_device() != index:
@@ -95,13 +95,13 @@ def prepare(
             empty_strided_cuda((-(-m // rows) if rows else m, n), (n, 1), dtype)
             for rows, n, dtype in shapes
         ]
-        its_c, its_d = None if c is None else operands[c], None if d is None else outputs[d]
+        c_tensor, d_tensor = None if c is None else operands[c], None if d is None else outputs[d]
         values = [*operands, *outputs, *distances, None]
         if groups is None:
-            launches[variant](a, b, its_d, its_c, values)
+            launches[variant](a, b, d_tensor, c_tensor, values)
         else:
             rows = None if gathered is None else operands[gathered]
-            launches[variant](a, b, its_d, its_c, values, operands[groups], rows)
+            launches[variant](a, b, d_tensor, c_tensor, values, operands[groups], rows)
         return outputs
 
     return call
@@ -111,24 +111,24 @@ def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None
     """(Rows of a tile or 0, columns, dtype) of each output: (M, columns), or with the rows of a
     tile (tiles, columns). None if one of them is copied after the launch."""
     tile_n = config.tile_n // len(program.accs)
-    found = []
+    layouts = []
     for spec in program.outputs:
         if isinstance(spec, Store):
-            found.append((0, n, getattr(torch, spec.dtype)))
+            layouts.append((0, n, getattr(torch, spec.dtype)))
         elif spec.axis == "row":
-            found.append((0, -(-n // tile_n), torch.float32))
+            layouts.append((0, -(-n // tile_n), torch.float32))
         elif program.paired:
             return None
         else:
-            found.append((config.cta_tile_m(arch_of(a.device)), n, torch.float32))
-    return found
+            layouts.append((config.cta_tile_m(arch_of(a.device)), n, torch.float32))
+    return layouts
 
 
-def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
+def _is_direct(operand: Operand, x: Tensor, a: Tensor) -> bool:
     """Does the kernel take ``x`` unchanged, at any address?"""
     if x.device != a.device or x.dtype != getattr(torch, operand.kernel_dtype):
         return False
-    if operand.of.staged:
+    if operand.spec.staged:
         return readable(x)
     return x.dim() == 0 or (x.stride(-1) == 1 and x.is_contiguous())
 

@@ -36,14 +36,14 @@ class _Worker:
     """A forked process that compiles one kernel after another. ``job``: the id of its request."""
 
     def __init__(self, server: _Server):
-        self.connection, theirs = Pipe()
+        self.connection, remote = Pipe()
         parent = os.getpid()
         self.job: int | None = None
         self.pid = os.fork()  # OSError: a limit on processes
         if self.pid == 0:
             self.connection.close()
-            _work(server, parent, theirs)
-        theirs.close()
+            _work(server, parent, remote)
+        remote.close()
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -63,7 +63,7 @@ class _Worker:
 
 
 def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
-    """What a worker runs. It dies with the server, also while a compiler holds the interpreter."""
+    """A worker's loop. It dies with the server, also while a compiler holds the interpreter."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -91,18 +91,18 @@ class _Server:
 
     def run(self) -> None:
         """Serve until the parent is gone, or idle for :data:`IDLE` seconds."""
-        everybody: list[Any] = [self.requests]
+        sources: list[Any] = [self.requests]
         ready: Any
         try:
-            while (found := wait(everybody, IDLE)) or any(w.job is not None for w in self.workers):
-                for ready in found:
+            while (messages := wait(sources, IDLE)) or any(w.job is not None for w in self.workers):
+                for ready in messages:
                     if ready is self.requests:
                         while ready.poll():  # read all, so that no cancelled request is started
                             self._accept(ready.recv())
                     elif ready in self.workers:  # not cancelled in the meantime
                         self._answer(ready)
                 self._hand_out()
-                everybody = [self.requests, *self.workers]
+                sources = [self.requests, *self.workers]
         except (EOFError, OSError):
             pass  # the parent is gone
         finally:

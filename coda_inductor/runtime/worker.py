@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compile worker does. Imports little: it runs in processes that cannot see the GPU."""
+"""The work of a compile worker. Imports little: it runs in processes that cannot see the GPU."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
 
 
 def parts(request: KernelRequest) -> tuple[Any, ...]:
-    """What a kernel's name depends on, as ``mainloop.mod.kernel_name`` takes it: program and
-    config, or their texts if it has no program, then the others."""
-    how = request.a_major, request.b_major, request.variant, machine_arch()
+    """The arguments of ``mainloop.mod.kernel_name`` for a kernel: program and config, or their
+    texts if it has no program, then the others."""
+    rest = request.a_major, request.b_major, request.variant, machine_arch()
     if not request.program.startswith("{"):
-        return request.program, request.config, *how
+        return request.program, request.config, *rest
     from coda_inductor.program import EpilogueProgram
     from coda_inductor.select.config import Config
 
-    return EpilogueProgram.from_json(request.program), Config.parse(request.config), *how
+    return EpilogueProgram.from_json(request.program), Config.parse(request.config), *rest
 
 
 def machine_arch() -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How does a site run? The gate and the launch both read this choice.
 
-Measurements of the site on this GPU model decide (``store``). Without them the config is that of
-the nearest measured site with a similar program, or a default (``candidates``), and the roofline
-decides whether it wins, with a margin (``roofline``, ``gate``).
+Measurements of the site on this GPU model decide (``store``). Without them the site takes the
+config of the nearest measured site with a similar program, or a default (``candidates``), and the
+roofline decides whether it wins, with a margin (``roofline``, ``gate``).
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ def select(
 ) -> Choice:
     """How ``site`` runs on its device; deterministic, without measuring. With ``gated`` a kernel
     must be faster than the unfused ops; otherwise every legal one runs. ``store``: measurements
-    (None: those on an H100). ``optimistic``: on a GPU without any data, kernels win until they are
+    (None: an H100's). ``optimistic``: on a GPU without any data, kernels win until they are
     measured."""
     store = store_of(H100) if store is None else store
-    choice = _selected(site, store, gated=gated, optimistic=optimistic)
+    choice = _select(site, store, gated=gated, optimistic=optimistic)
     if not (site.crowded and choice.config) or "counter" not in site.arch.features:
         return choice
     dynamic = Config.parse(choice.config).dynamic_twin()
     if not site.reading.suits(site.program, dynamic):
         return choice
     twin = str(dynamic)
-    found = store.find(site)
-    wrong = found is not None and twin in found[0].failed
+    entry = store.find(site)
+    wrong = entry is not None and twin in entry[0].failed
     return choice if wrong else replace(choice, config=twin)
 
 
-def _selected(site: Site, store: Store, *, gated: bool, optimistic: bool) -> Choice:
+def _select(site: Site, store: Store, *, gated: bool, optimistic: bool) -> Choice:
     gpu = store.gpu
     ground = "roofline" if gpu.rated else "unknown"
     if (why := unsupported(site)) is not None:
         plain = roofline.products_us(site, gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
-    found = store.find(site)
-    if found is not None:
-        return _measured(site, *found, gpu, gated=gated)
+    entry = store.find(site)
+    if entry is not None:
+        return _from_figures(site, *entry, gpu, gated=gated)
     config = str(candidates(site, gpu, store.nearest(site))[0])
     plain = roofline.products_us(site, gpu)
     unfused = plain + roofline.around_us(site, gpu)
@@ -69,22 +69,22 @@ def _selected(site: Site, store: Store, *, gated: bool, optimistic: bool) -> Cho
     return Choice("kernel", config, None, fused, unfused, ground, added)
 
 
-def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) -> Choice:
+def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated: bool) -> Choice:
     """The choice that follows from measurements."""
     order = [str(config) for config in legal_configs(site.program, site.arch, site.terms)]
-    unfused = found.plain + roofline.around_us(site, gpu) if site.after else found.unfused
-    config = found.best(order)
+    unfused = figures.plain + roofline.around_us(site, gpu) if site.after else figures.unfused
+    config = figures.best(order)
     if config is None:
-        first = next(iter(found.failed.values()), "none was tried")
+        first = next(iter(figures.failed.values()), "none was tried")
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
-        return Choice("unfused", refusal=why, unfused_us=unfused, ground=where)
-    us = found.us[config]
+        return Choice("unfused", refusal=why, unfused_us=unfused, ground=origin)
+    us = figures.us[config]
     loses = gate.saves_nothing(site)
-    if loses is None and not found.wins(us, unfused):
-        loses = gate.slower("measured-slower", us, unfused, found.tolerance)
+    if loses is None and not figures.wins(us, unfused):
+        loses = gate.slower("measured-slower", us, unfused, figures.tolerance)
     if loses is not None and gated:
-        return Choice("unfused", config, loses, us, unfused, where)
-    return Choice("kernel", config, None, us, unfused, where, us - found.plain)
+        return Choice("unfused", config, loses, us, unfused, origin)
+    return Choice("kernel", config, None, us, unfused, origin, us - figures.plain)
 
 
 def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config]:
@@ -96,10 +96,10 @@ def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config
         measured = sorted((c for c in legal if str(c) in near.us), key=lambda c: near.us[str(c)])
         best = near.best(map(str, legal))  # of equal ones the first
         measured.sort(key=lambda c: str(c) != best)
-    wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
-    usual = site.reading.kind(site.program) == "common"
-    default = [c for c in wasted if usual and c in configs_in(site.arch.defaults)][:1]
-    return list(dict.fromkeys((*measured, *(default or legal[:1]), *wasted)))
+    ranked = sorted(legal, key=lambda c: _waste(site, c, gpu))
+    common = site.reading.kind(site.program) == "common"
+    default = [c for c in ranked if common and c in configs_in(site.arch.defaults)][:1]
+    return list(dict.fromkeys((*measured, *(default or legal[:1]), *ranked)))
 
 
 def _waste(site: Site, config: Config, gpu: Gpu) -> float:
@@ -107,6 +107,6 @@ def _waste(site: Site, config: Config, gpu: Gpu) -> float:
     operands: the larger a tile, the more multiplications for each element of A and B."""
     columns = site.n * len(site.program.accs)
     tiles = math.ceil(site.m / config.tile_m) * math.ceil(columns / config.tile_n)
-    each = config.tile_m * config.tile_n
+    area = config.tile_m * config.tile_n
     loads = 1 + 64 * (1 / config.tile_m + 1 / config.tile_n)
-    return math.ceil(tiles / gpu.processors) * each * loads
+    return math.ceil(tiles / gpu.processors) * area * loads

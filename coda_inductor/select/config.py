@@ -64,10 +64,10 @@ class Config:
             )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
         schedule, lean, dynamic = match.groups()[4:]
-        how = schedule == "pp", bool(lean), bool(dynamic)
-        return Config(tile_m, tile_n, cluster_m, cluster_n, *how)
+        flags = schedule == "pp", bool(lean), bool(dynamic)
+        return Config(tile_m, tile_n, cluster_m, cluster_n, *flags)
 
-    def unwritten(self, arch: Arch) -> str | None:
+    def tile_refusal(self, arch: Arch) -> str | None:
         """Why there is no kernel with this tile and schedule on ``arch``, or None."""
         if arch.widest is None:
             return None
@@ -119,8 +119,8 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: Arch = HOPPE
     stored = sum(WIDTHS[s.dtype] for s in program.stores) / len(program.accs)
     loaded = sum(WIDTHS[o.dtype] for o in program.loads)
     tile_bytes = rows * columns * (store_stages * stored + load_stages * loaded)
-    of_tile = config.tile_m, config.tile_n
-    vectors = sum(WIDTHS[o.dtype] * o.of.resident(*of_tile) for o in program.read)
+    tile = config.tile_m, config.tile_n
+    vectors = sum(WIDTHS[o.dtype] * o.spec.resident(*tile) for o in program.read)
     # Warps that share a column add their sums in shared memory.
     columns_summed = sum(reduce.axis == "col" for reduce in program.reduces)
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed
@@ -144,13 +144,13 @@ def legal_configs(
         fits = [c for c in fits if whole_heads(program, c, arch)]
     stages = {config: mainloop_stages(program, config, arch) for config in fits}
     least = arch.stages[1]
-    own = _own(program, arch)
-    usual = fits if own else [c for c in fits if c not in configs_in(arch.rare)]
+    special = _kind_configs(program, arch)
+    usual = fits if special else [c for c in fits if c not in configs_in(arch.rare)]
     # A load takes longer than the multiplication before it.
     deep = [c for c in usual if stages[c] > least] or [c for c in usual if stages[c] == least]
     if program.grouped or not deep:  # if only tiny tiles fit, too
         return tuple(deep)
-    if own:  # the first one runs until a site is measured: it needs enough stages
+    if special:  # the first one runs until a site is measured: it needs enough stages
         return tuple(sorted(deep, key=lambda config: stages[config] < 4))
     return (*deep, *(c for c in fits if c not in usual and stages[c] >= 3))
 
@@ -161,23 +161,23 @@ def every_config(program: EpilogueProgram, arch: Arch = HOPPER) -> tuple[Config,
     dtypes = [o.dtype for o in program.loads] + [s.dtype for s in program.stores]
     lean = bool(program.loads) and all(WIDTHS[dtype] <= 2 for dtype in dtypes)
     common = configs_in(f"{arch.configs.get('common', '')} {arch.rare}")
-    return tuple(c for c in _own(program, arch) or common if lean or not c.lean)
+    return tuple(c for c in _kind_configs(program, arch) or common if lean or not c.lean)
 
 
 @functools.lru_cache(maxsize=1024)
-def _own(program: EpilogueProgram, arch: Arch) -> tuple[Config, ...]:
+def _kind_configs(program: EpilogueProgram, arch: Arch) -> tuple[Config, ...]:
     """The configs that only its kind has, if any: each lean and not, then their dynamic twins."""
     kind = reading_of(program).kind(program)
     if kind == "common" or kind not in arch.configs:
         return ()
-    still = [each for c in configs_in(arch.configs[kind]) for each in (replace(c, lean=True), c)]
-    return (*still, *(config.dynamic_twin() for config in still))
+    static = [twin for c in configs_in(arch.configs[kind]) for twin in (replace(c, lean=True), c)]
+    return (*static, *(config.dynamic_twin() for config in static))
 
 
 def whole_heads(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -> bool:
     """Is each of ``config``'s tiles, and each tile that an epilogue moves, made of whole heads or a
     part of one head? Loading tables and summing need that."""
     # On a tile of 64 rows of two CTAs each warp has half of the columns: tables cannot do that.
-    halved = arch.two_ctas and config.cta_tile_m(arch) == 64
+    halves = arch.two_ctas and config.cta_tile_m(arch) == 64
     columns = epilogue_tile(program, config, arch)[1]
-    return config.tile_n % program.head == 0 == program.head % columns and not halved
+    return config.tile_n % program.head == 0 == program.head % columns and not halves

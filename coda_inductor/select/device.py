@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from coda_inductor.arch import Arch, arch_with
-from coda_inductor.errors import OptionError, meant
+from coda_inductor.errors import OptionError, suggest
 
 _SHIPPED = Path(__file__).parent / "tables"
 
@@ -36,7 +36,7 @@ class Gpu:
         host_step_us, host_trained_us: the same for a training step, with autograd.
         rated: were its constants measured, on it or on another model of its generation? If not,
             every site must be measured.
-        sites: the file with the measurements of sites on exactly this model; None if there is none.
+        sites: the file with the measurements of sites on exactly this model; None without a file.
     """
 
     name: str
@@ -92,15 +92,15 @@ def read(path: Path) -> Gpu:
     return Gpu(data["device"], processors=data["processors"], rated=True, sites=path, **constants)
 
 
-#: The GPU that decisions are for if there is none (explain, tests).
+#: Decisions are for this GPU if the machine has no GPU (explain, tests).
 H100 = read(_SHIPPED / "nvidia_h100_80gb_hbm3.json")
 
 
 @functools.lru_cache(maxsize=4)
-def tables(chosen: str | None) -> dict[str, Gpu]:
-    """The GPU models that have a table, by name. ``chosen`` is the value of ``CODA_TABLES``: a
+def tables(setting: str | None) -> dict[str, Gpu]:
+    """The GPU models that have a table, by name. ``setting`` is the value of ``CODA_TABLES``: a
     folder of tables that replaces the shipped ones; with an empty folder there are none."""
-    folder = Path(chosen).expanduser() if chosen else _SHIPPED
+    folder = Path(setting).expanduser() if setting else _SHIPPED
     return {gpu.name: gpu for gpu in map(read, sorted(folder.glob("*.json")))}
 
 
@@ -114,30 +114,30 @@ def gpu_of(device=None) -> Gpu:
 
 
 @functools.lru_cache(maxsize=64)
-def _gpu(index: int, chosen: str | None) -> Gpu:
-    found = torch.cuda.get_device_properties(index)
-    return known(
-        found.name,
-        (found.major, found.minor),
-        found.multi_processor_count,
-        tables(chosen),
+def _gpu(index: int, setting: str | None) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    return match_gpu(
+        properties.name,
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        tables(setting),
     )
 
 
-def named(name: str) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """The GPU model with a table that people call ``name``: "h200".
 
     Raises:
         OptionError: there is no table of such a GPU.
     """
-    found = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
-    if (gpu := found.get(name.lower())) is None:
-        hint, names = meant(name.lower(), found), ", ".join(found)
+    gpus = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
+    if (gpu := gpus.get(name.lower())) is None:
+        hint, names = suggest(name.lower(), gpus), ", ".join(gpus)
         raise OptionError(f"there are no measurements of a GPU {name!r}{hint}, only of {names}")
     return gpu
 
 
-def known(
+def match_gpu(
     name: str,
     capability: tuple[int, int],
     processors: int,
@@ -148,12 +148,12 @@ def known(
     other generations the constants are an H200's, and it is not ``rated``."""
     if name in shipped:
         return replace(shipped[name], processors=processors)
-    alike = [gpu for gpu in shipped.values() if gpu.arch == arch_with(capability)]
+    siblings = [gpu for gpu in shipped.values() if gpu.arch == arch_with(capability)]
     lender = max(
-        alike or [tables(None)["NVIDIA H200"]],
+        siblings or [tables(None)["NVIDIA H200"]],
         key=lambda gpu: SequenceMatcher(None, gpu.short, name).ratio(),
     )
     return replace(
         lender, name=name, capability=capability, processors=processors,
-        sites=None, rated=bool(alike),
+        sites=None, rated=bool(siblings),
     )  # fmt: skip

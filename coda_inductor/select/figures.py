@@ -16,7 +16,7 @@ from coda_inductor.select.site import Site
 _EQUAL = 0.005
 #: Times of one config differ by this much from run to run, with any spread. Configs that are closer
 #: count as equal, or two runs would choose differently. That costs 0.2 % (gotchas.md).
-_ALIKE = 0.015
+_RUN_NOISE = 0.015
 #: The most noise that counts: beyond it the machine is busy, and not everything is equal.
 _NOISE = 0.03
 
@@ -27,8 +27,8 @@ class Figures:
 
     Attributes:
         us: microseconds of a kernel, by its config.
-        unfused: those of cuBLAS and the kernels that Inductor compiles around it.
-        plain: those of cuBLAS alone.
+        unfused: microseconds of cuBLAS and the kernels that Inductor compiles around it.
+        plain: microseconds of cuBLAS alone.
         spread: relative error of a typical median.
         failed: why a config has no time: it does not compile, is wrong, crashes or hangs.
         m: the number of rows that was measured.
@@ -56,7 +56,7 @@ class Figures:
         times = {name: self.us[name] for name in order if name in self.us}
         if not times:
             return None
-        limit = min(times.values()) * (1 + max(self.tolerance, _ALIKE))
+        limit = min(times.values()) * (1 + max(self.tolerance, _RUN_NOISE))
         return next(name for name, us in times.items() if us <= limit)
 
     def wins(self, us: float, unfused: float) -> bool:
@@ -96,9 +96,9 @@ def signature(program: EpilogueProgram) -> str:
     return " ".join(parts + ["heads"] * bool(program.head))
 
 
-def to_row(key: str, found: Figures) -> dict[str, Any]:
+def to_row(key: str, figures: Figures) -> dict[str, Any]:
     """The row in a file. Inverse: :func:`from_row`."""
-    return {"key": key} | {name: x for name, x in vars(found).items() if name != "failed" or x}
+    return {"key": key} | {name: x for name, x in vars(figures).items() if name != "failed" or x}
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:

@@ -29,8 +29,8 @@ def host_bound(
     CUDA graphs remove this limit: the host then launches no kernels.
     """
     us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
-    each = gpu.host_trained_us if training else gpu.host_gemm_us
-    host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * each)
+    call_us = gpu.host_trained_us if training else gpu.host_gemm_us
+    host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * call_us)
     if us >= host:
         return None
     text = (
@@ -85,11 +85,11 @@ def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusa
     It saves the kernel that reads the product before the norm and writes the norm's result. It
     costs one more read of the weights, for the vectors gamma^T W and beta^T W.
     """
-    won = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
-    lost = n * k * width / gpu.bytes_per_us + gpu.launch_us
-    if lost <= won:
+    saved_us = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
+    cost_us = n * k * width / gpu.bytes_per_us + gpu.launch_us
+    if cost_us <= saved_us:
         return None
-    text = f"expected {lost:.0f} us for reading its weights again, and {won:.0f} us saved"
+    text = f"expected {cost_us:.0f} us for reading its weights again, and {saved_us:.0f} us saved"
     return refuse("layer-norm-slower", text)
 
 

@@ -18,9 +18,9 @@ def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
     known before a call. TMA reads from multiples of 16 bytes."""
     step = 16 // x.element_size()
     strides = [s for s, size in zip(x.stride(), x.shape, strict=True) if size != 1 and s != 1]
-    for what, value in [("storage offset", x.storage_offset()), *(("stride", s) for s in strides)]:
+    for label, value in [("storage offset", x.storage_offset()), *(("stride", s) for s in strides)]:
         if isinstance(value, int) and value % step:
-            text = f"{name} has a {what} of {value} elements, which is not a multiple of 16 bytes"
+            text = f"{name} has a {label} of {value} elements, which is not a multiple of 16 bytes"
             return refuse("unaligned", text, failure=True)
     return None
 
@@ -65,9 +65,9 @@ def _unsupported(site: Site) -> tuple[str, str] | None:
     if "float64" in dtypes:
         return "kernel-dtype", "there is no kernel with float64 operands or stores"
     mapping = ports(program)
-    same = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
-    if same is not None:
-        return "kernel-form", f"{same!r} is one value for the whole tile: nothing to fuse"
+    uniform = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
+    if uniform is not None:
+        return "kernel-form", f"{uniform!r} is one value for the whole tile: nothing to fuse"
     if (old := unsupported_gpu(site.arch)) is not None:
         return old.code, old.text
     if program.head and (why := _heads(site)) is not None:

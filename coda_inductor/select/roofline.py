@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected time of a site without a measurement: multiplications at the rate of cuBLAS's large
-products, bytes at that of Inductor's elementwise kernels, and a start time.
+products, bytes at the rate of Inductor's elementwise kernels, and a start time.
 
 A fused kernel multiplies as fast as cuBLAS, except for the processors that its tiles leave idle.
 Its stores overlap with the next tile's multiplications, unless they take longer; its tile loads do
@@ -37,7 +37,7 @@ START_US = 6.0
 IDLE = 0.2
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
 #: 70B widths (rules.md), so it is no gain unless a measurement shows one.
-EXCHANGED = 6
+ROTATION_BYTES = 6
 #: Speedup of cuBLAS's products in FP8 over 16 bits, scales included.
 FP8_RATE = 1.75
 #: Time of torch's products of experts relative to ours: 1.05 to 1.31 on an H100, for the shapes of
@@ -47,7 +47,7 @@ GROUPED = 1.05
 
 def product_us(m, n: int, k: int, gpu: Gpu, *, fp8: bool = False) -> float:
     """Expected microseconds of one product (m, k) x (k, n) in cuBLAS."""
-    return START_US + max(_multiplying_us(hint(m), n, k, gpu, fp8), _reading_us(m, n, k, gpu, fp8))
+    return START_US + max(_multiply_us(hint(m), n, k, gpu, fp8), _read_us(m, n, k, gpu, fp8))
 
 
 def fused_us(site: Site, gpu: Gpu) -> float:
@@ -56,12 +56,12 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     elements = hint(site.m) * n
     loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
-    multiplying = len(program.accs) * _multiplying_us(hint(site.m), n, site.k, gpu, program.fp8)
-    multiplying *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
-    reading = _reading_us(site.m, n * len(program.accs), site.k, gpu, program.fp8)
-    reading *= max(1.0, gpu.processors / _tiles(hint(site.m), n * len(program.accs)))
-    us = START_US + max(multiplying, elements * stores / gpu.bytes_per_us, reading)
-    loads += EXCHANGED * bool(program.head)
+    math_us = len(program.accs) * _multiply_us(hint(site.m), n, site.k, gpu, program.fp8)
+    math_us *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
+    read_us = _read_us(site.m, n * len(program.accs), site.k, gpu, program.fp8)
+    read_us *= max(1.0, gpu.processors / _tiles(hint(site.m), n * len(program.accs)))
+    us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us)
+    loads += ROTATION_BYTES * bool(program.head)
     us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us
     if site.copied:  # read and written
         copied = n * sum(site.copied) * WIDTHS[program.b_dtype]
@@ -72,8 +72,8 @@ def fused_us(site: Site, gpu: Gpu) -> float:
 def products_us(site: Site, gpu: Gpu) -> float:
     """Expected microseconds of all products of ``site``, each in cuBLAS."""
     program = site.program
-    each = (product_us(site.m, site.n, k, gpu, fp8=program.fp8) for k in site.ks)
-    return len(program.accs) * sum(each) * (GROUPED if program.grouped else 1.0)
+    times = (product_us(site.m, site.n, k, gpu, fp8=program.fp8) for k in site.ks)
+    return len(program.accs) * sum(times) * (GROUPED if program.grouped else 1.0)
 
 
 def around_us(site: Site, gpu: Gpu) -> float:
@@ -81,28 +81,28 @@ def around_us(site: Site, gpu: Gpu) -> float:
     elementwise kernel that reads them and the tile operands and writes the stores, and a second one
     if there are reductions over M, or log-sum-exps, which the rest of a row depends on."""
     program, terms = site.program, len(site.ks)
-    everything = {*program.accs, *(o.name for o in program.operands)}
-    made = {found.value for found in scaled(program).values()}
-    written = [s for s in program.stores if s.value not in made]  # cuBLAS writes those
-    if program.fp8 and not (written or program.reduces):
+    names = {*program.accs, *(o.name for o in program.operands)}
+    products = {scale.value for scale in scaled(program).values()}
+    stores = [s for s in program.stores if s.value not in products]  # cuBLAS writes those
+    if program.fp8 and not (stores or program.reduces):
         return 0.0  # its scales too
-    moved = float(sum(WIDTHS[s.dtype] for s in written if s.name not in site.after))
+    traffic = float(sum(WIDTHS[s.dtype] for s in stores if s.name not in site.after))
     if site.after:
-        moved += _read(program, set(program.accs), terms)
-        moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in site.after)
+        traffic += _read(program, set(program.accs), terms)
+        traffic -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in site.after)
         launches = 0
     else:
-        moved += _read(program, everything, terms) + table_traffic(program, site.n)
+        traffic += _read(program, names, terms) + table_traffic(program, site.n)
         launches = 1
     if program.routes[1] is not None or (program.grouped and site.terms > 1):
-        moved += 2 * site.k / site.n * WIDTHS[program.a_dtype]  # rows gathered, or concatenated
+        traffic += 2 * site.k / site.n * WIDTHS[program.a_dtype]  # rows gathered, or concatenated
         launches += 1
-    apart = [r.value for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
-    if apart:  # one pass for all of them
-        sources = program.sources(apart)
-        moved += _read(program, sources, terms)
+    separate = [r.value for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
+    if separate:  # one pass for all of them
+        sources = program.sources(separate)
+        traffic += _read(program, sources, terms)
         launches += 1
-    return hint(site.m) * site.n * moved / gpu.bytes_per_us + launches * gpu.launch_us
+    return hint(site.m) * site.n * traffic / gpu.bytes_per_us + launches * gpu.launch_us
 
 
 def table_traffic(program: EpilogueProgram, n: int) -> float:
@@ -120,11 +120,11 @@ def _tiles(m: int, columns: int) -> int:
     return max(1, math.ceil(m / 128) * math.ceil(columns / 192))
 
 
-def _reading_us(m, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
+def _read_us(m, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
     return (hint(m) + n) * k * (1 if fp8 else 2) / gpu.bytes_per_us
 
 
-def _multiplying_us(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
+def _multiply_us(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
     return 2 * m * n * k / (gpu.flops_per_us * (FP8_RATE if fp8 else 1.0))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decision is about: a program, its sizes and its surroundings; and the decision."""
+"""A site: a program, its sizes and its surroundings, and the decision about them."""
 
 from __future__ import annotations
 
@@ -90,17 +90,17 @@ class Site:
         return reading_of(self.program, self.terms)
 
 
-#: What of a site is about one compilation.
-_HERE = frozenset({"after", "device", "crowded", "arch", "choice"})
+#: The fields of a site that concern one compilation only.
+_TRANSIENT = frozenset({"after", "device", "crowded", "arch", "choice"})
 
 
 def site_text(site: Site) -> dict[str, Any]:
     """``site`` as data for messages and files. Inverse: :func:`site_from`."""
-    kept = {f.name: getattr(site, f.name) for f in fields(site) if f.name not in _HERE}
-    return kept | {"program": site.program.to_json()}
+    data = {f.name: getattr(site, f.name) for f in fields(site) if f.name not in _TRANSIENT}
+    return data | {"program": site.program.to_json()}
 
 
 def site_from(text: dict[str, Any]) -> Site:
     """Inverse of :func:`site_text`."""
-    given = {**text, "copied": tuple(text["copied"])}
-    return Site(EpilogueProgram.from_json(given.pop("program")), **given)
+    values = {**text, "copied": tuple(text["copied"])}
+    return Site(EpilogueProgram.from_json(values.pop("program")), **values)

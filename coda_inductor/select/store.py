@@ -49,75 +49,75 @@ class Store:
         self.path = (folder(FOLDER) if base is None else base) / name
         self.gpu = gpu
         self._stamp: tuple[int, int] | None = None
-        self._own: dict[str, Figures] = {}
-        self._others = {} if gpu.sites is None else _sites(json.loads(gpu.sites.read_text()))
+        self._user_rows: dict[str, Figures] = {}
+        self._shipped = {} if gpu.sites is None else _sites(json.loads(gpu.sites.read_text()))
         if base is None and (read_only := prewarmed()) is not None:
-            self._others |= sites_in(read_only / FOLDER / name)
+            self._shipped |= sites_in(read_only / FOLDER / name)
         self._by_signature: dict[str, list[tuple[str, Figures]]] = {}
-        for row in self._others.items():
+        for row in self._shipped.items():
             if row[1].like and row[1].us:
                 self._by_signature.setdefault(row[1].like, []).append(row)
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
         """The measurements of ``site``, and their origin: "here" (this user's) or "shipped". They
-        may be those of a similar program (``figures.signature``); of several the slowest counts."""
+        may come from a similar program (``figures.signature``); of several the slowest counts."""
         self._refresh()
         key = key_of(site)
-        if (own := self._own.get(key)) is not None:
-            return own, "here"
-        if (other := self._others.get(key)) is not None:
-            return other, "shipped"
-        slowest = _slowest(self._alike(site), key)
+        if (figures := self._user_rows.get(key)) is not None:
+            return figures, "here"
+        if (row := self._shipped.get(key)) is not None:
+            return row, "shipped"
+        slowest = _slowest(self._similar(site), key)
         return None if slowest is None else (slowest, "shipped")
 
     def related(self, site: Site) -> Figures | None:
-        """The shipped measurements at the size and layout of ``site`` of a program that differs
-        only in its reductions, of several the slowest: an estimate where it was not measured."""
+        """The slowest shipped measurements at the size and layout of ``site``, of programs that
+        differ only in their reductions: an estimate if ``site`` was not measured."""
         like = _moves(signature(site.program))
         rows = [
-            r for known, rows in self._by_signature.items() if _moves(known) == like for r in rows
+            r for text, rows in self._by_signature.items() if _moves(text) == like for r in rows
         ]
         return _slowest(rows, key_of(site))
 
     def nearest(self, site: Site) -> Figures | None:
-        """Of the shipped measurements of programs like that of ``site``, the nearest in size."""
+        """The shipped measurements nearest in size, of programs like the program of ``site``."""
 
         def distance(row: tuple[str, Figures]) -> tuple[float, str]:
             sizes = map(int, row[0].split(" ")[1].split("x"))
             pairs = zip(sizes, (hint(site.m), site.n, site.k), strict=True)
-            return sum(abs(math.log(one / other)) for one, other in pairs), row[0]
+            return sum(abs(math.log(a / b)) for a, b in pairs), row[0]
 
-        return min(self._alike(site), key=distance, default=("", None))[1]
+        return min(self._similar(site), key=distance, default=("", None))[1]
 
-    def _alike(self, site: Site) -> list[tuple[str, Figures]]:
-        """The shipped rows of programs like that of ``site``, with its layout and terms."""
-        wanted = _how(key_of(site))
+    def _similar(self, site: Site) -> list[tuple[str, Figures]]:
+        """The shipped rows of programs like the program of ``site``, with its layout and terms."""
+        layout = _layout(key_of(site))
         rows = self._by_signature.get(signature(site.program), ())
-        return [row for row in rows if _how(row[0]) == wanted]
+        return [row for row in rows if _layout(row[0]) == layout]
 
-    def own(self) -> Mapping[str, Figures]:
+    def user_rows(self) -> Mapping[str, Figures]:
         """This user's measurements, by key."""
         self._refresh()
-        return self._own
+        return self._user_rows
 
-    def add(self, found: Mapping[str, Figures]) -> None:
+    def add(self, figures: Mapping[str, Figures]) -> None:
         """Keep measurements; the caller holds the lock (``locks``).
 
         Raises:
             OSError: the file cannot be written; this process has the measurements anyway.
         """
         self._refresh()
-        self._own = {**self._own, **found}
+        self._user_rows = {**self._user_rows, **figures}
         try:
-            write(self.path, as_text(self.gpu, self._own))
+            write(self.path, as_text(self.gpu, self._user_rows))
         finally:
             self._stamp = _stamp(self.path)
 
     def leave(self, sites: Iterable[Site]) -> None:
         """Note ``sites`` to be measured later; if there are very many, only the last ones."""
-        kept = {key_of(site): site for site in (*self.left(), *sites)}
+        by_key = {key_of(site): site for site in (*self.left(), *sites)}
         with contextlib.suppress(OSError):
-            texts = [site_text(site) for site in kept.values()]
+            texts = [site_text(site) for site in by_key.values()]
             write(self.path.with_suffix(".left"), json.dumps(texts[-256:]))
 
     def left(self) -> list[Site]:
@@ -132,7 +132,7 @@ class Store:
         """Read the file again if another process has replaced it."""
         stamp = _stamp(self.path)
         if stamp is not None and stamp != self._stamp:
-            self._own, self._stamp = {**self._own, **sites_in(self.path)}, stamp
+            self._user_rows, self._stamp = {**self._user_rows, **sites_in(self.path)}, stamp
 
 
 def generation() -> str:
@@ -195,12 +195,12 @@ def _moves(like: str) -> list[str]:
 
 def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:
     """Of the measurements at the size and layout that ``key`` names the slowest, if any."""
-    place = key.partition(" ")[2]
-    at = [found for name, found in rows if name.partition(" ")[2] == place]
-    return max(at, key=lambda found: min(found.us.values()), default=None)
+    size = key.partition(" ")[2]
+    matches = [figures for name, figures in rows if name.partition(" ")[2] == size]
+    return max(matches, key=lambda figures: min(figures.us.values()), default=None)
 
 
-def _how(key: str) -> list[str]:
+def _layout(key: str) -> list[str]:
     """The words of ``key`` about the layout of operands. Concatenated weights count like one, and
     few experts like many."""
     counts = ("copied=", "groups=", "of=")
@@ -208,15 +208,15 @@ def _how(key: str) -> list[str]:
 
 
 def _sites(data: Mapping[str, Any]) -> dict[str, Figures]:
-    found = {}
+    sites = {}
     for row in data.get("sites", ()):
         try:
             key, figures = from_row(row)
         except (KeyError, TypeError, ValueError, AttributeError):
             logger.debug("no measurement: %r", row)
             continue
-        found[key] = figures
-    return found
+        sites[key] = figures
+    return sites
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a semantic op is created: from the plain torch function that defines it, and its gradient.
 
-Built-in ops and those of pattern files (``patterns.meaning``) are created only by :func:`define`:
-it registers the schema, the fake, the kernel, which runs the definition, and the derivative.
+Only :func:`define` creates ops, built-in ones and those in pattern files (``patterns.meaning``): it
+registers the schema, the fake, the kernel, which runs the definition, and the derivative.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 
 @dataclass(frozen=True)
 class Definition:
-    """What a semantic op is.
+    """One semantic op.
 
     Attributes:
         function: the torch function that defines it.
@@ -58,7 +58,7 @@ def define(
     function: Callable[..., Any],
     *,
     gradient: Callable[..., Any] | None = None,
-    of: Sequence[str] = (),
+    wrt: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
     name: str = "",
     pointwise: bool = False,
@@ -72,15 +72,15 @@ def define(
         gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
             result; the others are named like the op's inputs and statistics, or ``needs``: a list
             that tells which gradients are needed. The others may be anything.
-        of: the inputs for which ``gradient`` returns gradients.
+        wrt: the inputs for which ``gradient`` returns gradients.
         fake: computes shapes and dtypes, if ``function`` cannot.
         name: see :class:`Definition`; by default the op's own.
         pointwise: whether each element of the results depends only on those at the same index.
         counted_by_rewrite: see :class:`Definition`.
     """
     tags = [torch.Tag.pointwise] * pointwise
-    again = functools.partial(once, fake or function)
-    op = opaque(schema, _fresh(function), again, *tags, gradient=gradient, of=of)
+    shapes = functools.partial(once, fake or function)
+    op = opaque(schema, _fresh(function), shapes, *tags, gradient=gradient, wrt=wrt)
     name = name or schema.split("(", maxsplit=1)[0]
     DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
     return op
@@ -92,52 +92,52 @@ def opaque(
     fake: Callable[..., Any],
     *tags: torch.Tag,
     gradient: Callable[..., Any] | None = None,
-    of: Sequence[str] = (),
+    wrt: Sequence[str] = (),
 ) -> OpOverload:
     """Register the op ``coda_inductor::<schema>``, which no graph decomposes; returns it.
-    ``gradient`` and ``of`` as for :func:`define`."""
-    own = schema.split("(", maxsplit=1)[0]
+    ``gradient`` and ``wrt`` as for :func:`define`."""
+    name = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    LIB.impl(own, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"coda_inductor::{own}", fake, lib=LIB)
-    op = getattr(torch.ops.coda_inductor, own).default
+    LIB.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"coda_inductor::{name}", fake, lib=LIB)
+    op = getattr(torch.ops.coda_inductor, name).default
     if gradient is not None:
-        _differentiable(op, gradient, tuple(of))
+        _differentiable(op, gradient, tuple(wrt))
     return op
 
 
 def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:
     """Register the op ``coda_inductor::<schema>`` that consists of the ops in ``function``:
     AOTAutograd traces these in its place, and their gradients. Returns the op."""
-    own = schema.split("(", maxsplit=1)[0]
+    op_name = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(own, function, "CompositeImplicitAutograd")
-    op = getattr(torch.ops.coda_inductor, own).default
+    LIB.impl(op_name, function, "CompositeImplicitAutograd")
+    op = getattr(torch.ops.coda_inductor, op_name).default
     DEFINITIONS[op] = Definition(function, name)
     return op
 
 
-def _differentiable(op: OpOverload, gradient: Callable[..., Any], of: tuple[str, ...]) -> None:
+def _differentiable(op: OpOverload, gradient: Callable[..., Any], wrt: tuple[str, ...]) -> None:
     names = parameters(op)
     statistics = [result.name for result in schema_of(op).returns[1:]]
-    wanted = parameters(gradient)[1:]
+    arguments = parameters(gradient)[1:]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        known = dict(zip(names, inputs, strict=True))
+        values = dict(zip(names, inputs, strict=True))
         if statistics:
             ctx.mark_non_differentiable(*output[1:])
-            known.update(zip(statistics, output[1:], strict=True))
-        known = {key: known[key] for key in wanted if key != "needs"}
-        ctx.tensors = [key for key, item in known.items() if isinstance(item, Tensor)]
-        ctx.save_for_backward(*(known[key] for key in ctx.tensors))
-        ctx.others = {key: item for key, item in known.items() if key not in ctx.tensors}
+            values.update(zip(statistics, output[1:], strict=True))
+        values = {key: values[key] for key in arguments if key != "needs"}
+        ctx.tensors = [key for key, item in values.items() if isinstance(item, Tensor)]
+        ctx.save_for_backward(*(values[key] for key in ctx.tensors))
+        ctx.others = {key: item for key, item in values.items() if key not in ctx.tensors}
 
     def differentiate(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [ctx.needs_input_grad[names.index(key)] for key in of]
-        known = {**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
-        found = gradient(dy, *({**known, "needs": needs}[key] for key in wanted))
-        found = (found,) if isinstance(found, Tensor) else found
-        by_name = {k: g for k, g, need in zip(of, found, needs, strict=True) if need}
+        needs = [ctx.needs_input_grad[names.index(key)] for key in wrt]
+        values = {**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
+        gradients = gradient(dy, *({**values, "needs": needs}[key] for key in arguments))
+        gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
+        by_name = {k: g for k, g, need in zip(wrt, gradients, needs, strict=True) if need}
         return tuple(by_name.get(key) for key in names)
 
     torch.library.register_autograd(
@@ -147,26 +147,26 @@ def _differentiable(op: OpOverload, gradient: Callable[..., Any], of: tuple[str,
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the parameters of a plain function, or of an op."""
-    if (known := schema_of(function)) is not None:
-        return tuple(argument.name for argument in known.arguments)
+    if (schema := schema_of(function)) is not None:
+        return tuple(argument.name for argument in schema.arguments)
     code = function.__code__
     return code.co_varnames[: code.co_argcount]
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with results in new memory, each in its own: an op may return neither one of its
-    inputs nor one tensor twice, but some gradients, such as those of ``gate + up``, are both."""
+    inputs nor one tensor twice, but some gradients do both (of ``gate + up``, for example)."""
 
     def call(*arguments: Any) -> Any:
-        taken = {storage(a) for a in arguments if isinstance(a, Tensor)}
+        storages = {storage(a) for a in arguments if isinstance(a, Tensor)}
 
-        def own(result: Tensor) -> Tensor:
-            result = result.clone() if storage(result) in taken else result
-            taken.add(storage(result))
+        def fresh(result: Tensor) -> Tensor:
+            result = result.clone() if storage(result) in storages else result
+            storages.add(storage(result))
             return result
 
         with isolated():
-            return tree_map(own, function(*arguments))
+            return tree_map(fresh, function(*arguments))
 
     return call
 

@@ -69,7 +69,7 @@ def dropout_linear(
     """All t_i, one beside the other.
 
     Args:
-        x: (..., K), of any floating dtype; what is kept of it is rounded to that of ``weight``.
+        x: (..., K), of any floating dtype; masked, it is rounded to the dtype of ``weight``.
         weight: (count * r, K), all A_i, one below the other.
         seed: one int64.
         first: the number of the first mask.
@@ -82,8 +82,8 @@ def dropout_linear(
     rows, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(weight.dtype, torch.float32)
     (m, k), parts = rows.shape, []
     for i, part in enumerate(weight.chunk(count)):
-        kept = (rows * keep_mask(seed, first + i, m, k, p)).to(weight.dtype)
-        parts.append((kept.to(wide) @ part.t().to(wide) * scale(p)).to(weight.dtype))
+        masked = (rows * keep_mask(seed, first + i, m, k, p)).to(weight.dtype)
+        parts.append((masked.to(wide) @ part.t().to(wide) * scale(p)).to(weight.dtype))
     return torch.cat(parts, 1).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -92,17 +92,17 @@ def dropout_linear_backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of ``x`` and ``weight`` as far as ``needs`` says, else tensors of shape (0,);
-    ``dt`` is that of the result."""
+    ``dt`` is the gradient of the result."""
     dx, dweight = gradients(dt, x, weight, seed, first, count, p, needs)
     wide = torch.promote_types(weight.dtype, torch.float32)
     rows, dt = x.reshape(-1, x.shape[-1]), dt.reshape(-1, weight.shape[0])
     (m, k), total = rows.shape, torch.zeros(rows.shape, dtype=wide, device=x.device)
     for i, part in enumerate(weight.chunk(count)):
-        keep, own = keep_mask(seed, first + i, m, k, p), dt.chunk(count, 1)[i].to(wide)
-        total += own @ part.to(wide) * keep
+        keep, dt_part = keep_mask(seed, first + i, m, k, p), dt.chunk(count, 1)[i].to(wide)
+        total += dt_part @ part.to(wide) * keep
         if needs[1]:
-            kept = (rows * keep).to(weight.dtype).to(wide)
-            dweight.chunk(count)[i].copy_(own.t() @ kept * scale(p))
+            masked = (rows * keep).to(weight.dtype).to(wide)
+            dweight.chunk(count)[i].copy_(dt_part.t() @ masked * scale(p))
     if needs[0]:
         dx.copy_((total * scale(p)).view(x.shape))
     return dx, dweight
@@ -126,5 +126,5 @@ FORWARD = opaque(
     dropout_linear,
     lambda x, weight, *_: weight.new_empty(*x.shape[:-1], weight.shape[0]),
     gradient=BACKWARD,
-    of=("x", "weight"),
+    wrt=("x", "weight"),
 )

@@ -39,14 +39,14 @@ def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor
     equal experts in order; inverse (M,), the sorted index of each pair; offsets (E + 1,), the first
     index of each expert, and the end.
     """
-    own = torch.where((ids >= 0) & (ids < experts), ids, experts)
-    perm = torch.argsort(own, stable=True)
+    expert = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    perm = torch.argsort(expert, stable=True)
     count = torch.arange(ids.shape[0], device=ids.device)
     inverse = torch.empty_like(perm).scatter_(0, perm, count)
-    edges = torch.arange(experts + 1, device=ids.device, dtype=own.dtype)
-    offsets = (own[None, :] < edges[:, None]).sum(1)
-    found = (torch.div(perm, top_k, rounding_mode="floor"), perm, inverse, offsets)
-    rows, perm, inverse, offsets = (x.to(torch.int32) for x in found)
+    edges = torch.arange(experts + 1, device=ids.device, dtype=expert.dtype)
+    offsets = (expert[None, :] < edges[:, None]).sum(1)
+    results = (torch.div(perm, top_k, rounding_mode="floor"), perm, inverse, offsets)
+    rows, perm, inverse, offsets = (x.to(torch.int32) for x in results)
     return rows, perm, inverse, offsets
 
 
@@ -59,14 +59,14 @@ def combine(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The sum over the pairs of each token of their rows of ``y`` (M, d), times ``weights``
-    (T, top_k) if any, in order and in float32: (T, d) in ``dtype``, or that of y. ``inverse`` and
+    (T, top_k) if any, in order and in float32: (T, d) in ``dtype``, or y's. ``inverse`` and
     ``offsets`` as :func:`route` makes them; pairs of no expert add nothing."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    found = y[inverse].to(wide)
+    rows = y[inverse].to(wide)
     if weights is not None:
-        found = found * weights.reshape(-1, 1).to(wide)
-    found = torch.where((inverse < offsets[-1])[:, None], found, 0.0)
-    return found.view(-1, top_k, y.shape[1]).sum(1).to(dtype or y.dtype)
+        rows = rows * weights.reshape(-1, 1).to(wide)
+    rows = torch.where((inverse < offsets[-1])[:, None], rows, 0.0)
+    return rows.view(-1, top_k, y.shape[1]).sum(1).to(dtype or y.dtype)
 
 
 def grouped_wgrad(
@@ -158,7 +158,7 @@ group_rows = define(
     "group_rows(Tensor x, Tensor ids, Tensor offsets) -> Tensor",
     group_rows_definition,
     gradient=_group_rows_gradient,
-    of=("x",),
+    wrt=("x",),
     counted_by_rewrite=True,
 )
 
@@ -179,17 +179,17 @@ class _Up(torch.autograd.Function):
         x, rows, inverse, offsets, *weights = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            found = [
+            dweights = [
                 grouped_mm(d, part.mT, offsets, None)
                 for d, part in zip(dz, _parts(weights, ctx.parts), strict=True)
             ]
-            summed = found[0] if len(found) == 1 else torch.add(*found)
+            summed = dweights[0] if len(dweights) == 1 else torch.add(*dweights)
             dx = summed if rows is None else COMBINE(summed, None, inverse, offsets, ctx.top_k)
         gradients: list[Tensor | None] = []
         for i, (weight, need) in enumerate(zip(weights, ctx.needs_input_grad[6:], strict=True)):
-            own = list(dz[i * ctx.parts : (i + 1) * ctx.parts])
+            parts = list(dz[i * ctx.parts : (i + 1) * ctx.parts])
             turned = weight.stride(1) == 1
-            gradients.append(WGRAD(x, rows, own, offsets, turned) if need else None)
+            gradients.append(WGRAD(x, rows, parts, offsets, turned) if need else None)
         return dx, None, None, None, None, None, *gradients
 
 
@@ -199,7 +199,7 @@ def _parts(weights: Sequence[Tensor], parts: int) -> list[Tensor]:
 
 class _Down(torch.autograd.Function):
     """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N) in ``dtype``,
-    or that of a, times ``w`` (T, top_k) if given. The others as :func:`route` makes them."""
+    or a's, times ``w`` (T, top_k) if given. The other arguments as :func:`route` makes them."""
 
     @staticmethod
     def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k, dtype=None) -> Tensor:
@@ -217,9 +217,9 @@ class _Down(torch.autograd.Function):
             q = grouped_mm(dout, weight.mT, offsets, rows).to(wide)
             da = (q if scale is None else q * scale).to(a.dtype)
             if w is not None and ctx.needs_input_grad[1]:
-                own = (q * a.to(wide)).sum(-1)[inverse]
-                own = torch.where(inverse < offsets[-1], own, 0.0)
-                dw = own.view(w.shape).to(w.dtype)
+                dots = (q * a.to(wide)).sum(-1)[inverse]
+                dots = torch.where(inverse < offsets[-1], dots, 0.0)
+                dw = dots.view(w.shape).to(w.dtype)
         if ctx.needs_input_grad[6]:
             weighted = a if scale is None else (a.to(wide) * scale).to(a.dtype)
             turned = weight.stride(1) != 1

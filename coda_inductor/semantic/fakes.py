@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops return for fake tensors, computed once: the layers of a model repeat.
+"""Results of ops for fake tensors, computed once, because the layers of a model repeat.
 
 Torch takes 0.1 to 5 ms to run an op on fake tensors. The sizes, strides, dtype and device of a
-result depend only on those of the arguments, so that a second call creates the result from what
-the first call returned.
+result depend only on the same properties of the arguments, so that a second call creates its
+result from the first call's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
     except _UncertainError:
         return function(*args)
     if key in _RESULTS:
-        return _again(_RESULTS[key])
+        return _copy(_RESULTS[key])
     result = function(*args)
     with contextlib.suppress(_UncertainError):
         if len(_RESULTS) >= _MOST:
@@ -67,7 +67,7 @@ def _shape(x: Tensor) -> _Shape:
 
 
 def _new(result: Any) -> Any:
-    """What is kept of ``result``: new tensors, which have no gradient."""
+    """The record of ``result``: new tensors, which have no gradient."""
     if isinstance(result, (list, tuple)):
         return tuple(map(_new, result))
     if not isinstance(result, Tensor) or result.storage_offset() != 0 or result.requires_grad:
@@ -75,8 +75,8 @@ def _new(result: Any) -> Any:
     return _shape(result)
 
 
-def _again(known: Any) -> Any:
-    if not isinstance(known, _Shape):
-        return tuple(map(_again, known))
-    sizes, strides, _, dtype, device, _ = known
+def _copy(value: Any) -> Any:
+    if not isinstance(value, _Shape):
+        return tuple(map(_copy, value))
+    sizes, strides, _, dtype, device, _ = value
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device)

@@ -55,7 +55,7 @@ def quantize_by_rows(
     x: Tensor, parts: list[Tensor], dims: list[int], *kind: Any
 ) -> tuple[Tensor, Tensor]:
     """``quantize(x, dims, *kind)`` that divides, of rows or of everything, for ``x`` of 16 bits
-    whose columns are those of ``parts``: the maxima are of rows of these first."""
+    with the columns of ``parts``: the maxima of the rows of each part come first."""
     rows = [torch.amax(torch.abs(part), dim=1, keepdim=True) for part in parts]
     amax = functools.reduce(torch.maximum, rows)
     return quantize_by(x.to(torch.float32), amax if dims else torch.amax(amax), *kind)
@@ -107,8 +107,8 @@ def _row_major(matrix: Tensor) -> bool:
 
 
 def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
-    kept = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
-    return torch.empty_like(x, dtype=dtype), x.new_empty(kept, dtype=torch.float32)
+    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
+    return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
 
 
 def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after, bias=None):  # noqa: ARG001

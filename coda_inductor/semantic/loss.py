@@ -107,5 +107,5 @@ cross_entropy = define(
     "str reduction, ScalarType out_dtype) -> (Tensor loss, Tensor lse, Tensor number)",
     cross_entropy_definition,
     gradient=cross_entropy_backward,
-    of=("logits",),
+    wrt=("logits",),
 )

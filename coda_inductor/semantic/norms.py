@@ -62,7 +62,7 @@ def _gradients(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of a norm, each shaped and typed like its input. ``vectors`` are weight
-    and bias, ``means`` that of x, if there is a shift; ``statistics`` the scale and the bend.
+    and bias, ``means`` the mean of x, if there is a shift; ``statistics`` the scale and the bend.
 
     With ``n = (x - mean) * scale`` and ``p = dy * weight``:
     ``dx = scale * (p - mean(p) - n * mean(p * n) * bend)``, mean(p) only where there is a shift;
@@ -76,8 +76,8 @@ def _gradients(
     if needs[0]:
         p = wide if vectors[0] is None else wide * vectors[0].to(scale.dtype)
         dot = functools.reduce(torch.mul, bends, (p * normalized).mean(-1, keepdim=True))
-        own = p - p.mean(-1, keepdim=True) if means else p
-        dx = (scale * (own - normalized * dot)).to(x.dtype)
+        dp = p - p.mean(-1, keepdim=True) if means else p
+        dx = (scale * (dp - normalized * dot)).to(x.dtype)
     for i, (vector, need) in enumerate(zip(vectors, needs[1:], strict=True)):
         if vector is not None and need:
             rows, dims = (wide * normalized, wide)[i], list(range(x.dim() - 1))
@@ -104,13 +104,13 @@ def define_norm(
 
     def rows(x: Tensor, _dtype: torch.dtype, *values: float) -> Any:
         square = fold(x.pow(2), -1, keepdim=True)
-        found = scale(square, *values)
+        result = scale(square, *values)
         if not bent:
-            return (found,), ()
+            return (result,), ()
         slope = torch.func.grad(lambda square: scale(square, *values).sum())
         slope = torch.func.functionalize(slope)  # of clamp torch has one that writes in place
         factor = -2.0 * (x.shape[-1] if of_sum else 1)
-        return (found, slope(square) / found / found / found * factor), ()
+        return (result, slope(square) / result / result / result * factor), ()
 
     def forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
         *values, out_dtype = others
@@ -140,7 +140,7 @@ def define_norm(
         forward,
         fake=fake if bent else None,
         gradient=gradient,
-        of=("x", "weight"),
+        wrt=("x", "weight"),
         name=name,
         counted_by_rewrite=True,
     )
@@ -194,7 +194,7 @@ layer_norm = define(
     "-> (Tensor y, Tensor mean, Tensor rstd)",
     layer_norm_definition,
     gradient=layer_norm_gradient,
-    of=("x", "weight", "bias"),
+    wrt=("x", "weight", "bias"),
     counted_by_rewrite=True,
 )
 NORMS[layer_norm] = Norm("layer_norm", _layer_rows, ("eps",), mean=1)

@@ -4,5 +4,5 @@
 tuner    the interface for a compilation: measure these sites, within a number of seconds
 worker   the measuring process: it may crash, hang or run out of memory without harm
 timing   interleaved timing, with a cold cache and a warm clock
-inputs   tensors like those of a site
+inputs   tensors like a site's
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors like those of a site, with random values or without."""
+"""Tensors like a site's, with random values or without."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
 
 #: The matrices A, the matrices B, and the epilogue's operands.
-Given = tuple[list[Tensor], list[Tensor], list[Tensor]]
+Inputs = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
-def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> Given:
+def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> Inputs:
     """(as_, bs, operands) of one call of the op for ``site``, with its dtypes and majors. Without
     ``values`` they are not initialized, so the GPU has nothing to do; tensors on the meta device
     suffice for requesting kernels."""
     normal = torch.randn if values else torch.empty
     program, m, n = site.program, site.m, site.n
 
-    def made(dtype: str, scale: float) -> Callable[..., Tensor]:
+    def factory(dtype: str, scale: float) -> Callable[..., Tensor]:
         return lambda *shape: (normal(shape, device=device) * scale).to(getattr(torch, dtype))
 
-    as_, bs = site.reading.inputs(site, made)
+    as_, bs = site.reading.inputs(site, factory)
     routes = _routes(site, device)
-    small = {next(iter(found.names), None) for found in scaled(program).values()}
+    small = {next(iter(product.names), None) for product in scaled(program).values()}
     sizes = {"M": m, "N": n, "H": program.head, "B": 2, "E": site.groups}
     operands = []
     for operand in program.operands:
-        of = operand.of
-        if of.route:
+        spec = operand.spec
+        if spec.route:
             value = routes[operand.kind]
         else:
-            shape = of.shape(sizes, grouped=program.grouped)
-            value = of.drawn((normal if of.staged else torch.randn)(shape, device=device))
-        if of.columns:
+            shape = spec.shape(sizes, grouped=program.grouped)
+            value = spec.sample((normal if spec.staged else torch.randn)(shape, device=device))
+        if spec.columns:
             value = value.repeat_interleave(len(program.accs), -1)
         if operand.name in small:
             value = value * site.ks[0] ** -0.5
@@ -46,10 +46,10 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
     return _by_address(as_), _by_address(bs), operands
 
 
-def unfused(site: Site, given: Given) -> Given:
+def unfused(site: Site, inputs: Inputs) -> Inputs:
     """The same as in an unfused graph."""
-    as_, bs = site.reading.unfused(site.program, *given[:2])
-    return list(as_), list(bs), given[2]
+    as_, bs = site.reading.unfused(site.program, *inputs[:2])
+    return list(as_), list(bs), inputs[2]
 
 
 def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
@@ -62,8 +62,8 @@ def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
     share = share / share.sum() + 1 / site.groups
     edges = (share.cumsum(0) * (site.m / 2)).round().to(torch.int32)
     offsets = torch.cat([edges.new_zeros(1), edges]).to(device)
-    each = site.m // site.rows if site.rows else 1
-    index = torch.randperm(site.m, device=device) // max(each, 1)
+    top_k = site.m // site.rows if site.rows else 1
+    index = torch.randperm(site.m, device=device) // max(top_k, 1)
     return dict(zip(ROUTES, (offsets, index), strict=True))
 
 
@@ -78,6 +78,6 @@ def size(site: Site) -> int:
     return factors * 2 + site.m * site.n * (2 * tiles + 8 * len(program.accs))
 
 
-def _by_address(made: Sequence[Tensor]) -> list[Tensor]:
+def _by_address(xs: Sequence[Tensor]) -> list[Tensor]:
     """In the order of their addresses, so that one variant of a kernel suffices."""
-    return [*made] if made[0].is_meta else sorted(made, key=Tensor.data_ptr)
+    return [*xs] if xs[0].is_meta else sorted(xs, key=Tensor.data_ptr)

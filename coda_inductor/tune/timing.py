@@ -53,18 +53,18 @@ def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
             for _ in range(reads(host_us[name])):
                 flush()
             before.record()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             call()
-            took_us = 1e6 * (time.perf_counter() - begun)
+            elapsed_us = 1e6 * (time.perf_counter() - started)
             after.record()
             events.append((name, before, after))
             if 0 < number < _WARM:  # the first call compiles and loads
-                host_us[name] = max(host_us[name], took_us)
+                host_us[name] = max(host_us[name], elapsed_us)
         torch.cuda.synchronize()
         if number >= _WARM:
             for name, before, after in events:
                 samples[name].append(1e3 * before.elapsed_time(after))
-    return evaluated(samples)
+    return evaluate(samples)
 
 
 def reads(host_us: float) -> int:
@@ -72,14 +72,14 @@ def reads(host_us: float) -> int:
     return max(1, math.ceil(_AHEAD * host_us / _HOST_US))
 
 
-def steady(measured: Callable[[], dict[str, Times]]) -> dict[str, Times]:
-    """The result of ``measured``; if something disturbs it, the calmest of a few tries."""
-    found = measured()
+def steady(run: Callable[[], dict[str, Times]]) -> dict[str, Times]:
+    """The result of ``run``; if something disturbs it, the calmest of a few tries."""
+    times = run()
     for _ in range(_AGAIN):
-        if typical(found) <= _CALM:
+        if typical(times) <= _CALM:
             break
-        found = min(found, measured(), key=typical)
-    return found
+        times = min(times, run(), key=typical)
+    return times
 
 
 def typical(times: Mapping[str, Times]) -> float:
@@ -87,19 +87,19 @@ def typical(times: Mapping[str, Times]) -> float:
     return statistics.median(time.spread for time in times.values())
 
 
-def evaluated(samples: Mapping[str, Sequence[float]]) -> dict[str, Times]:
+def evaluate(samples: Mapping[str, Sequence[float]]) -> dict[str, Times]:
     """Times from samples in microseconds, equally many for each function."""
     rounds = [statistics.fmean(values) for values in zip(*samples.values(), strict=True)]
     typical = statistics.median(rounds)
-    found = {}
+    times = {}
     for name, values in samples.items():
         parts = [value / whole for value, whole in zip(values, rounds, strict=True)]
         low, median, high = statistics.quantiles(parts, n=4)
         # The quartiles of a normal distribution are 1.35 standard deviations apart, and a median's
         # standard error is 1.25 of them over the root of their number.
         error = 1.25 * (high - low) / 1.35 / math.sqrt(len(parts))
-        found[name] = Times(typical * median, 2 * error / median)
-    return found
+        times[name] = Times(typical * median, 2 * error / median)
+    return times
 
 
 def _flush() -> Callable[[], object]:

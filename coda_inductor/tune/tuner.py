@@ -22,7 +22,7 @@ import torch
 from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.processes.child import Child, EndedError, LateError
-from coda_inductor.progress import shown
+from coda_inductor.progress import show_progress
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
@@ -91,28 +91,28 @@ class Tuner:
         self._hopeless = ""  # why no process works here
 
     def measure(self, sites: Sequence[Site]) -> bool:
-        """Measure those of ``sites`` without a measurement; True if any has one now. Takes at most
+        """Measure the ``sites`` that have no measurement; True if any has one now. Takes at most
         the rest of the budget, and as long again if another process is measuring."""
         global _spent
-        often = Counter(map(key_of, sites))
-        order = sorted(sites, key=lambda s: -often[key_of(s)] * self._gain(s))
-        wanted = {key_of(s): s for s in order if self.store.find(s) is None}
-        wanted = {key: site for key, site in wanted.items() if key not in self.left}
-        if not wanted or self._seconds <= 0:
-            self.left |= wanted
+        counts = Counter(map(key_of, sites))
+        order = sorted(sites, key=lambda s: -counts[key_of(s)] * self._gain(s))
+        by_key = {key_of(s): s for s in order if self.store.find(s) is None}
+        by_key = {key: site for key, site in by_key.items() if key not in self.left}
+        if not by_key or self._seconds <= 0:
+            self.left |= by_key
             return False
         start = time.monotonic()
-        with locks.held(self.store.path, self._seconds + _SLACK) as got:
+        with locks.lock_file(self.store.path, self._seconds + _SLACK) as got:
             waited = time.monotonic() - start
-            missing = {k: s for k, s in wanted.items() if self.store.find(s) is None}
+            missing = {k: s for k, s in by_key.items() if self.store.find(s) is None}
             if got and not (waited > 1.0 and _others()):
                 self._measure_all(missing, time.monotonic() + self._seconds)
-                took = time.monotonic() - start - waited
-                self._seconds, _spent = self._seconds - took, _spent + took
+                elapsed = time.monotonic() - start - waited
+                self._seconds, _spent = self._seconds - elapsed, _spent + elapsed
             # Else another rank was measuring until now and had no time for the missing ones. Then
             # this one must not measure them either: all ranks run the same kernels.
-        self.left |= {key: s for key, s in wanted.items() if self.store.find(s) is None}
-        return len(self.left.keys() & wanted) < len(wanted)
+        self.left |= {key: s for key, s in by_key.items() if self.store.find(s) is None}
+        return len(self.left.keys() & by_key) < len(by_key)
 
     def close(self) -> None:
         """End the measuring processes, which hold GPU memory. Note the sites that are left."""
@@ -139,10 +139,10 @@ class Tuner:
                        for r in _requests(site, c)]  # fmt: skip
             self._compiler.submit(kernels)
             with concurrent.futures.ThreadPoolExecutor(_processes()) as threads:
-                found = {key: threads.submit(self._measured, site, deadline)
+                futures = {key: threads.submit(self._measure_site, site, deadline)
                          for key, site in sites.items()}  # fmt: skip
-                with shown("measuring", [*found.values()]):
-                    for key, future in found.items():
+                with show_progress("measuring", [*futures.values()]):
+                    for key, future in futures.items():
                         if (figures := future.result()) is not None:
                             self._keep({key: figures})
             self._compiler.drop(kernels)  # there was no time for the rest
@@ -150,22 +150,22 @@ class Tuner:
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
 
-    def _keep(self, found: dict[str, Figures]) -> None:
+    def _keep(self, figures: dict[str, Figures]) -> None:
         try:
-            self.store.add(found)
+            self.store.add(figures)
         except OSError as error:
             warn_once("measurements", f"they cannot be kept: {error}", to="this process's memory")
 
-    def _measured(self, site: Site, deadline: float) -> Figures | None:
+    def _measure_site(self, site: Site, deadline: float) -> Figures | None:
         """The measurements of ``site``; None if there are no reliable ones."""
         text = site_text(site)
         try:
             if not self._fits(site) or "ready" not in self._ask({"site": text}, deadline):
                 return None
-            wanted = {str(c): _requests(site, c) for c in self._configs(site)}
-            failed = _uncompiled(wanted, deadline, self._compiler)
+            kernels = {str(c): _requests(site, c) for c in self._configs(site)}
+            failed = _compile_failures(kernels, deadline, self._compiler)
             while True:
-                configs = [c for c in wanted if c not in failed]
+                configs = [c for c in kernels if c not in failed]
                 if not configs and _LATE in failed.values():
                     return None  # else: no working config is a result too
                 try:
@@ -178,11 +178,11 @@ class Tuner:
                 if "figures" not in answer:
                     logger.debug("%s was not measured: %s", key_of(site), answer.get("error"))
                     return None
-                _, found = from_row({"key": "", **answer["figures"]})
-                known = {c: why for c, why in failed.items() if why != _LATE}
+                _, figures = from_row({"key": "", **answer["figures"]})
+                failures = {c: why for c, why in failed.items() if why != _LATE}
                 return replace(
-                    found,
-                    failed={**found.failed, **known},
+                    figures,
+                    failed={**figures.failed, **failures},
                     name=site.name,
                     like=signature(site.program),
                 )
@@ -224,14 +224,14 @@ class Tuner:
         return inputs.size(site) * _processes() < _ROOM * free
 
 
-def _uncompiled(
-    wanted: dict[str, list[KernelRequest]], deadline: float, compiler: Any
+def _compile_failures(
+    kernels: dict[str, list[KernelRequest]], deadline: float, compiler: Any
 ) -> dict[str, str]:
     """Why a config has no kernel, for those that have none."""
-    left = max(0.0, deadline - time.monotonic())
-    errors = compiler.wait([r for group in wanted.values() for r in group], timeout=left)
+    seconds = max(0.0, deadline - time.monotonic())
+    errors = compiler.wait([r for group in kernels.values() for r in group], timeout=seconds)
     failed = {}
-    for config, group in wanted.items():
+    for config, group in kernels.items():
         whys = [why for request in group if (why := errors[request]) is not None]
         if whys:
             late = "took too long" in whys[0]

@@ -52,17 +52,17 @@ class Worker:
         self._alone = private_dir() / f"gpu-{uuid}"
         self._unfused: dict[str, Callable[..., list[Tensor]]] = {}
 
-    def answer(self, asked: dict[str, Any]) -> None:
+    def answer(self, message: dict[str, Any]) -> None:
         """One message: see the module's docstring."""
         try:
-            site = site_from(asked["site"])
-            unfused = self._unfused.setdefault(repr(asked["site"]), _compiled(site.program))
-            if "configs" not in asked:
+            site = site_from(message["site"])
+            unfused = self._unfused.setdefault(repr(message["site"]), _compiled(site.program))
+            if "configs" not in message:
                 unfused(*inputs.unfused(site, inputs.tensors(site, "cuda", values=False)))
                 self._say({"ready": True})
                 return
-            with locks.held(self._alone, _PATIENCE):  # no other process of this user's
-                figures = self._figures(site, asked["configs"], unfused)
+            with locks.lock_file(self._alone, _PATIENCE):  # no other process of this user's
+                figures = self._figures(site, message["configs"], unfused)
             self._say({"figures": to_row("", figures)})
         except Exception as error:
             self._say({"error": f"{type(error).__name__}: {error}"[:500]})
@@ -73,13 +73,13 @@ class Worker:
     def _figures(
         self, site: Site, configs: Sequence[str], unfused: Callable[..., list[Tensor]]
     ) -> Figures:
-        given = inputs.tensors(site, "cuda")
-        expected = unfused(*inputs.unfused(site, given))
-        calls = {name: _call(site, name, given, unfused) for name in ("plain", "unfused")}
+        tensors = inputs.tensors(site, "cuda")
+        expected = unfused(*inputs.unfused(site, tensors))
+        calls = {name: _call(site, name, tensors, unfused) for name in ("plain", "unfused")}
         failed: dict[str, str] = {}
         for config in configs:
             self._say({"trying": config})
-            call = _call(site, config, given, unfused)
+            call = _call(site, config, tensors, unfused)
             try:
                 why = _wrong(site.program, call(), expected)
                 torch.cuda.synchronize()
@@ -104,50 +104,50 @@ def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
 
     # Dynamo limits how often one code object is compiled, so each function gets its own.
     code = unfused.__code__.replace(co_name="unfused")
-    own = types.FunctionType(code, globals(), "unfused", None, unfused.__closure__)
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    copy = types.FunctionType(code, globals(), "unfused", None, unfused.__closure__)
+    return torch.compile(copy, dynamic=False, fullgraph=True)
 
 
 def _call(
-    site: Site, name: str, given: inputs.Given, unfused: Callable[..., list[Tensor]]
+    site: Site, name: str, tensors: inputs.Inputs, unfused: Callable[..., list[Tensor]]
 ) -> Callable[[], list[Tensor]]:
     """A call of only the product ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
-        return site.reading.plain(site.program, *given)
+        return site.reading.plain(site.program, *tensors)
     if name == "unfused":
-        stock = inputs.unfused(site, given)
+        stock = inputs.unfused(site, tensors)
         return lambda: unfused(*stock)
-    return _kernel(site.program, name, given)
+    return _kernel(site.program, name, tensors)
 
 
 def _kernel(
-    program: EpilogueProgram, config: str, given: inputs.Given
+    program: EpilogueProgram, config: str, tensors: inputs.Inputs
 ) -> Callable[[], list[Tensor]]:
     """A call of the op as in a graph, which then combines the partials of all tiles."""
-    text, (as_, bs, operands) = program.to_json(), given
+    text, (as_, bs, operands) = program.to_json(), tensors
 
     def call() -> list[Tensor]:
-        made = gemm_epilogue(as_, bs, operands, text, config, "tuning", strict=True)
+        outputs = gemm_epilogue(as_, bs, operands, text, config, "tuning", strict=True)
         return [
             x if isinstance(o, Store) else reference.COMBINE[o.combine](x, o.dim, keepdim=True)
-            for o, x in zip(program.outputs, made, strict=True)
+            for o, x in zip(program.outputs, outputs, strict=True)
         ]
 
     return call
 
 
 def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) -> str | None:
-    """Why a candidate's results are not those of the unfused one, or None."""
+    """Why a candidate's results differ from the unfused one's, or None."""
     for output, x, y in zip(program.outputs, got, expected, strict=True):
         difference, right = x.float() - y.float(), y.float()
         norm = torch.linalg.vector_norm(right).clamp_min(1e-20)
         error = (torch.linalg.vector_norm(difference) / norm).item()
         if not error < _WRONG:
             return f"wrong: {output.name} is off by {error:.2g} of its norm"
-        of_norm = right.numel() ** 0.5 / norm
-        one = (difference.abs().max() * of_norm).item()
+        scale = right.numel() ** 0.5 / norm
+        peak = (difference.abs().max() * scale).item()
         # In 8 bits the next value after a large number is far away.
-        next_one = torch.finfo(y.dtype).eps * right.abs().max() * of_norm if y.itemsize == 1 else 0
-        if not one < _WRONG_ONE + next_one:
-            return f"wrong: one of {output.name} is off by {one:.2g} of their mean square's root"
+        next_one = torch.finfo(y.dtype).eps * right.abs().max() * scale if y.itemsize == 1 else 0
+        if not peak < _WRONG_ONE + next_one:
+            return f"wrong: one of {output.name} is off by {peak:.2g} of their mean square's root"
     return None

@@ -86,7 +86,7 @@ def test_a_model_is_measured_once(gpu, cache, capsys):
     assert main([*LLAMA, "--tokens", "4096,8192"]) == 0
     assert (first := measurements.generation())
     said = capsys.readouterr().out
-    found = cache.own().values()
+    found = cache.user_rows().values()
     assert {row.m for row in found} == {4096, 8192}
     for m in (4096, 8192):
         count = sum(row.m == m for row in found)

@@ -241,7 +241,7 @@ def a_graph_that_ddp_cut_is_named_once_with_the_remedy():
     keeps the model or what DDP has made of it, which would end later than its group."""
     how = {"layers": 2, "width": 128}
     on.fresh()
-    notice.told.discard("ddp")
+    notice.logged.discard("ddp")
     model = on.decoder(**how)
     step = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), **on.HOW)
     with on.heard() as said:
@@ -266,7 +266,7 @@ def the_pages_recipes_train_as_eager_does():
     eager = LlamaForCausalLM(config).double()
     weights = copy.deepcopy(eager.state_dict())
     eager(tokens, labels=tokens).loss.backward()
-    notice.told.discard("ddp")
+    notice.logged.discard("ddp")
     for recipe in recipes:
         on.fresh()
         model = LlamaForCausalLM(config).double()

@@ -96,14 +96,14 @@ def test_each_site_beside_an_unknown_norm_pays(norm, rank, training, off, foreca
     found = forecast(norm, rank, training, off)
     fused = {site.site for site in found.sites if site.fused}
     assert fused
-    judged = _Planner._judged
+    judged = _Planner._judge
     for name in fused:
 
         def without(planner, region, site, report, name=name):
             left_out = refuse("disabled", "it is left out")
             return left_out if site.name == name else judged(planner, region, site, report)
 
-        monkeypatch.setattr(_Planner, "_judged", without)
+        monkeypatch.setattr(_Planner, "_judge", without)
         left = forecast(norm, rank, training, off)
         assert all(site.site != name or not site.fused for site in left.sites)
         assert found.ms[1] <= left.ms[1] + LAUNCH, f"{name} costs {found.ms[1] - left.ms[1]:.4f} ms"

@@ -206,7 +206,7 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
         raise Refused(refuse("kernel-form", "more than 3 tiles would be stored"))
 
     a, b = matrices()
-    monkeypatch.setattr(driver, "pair_with", none)
+    monkeypatch.setattr(driver, "find_pair", none)
     assert check(lambda a, b: F.silu(a @ b), a, b).report.sites[0].fused
     monkeypatch.setattr(driver, "grow", none)
     assert "more than 3 tiles" in reasons(check(lambda a, b: F.silu(a @ b), a, b))

@@ -246,8 +246,8 @@ def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
 @pytest.mark.parametrize(("gpu", "rounds"), [(H100, 1), (HOPPER, 2)], ids=["rated", "unknown"])
 def test_planning_runs_once_where_nothing_is_measured(plan, monkeypatch, gpu, rounds):
     """On a GPU that nothing is known of, kernels win until there is no time to measure them."""
-    runs, fused = [], driver._fused
-    monkeypatch.setattr(driver, "_fused", lambda *given: runs.append(given) or fused(*given))
+    runs, fused = [], driver._fuse_all
+    monkeypatch.setattr(driver, "_fuse_all", lambda *given: runs.append(given) or fused(*given))
     found = plan(us=lambda _: None, gpu=gpu)
     assert len(runs) == rounds
     assert found.measurer.asked
@@ -267,7 +267,7 @@ def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch, t
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_fused", broken)
+        patch.setattr(driver, "_fuse_all", broken)
         found = plan(tune=tune)
         assert found.measurer.closed == 1
         assert found.record.failed  # the pass is left out

@@ -37,7 +37,7 @@ from coda_inductor.tune import tuner
 from layers import errors, make
 
 measured, left = [], []
-one, close = tuner.Tuner._measured, tuner.Tuner.close
+one, close = tuner.Tuner._measure_site, tuner.Tuner.close
 
 def noted(self, site, deadline):
     found = one(self, site, deadline)
@@ -48,7 +48,7 @@ def closed(self):
     left.extend(self.left)
     close(self)
 
-tuner.Tuner._measured, tuner.Tuner.close = noted, closed
+tuner.Tuner._measure_site, tuner.Tuner.close = noted, closed
 model = make(width=2048, hidden=8192)
 xs = [torch.randn(1, 4096, 2048, device="cuda").bfloat16() for _ in range(2)]
 options = {"tune_seconds": 150, "strict": True}

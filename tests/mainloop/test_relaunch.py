@@ -31,7 +31,7 @@ def kernel(monkeypatch):
     made = Kernel()
     monkeypatch.setattr(fp8_casts, "_cast_kernel", made)
     monkeypatch.setattr(fp8_casts, "_amax_kernel", made)
-    monkeypatch.setattr(fp8_casts, "_known", {})
+    monkeypatch.setattr(fp8_casts, "_launchers", {})
     monkeypatch.setattr(fp8_casts, "_current", lambda _: True)
     return made
 
@@ -101,7 +101,7 @@ def test_maxima_too_and_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
     monkeypatch.setattr(fp8_casts, "_MOST", 4)
     for m in range(1, 10):
         cast(x=torch.randn(m, K).bfloat16())
-        assert len(fp8_casts._known) <= 4
+        assert len(fp8_casts._launchers) <= 4
 
 
 def test_nothing_is_launched_for_a_tensor_without_elements(kernel):

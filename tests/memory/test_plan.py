@@ -100,11 +100,11 @@ class Steps(planner.Chain):
     """Choices of two layers, with these peaks: (point, layers that changed) -> bytes."""
 
     def __init__(self, peaks):
-        self.states = [planner._Rated(at, at, (point, done, peak))
+        self.states = [planner._Point(at, at, (point, done, peak))
                        for at, ((point, done), peak) in enumerate(peaks.items())]  # fmt: skip
 
     def __getitem__(self, at):
-        return planner.Choice(self.states[at].what[2], 0, 0, 0.0)
+        return planner.Choice(self.states[at].key[2], 0, 0, 0.0)
 
 
 def test_what_takes_more_time_has_a_lower_peak():
@@ -113,7 +113,7 @@ def test_what_takes_more_time_has_a_lower_peak():
     steps = Steps({(0, 0): 10, (0, 1): 11, (1, 0): 12, (1, 1): 9, (2, 0): 8, (2, 1): 8, (3, 0): 8,
                    (4, 0): 7.75})  # fmt: skip
     assert steps.cut(lambda peak: peak) == 8
-    assert [state.what[:2] for state in steps.states] == [(0, 0), (1, 1), (2, 0)]
+    assert [state.key[:2] for state in steps.states] == [(0, 0), (1, 1), (2, 0)]
 
 
 def test_all_memory_computes_nothing_again():

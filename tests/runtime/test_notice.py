@@ -19,7 +19,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
-from coda_inductor.select.device import H100, known, tables
+from coda_inductor.select.device import H100, match_gpu, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def warnings(monkeypatch, warned):
     """The process has been told nothing yet, and nothing is compiled; gives what it is told."""
-    monkeypatch.setattr(notice, "told", set())
+    monkeypatch.setattr(notice, "logged", set())
     monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: gm.forward)
     return warned
 
@@ -79,7 +79,7 @@ def test_a_gpu_without_measurements_is_named(monkeypatch):
     """Blackwell: kernels could run, and the default gate has none."""
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
-    unknown = known("NVIDIA B200", (10, 0), 148, tables(None))
+    unknown = match_gpu("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
     on_gpu = [torch.nn.Parameter(torch.ones(1))]
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
@@ -174,7 +174,7 @@ def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
     """A pattern that is nowhere, a limit of memory without gradients, a graph that fuses nothing,
     seconds for measurements that are switched off, a disabled name that stops nothing."""
     monkeypatch.undo()
-    monkeypatch.setattr(notice, "told", {"kernels"})
+    monkeypatch.setattr(notice, "logged", {"kernels"})
     (tmp_path / "odd_gate.py").write_text(GATE)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
     options = {"patterns": [str(tmp_path / "odd_gate.py")], "memory": 0.5}
@@ -186,6 +186,6 @@ def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
                  "'memory' has no effect", "none of the 2 GEMMs of the graph is fused",
                  "nothing in it is called 'swiglu'", "fuses no GEMM of a module '9'"):  # fmt: skip
         assert sum(part in line for line in said) == 1, said
-    monkeypatch.setattr(notice, "told", {"kernels"})
+    monkeypatch.setattr(notice, "logged", {"kernels"})
     compiled(model, x, memory="1 GiB")
     assert any("no gradients on a GPU: a number from 0 to 1 works" in line for line in warnings())

@@ -69,7 +69,7 @@ def test_each_config_has_one_text():
     ],
 )
 def test_what_hopper_has_no_kernel_for(text, why):
-    found = Config.parse(text).unwritten(HOPPER)
+    found = Config.parse(text).tile_refusal(HOPPER)
     assert found is None if why is None else why in found
 
 
@@ -78,7 +78,7 @@ def test_what_is_legal_is_written_and_so_is_its_twin(name):
     legal = legal_configs((KINDS | FP8)[name])
     for config in legal:
         twin = config.dynamic_twin()
-        assert config.unwritten(HOPPER) is twin.unwritten(HOPPER) is None
+        assert config.tile_refusal(HOPPER) is twin.tile_refusal(HOPPER) is None
         assert Config.parse(str(twin)) == twin == twin.dynamic_twin() == replace(twin, dynamic=True)
         assert mainloop_stages((KINDS | FP8)[name], config) >= 2
     assert {c for c in legal if c.dynamic} <= {c.dynamic_twin() for c in legal if not c.dynamic}

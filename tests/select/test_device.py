@@ -12,7 +12,7 @@ from measured import borrowing, table
 
 from coda_inductor.arch import arch_with
 from coda_inductor.select import device
-from coda_inductor.select.device import H100, gpu_of, known, read, tables
+from coda_inductor.select.device import H100, gpu_of, match_gpu, read, tables
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def test_what_is_known_of_a_model(tmp_path):
     """One with a table has its constants, another of its generation borrows, one of another
     generation has an H200's and is not rated."""
     slower = replace(table(tmp_path, "NVIDIA H900"), bytes_per_us=1.0)
-    gpu = known("NVIDIA H900", (9, 0), 114, {slower.name: slower})
+    gpu = match_gpu("NVIDIA H900", (9, 0), 114, {slower.name: slower})
     assert gpu == replace(slower, processors=114)
-    gpu = known("NVIDIA H900", (9, 0), 78, {H100.name: H100})
+    gpu = match_gpu("NVIDIA H900", (9, 0), 78, {H100.name: H100})
     assert (gpu.rated, gpu.sites, gpu.bytes_per_us) == (True, None, H100.bytes_per_us)
     assert gpu.flops_per_us == H100.flops_per_us * 78 / 132
     assert (gpu.name, gpu.processors) == ("NVIDIA H900", 78)
     for capability in ((10, 0), (12, 0), (8, 0)):
-        gpu = known("NVIDIA B200", capability, 148, {H100.name: H100})
+        gpu = match_gpu("NVIDIA B200", capability, 148, {H100.name: H100})
         assert (gpu.rated, gpu.sites) == (False, None)
         assert gpu.bytes_per_us == tables(None)["NVIDIA H200"].bytes_per_us
         assert (gpu.capability, gpu.arch) == (capability, arch_with(capability))
@@ -77,7 +77,7 @@ def test_what_is_known_of_a_model(tmp_path):
 )
 def test_the_most_alike_name_lends(name, lender):
     (of,) = (gpu for gpu in tables(None).values() if gpu.short == lender)
-    assert known(name, (9, 0), 132, tables(None)) == borrowing(of, name)
+    assert match_gpu(name, (9, 0), 132, tables(None)) == borrowing(of, name)
 
 
 def test_names_for_people_and_files():

@@ -22,7 +22,7 @@ from coda_inductor.plan import Plan
 from coda_inductor.program import Reduce
 from coda_inductor.select import gate, roofline
 from coda_inductor.select.choice import select
-from coda_inductor.select.device import H100, known, tables
+from coda_inductor.select.device import H100, match_gpu, tables
 from coda_inductor.select.site import Site
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def graph_of(gemms, dtypes=(BF16, BF16), b_stride=None, on="cuda", op=aten.mm.de
 
 
 def plan(graph: Graph, **options) -> Plan:
-    return Plan(parse(None, options)).of_graph(graph)
+    return Plan(parse(None, options)).for_graph(graph)
 
 
 def gemm_of(graph: Graph) -> Node:
@@ -110,7 +110,7 @@ def test_which_graphs_are_too_small():
 
 def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
-    unknown = known("NVIDIA B200", (10, 0), 148, tables(None))
+    unknown = match_gpu("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: unknown)
     graph = graph_of(llama(8192))
     auto, always = (plan(graph, gate=gate) for gate in ("auto", "always"))

@@ -31,8 +31,8 @@ def test_what_another_process_measures_is_found(tmp_path, monkeypatch):
     here.add(keyed(OTHER, SLOW))
     assert there.find(OTHER) == (SLOW, "here")
     assert there.find(ONE) == (FAST, "here")
-    assert set(there.own()) == {key_of(ONE), key_of(OTHER)}
-    assert Store(HOPPER, tmp_path).own() == there.own()
+    assert set(there.user_rows()) == {key_of(ONE), key_of(OTHER)}
+    assert Store(HOPPER, tmp_path).user_rows() == there.user_rows()
     there.add(keyed(ONE, SLOW))  # again
     assert here.find(ONE) == (SLOW, "here")
     monkeypatch.setattr(kept, "sites_in", lambda _: pytest.fail("read again"))
@@ -132,7 +132,7 @@ def test_a_damaged_line_is_skipped(row, tmp_path, warned):
     path.write_text(text)
     store = Store(HOPPER, tmp_path)
     assert store.find(ONE) == (FAST, "here")
-    assert len(store.own()) == 1
+    assert len(store.user_rows()) == 1
     assert not warned()
     path.write_text(text.replace('"format": 1', '"format": 99'))
     assert Store(HOPPER, tmp_path).find(ONE) is None

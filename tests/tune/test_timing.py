@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from coda_inductor.tune import timing
-from coda_inductor.tune.timing import Times, evaluated
+from coda_inductor.tune.timing import Times, evaluate
 
 
 class Gpu:
@@ -65,7 +65,7 @@ def test_a_clock_that_changes_all_changes_no_comparison():
     still = rounds(40, 0.001, a=100.0, b=103.0)
     clock = [1 + index / 39 for index in range(40)]
     drifted = {n: [v * c for v, c in zip(vs, clock, strict=True)] for n, vs in still.items()}
-    before, after = evaluated(still), evaluated(drifted)
+    before, after = evaluate(still), evaluate(drifted)
     for name in "ab":
         assert after[name].spread == pytest.approx(before[name].spread)
     ratio = [found["b"].median / found["a"].median for found in (before, after)]
@@ -74,14 +74,14 @@ def test_a_clock_that_changes_all_changes_no_comparison():
     assert after["a"].median == pytest.approx(150.0, rel=0.02)
     quiet = rounds(15, a=10.0, b=11.0)
     quiet["a"][7] = 500.0  # something else disturbs one round
-    assert evaluated(quiet)["a"].median == pytest.approx(10.0)
+    assert evaluate(quiet)["a"].median == pytest.approx(10.0)
 
 
 def test_the_spread_is_what_a_median_may_be_off():
     """About 19 of 20 measurements are within it, of a quarter of them not all half as near."""
     off, spreads = [], []
     for seed in range(200):
-        found = evaluated(rounds(36, 0.02, seed, a=50.0, b=50.0, c=50.0, d=50.0))["a"]
+        found = evaluate(rounds(36, 0.02, seed, a=50.0, b=50.0, c=50.0, d=50.0))["a"]
         off.append(abs(found.median / 50 - 1))
         spreads.append(found.spread)
     typical = sorted(spreads)[100]

@@ -217,7 +217,7 @@ def another(store, **found):
     inside = threading.Event()
 
     def measures():
-        with locks.held(store.path, 10.0):
+        with locks.lock_file(store.path, 10.0):
             inside.set()
             time.sleep(1.3)
             if found:
@@ -248,7 +248,7 @@ def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, mo
 def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(tuner, "_SLACK", 0.1)
     mine = machine.tuner(tmp_path, seconds=0.1)
-    with locks.held(mine.store.path, 1.0):
+    with locks.lock_file(mine.store.path, 1.0):
         done: list[bool] = []
         thread = threading.Thread(target=lambda: done.append(mine.measure([ONE])))
         thread.start()
@@ -258,7 +258,7 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
     assert set(mine.left) == {key_of(ONE)}
 
 
-@pytest.mark.parametrize("name", ["_uncompiled", "from_row", "torch.cuda.mem_get_info"])
+@pytest.mark.parametrize("name", ["_compile_failures", "from_row", "torch.cuda.mem_get_info"])
 def test_nothing_is_raised(name, machine, tmp_path, monkeypatch):
     """What cannot be written is known in this process."""
 
@@ -271,7 +271,7 @@ def test_nothing_is_raised(name, machine, tmp_path, monkeypatch):
     monkeypatch.setattr("coda_inductor.select.store.write", full)
     mine = machine.tuner(tmp_path)
     assert mine.measure([THIRD])
-    assert set(mine.store.own()) == {key_of(THIRD)}
+    assert set(mine.store.user_rows()) == {key_of(THIRD)}
     monkeypatch.setattr(f"{tuner.__name__}.{name}", fails)
     assert not mine.measure([ONE, OTHER])
     assert set(mine.left) == {key_of(ONE), key_of(OTHER)}

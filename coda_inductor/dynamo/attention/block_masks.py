@@ -60,24 +60,24 @@ INDICES = 2**31
 
 
 #: (a graph, a node of an outer graph) -> the placeholder that passes the node in.
-Given = dict[tuple[Body, Node], Node]
+Placeholders = dict[tuple[Body, Node], Node]
 
 
-def _hand(node: Node, home: Body, body: Body, given: Given) -> Node:
+def _hand(node: Node, home: Body, body: Body, inputs: Placeholders) -> Node:
     """A node in ``body`` for ``node`` of the outer graph ``home``."""
     if body is home:
         return node
-    if (body, node) not in given:
+    if (body, node) not in inputs:
         assert body.around is not None, "home is an outer graph"
-        outside = _hand(node, home, body.around, given)
+        outside = _hand(node, home, body.around, inputs)
         regions = [n for n in body.around.graph.nodes if _calls(n, body.module)]
         last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
         with body.graph.inserting_after(last):
-            inside = given[body, node] = body.graph.placeholder(f"coda_{outside.name}")
+            inside = inputs[body, node] = body.graph.placeholder(f"coda_{outside.name}")
         inside.meta["example_value"] = fake(outside)
         for region in regions:
             region.args = (*region.args, outside)
-    return given[body, node]
+    return inputs[body, node]
 
 
 def _calls(node: Node, module: GraphModule) -> bool:
@@ -116,21 +116,21 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             arguments = arguments_of(call)
             if arguments is None or arguments.get("attn_mask") is None or not record.enabled(NAME):
                 continue
-            found = _why_not(call, arguments, dual) or _site(call, arguments, body)
-            if isinstance(found, Refusal):
-                record.refuse(NAME, place(call), found)
+            result = _refusal(call, arguments, dual) or _site(call, arguments, body)
+            if isinstance(result, Refusal):
+                record.refuse(NAME, place(call), result)
             else:
-                groups.setdefault((found.mask, *found.lengths), []).append(found)
-    given: Given = {}
+                groups.setdefault((result.mask, *result.lengths), []).append(result)
+    inputs: Placeholders = {}
     for group in groups.values():
         if (why := _too_small(group, record)) is None:
-            _rewrite(group, given, record)
+            _rewrite(group, inputs, record)
         else:
             for site in group:
                 record.refuse(NAME, place(site.call), why)
 
 
-def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
+def _refusal(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
     """Why FlexAttention cannot replace ``call``, whatever the mask is computed from."""
     tensors = plain(*(arguments[name] for name in (*_TENSORS, "attn_mask")), call)
     scale = arguments["scale"]
@@ -180,18 +180,18 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
         mask, home = home.outer[mask], home.around
     if home.around is not None and mask.op == "placeholder":
         return refuse("mask-region", "it is passed to a region that is called several times")
-    if _written_to(mask, home.graph):
+    if _is_written(mask, home.graph):
         return refuse("mask-mutated", "an in-place op changes it")
-    known = fake(mask)
-    if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
+    tensor = fake(mask)
+    if tensor.dim() >= 3 and tensor.shape[-3] > 1 and tensor.stride(-3):
         return refuse("mask-heads", "each head has its own mask")
     site = _Site(call, body, home, mask)
-    if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
+    if math.prod(site.lengths) * (len(tensor) if tensor.dim() == 4 else 1) >= INDICES:
         return refuse("mask-form", f"it has more than {INDICES} elements")
     return site
 
 
-def _written_to(mask: Node, graph: Graph) -> bool:
+def _is_written(mask: Node, graph: Graph) -> bool:
     """May something change ``mask`` after its creation?"""
     return any(node > mask and writes_to(node, (mask,)) for node in graph.nodes)
 
@@ -207,7 +207,7 @@ def _too_small(group: list[_Site], record: Record) -> Refusal | None:
     return refuse("mask-small", text)
 
 
-def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
+def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
     """Compute the lists once, and use them in each call of ``group``."""
     mask, lengths = group[0].mask, group[0].lengths
     before = mask.next
@@ -218,26 +218,26 @@ def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
     batch = len(fake(plane)) if fake(plane).dim() == 3 else 1
     lists = put.traced(lambda plane: block_lists(plane, batch, *lengths), plane)
     for site in group:
-        inside = [_hand(node, site.home, site.body, given) for node in (plane, *lists)]
+        inside = [_hand(node, site.home, site.body, inputs) for node in (plane, *lists)]
         arguments = site.arguments
-        found = grouped(site.call, arguments, Hazards(site.call.graph), record)
-        tensors = arguments["query"], *(found or (arguments["key"], arguments["value"]))
+        heads = grouped(site.call, arguments, Hazards(site.call.graph), record)
+        tensors = arguments["query"], *(heads or (arguments["key"], arguments["value"]))
         new = attend(site.call, tensors, arguments.get("scale"), inside[0], inside[1:])
         site.call.replace_all_uses_with(new)
         site.call.graph.erase_node(site.call)
         record.fire(NAME)
 
 
-def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
-    """``mask``, with the fake value ``known``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
+def _plane(mask: Any, tensor: torch.Tensor, lengths: tuple[int, int]) -> Any:
+    """``mask``, with the fake value ``tensor``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
     the batch. It is memory: Inductor would compute it inside the kernels, which cannot do what
     ``cat`` and ``pad`` become there. ``as_strided`` prevents that, on what is not repeated."""
     once = mask
-    for dim in range(known.dim()):
-        once = once if known.stride(dim) else once.narrow(dim, 0, 1)
+    for dim in range(tensor.dim()):
+        once = once if tensor.stride(dim) else once.narrow(dim, 0, 1)
     once = once.contiguous()
     once = once.as_strided(once.shape, once.stride())
-    sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
-    batched = sizes[0] > 1 and known.stride(0) > 0
+    sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+    batched = sizes[0] > 1 and tensor.stride(0) > 0
     wide = once.expand(*sizes[:2], *lengths)
     return wide[:, 0] if batched else wide[0, 0]

@@ -74,13 +74,13 @@ def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Ten
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
     tiles = padded.reshape(batch, rows, BLOCK, columns, BLOCK)
-    seen = tiles.sum((2, 4), dtype=torch.int32)
-    full = seen == BLOCK * BLOCK
-    mixed = (seen > 0) & ~full
-    turned = (blocks.transpose(1, 2) for blocks in (mixed, full))
+    visible = tiles.sum((2, 4), dtype=torch.int32)
+    full = visible == BLOCK * BLOCK
+    mixed = (visible > 0) & ~full
+    transposed = (blocks.transpose(1, 2) for blocks in (mixed, full))
     return (
         *(part for blocks in (mixed, full) for part in _ordered(blocks, batch, rows, columns)),
-        *(part for blocks in turned for part in _ordered(blocks, batch, columns, rows)),
+        *(part for blocks in transposed for part in _ordered(blocks, batch, columns, rows)),
     )
 
 
@@ -97,9 +97,9 @@ def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tenso
     before = blocks.cumsum(-1, dtype=torch.int32)
     counts = before[..., -1].contiguous()
     column = torch.arange(columns, device=blocks.device)
-    place = torch.where(blocks, before - 1, before[..., -1:] + column - before)
+    position = torch.where(blocks, before - 1, before[..., -1:] + column - before)
     named = column.to(torch.int32).expand(batch, rows, columns)
-    order = torch.zeros_like(place).to(torch.int32).scatter(-1, place.to(torch.int64), named)
+    order = torch.zeros_like(position).to(torch.int32).scatter(-1, position.to(torch.int64), named)
     size = rows * columns
     return (
         counts.as_strided((batch, 1, rows), (rows, rows, 1)),
@@ -120,9 +120,9 @@ def attend(
         plane: the mask, (Tq, Tk) or (B, Tq, Tk), bool.
         lists: ``block_lists`` of it.
     """
-    graph, known = call.graph, fake(call)
+    graph, tensor = call.graph, fake(call)
     # As autocast casts them for SDPA.
-    query, key, val = (Put(call).cast(t, known.dtype) for t in tensors)
+    query, key, val = (Put(call).cast(t, tensor.dtype) for t in tensors)
     queries, keys = fake(query).shape[-2], fake(key).shape[-2]
     score_mod = _function(call, _score_mod)
     mask_mod = _function(call, _mask_mod_b if fake(plane).dim() == 3 else _mask_mod)
@@ -135,14 +135,14 @@ def attend(
     with graph.inserting_before(call):
         flex = graph.call_function(torch.ops.higher_order.flex_attention, args)
         result = graph.call_function(operator.getitem, (flex, 0))
-    with known.fake_mode, torch.no_grad():
-        sample = flex.target(*torch.fx.node.map_arg(args, _known))
+    with tensor.fake_mode, torch.no_grad():
+        sample = flex.target(*torch.fx.node.map_arg(args, _recorded))
     flex.meta = {**call.meta, "example_value": sample}
     result.meta = {**call.meta, "example_value": sample[0]}
-    return _strided(result, known, call)
+    return _strided(result, tensor, call)
 
 
-def _known(node: Node) -> Any:
+def _recorded(node: Node) -> Any:
     """The recorded value of a tensor, and the graph behind a function's name."""
     if node.op == "get_attr" and fake(node) is None:
         return getattr(node.graph.owning_module, str(node.target))
@@ -181,8 +181,8 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) 
         }
         lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
         sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
-    known = {id(parts[name]): node for name, node in zip(_PARTS, lists, strict=True)}
-    return (*(known.get(id(part), part) for part in sample[:-1]), mask_mod)
+    nodes = {id(parts[name]): node for name, node in zip(_PARTS, lists, strict=True)}
+    return (*(nodes.get(id(part), part) for part in sample[:-1]), mask_mod)
 
 
 def _strided(result: Node, like: Tensor, call: Node) -> Node:
@@ -192,6 +192,6 @@ def _strided(result: Node, like: Tensor, call: Node) -> Node:
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = [order.index(d) for d in range(like.dim())]
-    moved = Put(call).traced(lambda t: t.permute(order).contiguous().permute(back), result)
-    assert laid_out_alike(fake(moved), like), "SDPA's result is dense"
-    return moved
+    copy = Put(call).traced(lambda t: t.permute(order).contiguous().permute(back), result)
+    assert laid_out_alike(fake(copy), like), "SDPA's result is dense"
+    return copy

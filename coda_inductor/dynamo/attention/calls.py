@@ -64,12 +64,12 @@ _MOVES = ("names", "turns", "repeats", "copies", "selects")
 def simplify_attention(graph: Graph, record: Record) -> None:
     """Apply both rewrites to every attention call of ``graph`` and its checkpointed regions, in
     place."""
-    known: dict[Body, Constants] = {}
+    constants: dict[Body, Constants] = {}
     verdicts: Verdicts = {}
     for body in bodies(graph):
-        around = None if body.around is None else known[body.around]
-        known[body] = Constants(body, around)
-        _simplify(body.graph, known[body], verdicts, record)
+        outer = None if body.around is None else constants[body.around]
+        constants[body] = Constants(body, outer)
+        _simplify(body.graph, constants[body], verdicts, record)
 
 
 def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Record) -> None:
@@ -88,8 +88,8 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
                 arguments["attn_mask"] = None
                 arguments["is_causal"] = verdict == CAUSAL
                 record.fire("constant_mask")
-        if _flash(arguments) and (found := grouped(node, arguments, hazards, record)):
-            arguments["key"], arguments["value"] = found
+        if _flash(arguments) and (heads := grouped(node, arguments, hazards, record)):
+            arguments["key"], arguments["value"] = heads
             arguments["enable_gqa"] = True
         node.args = tuple(arguments.pop(name) for name in _TENSORS)
         node.kwargs = arguments
@@ -118,13 +118,13 @@ def _verdict(
         return refuse("mask-shape", "scores are broadcast to it")
     mask, constants = constants.home(mask)  # evaluated once for all layers
     lengths = query.shape[-2], key.shape[-2]
-    place = mask, *map(str, lengths)
-    if place not in verdicts:
+    case = mask, *map(str, lengths)
+    if case not in verdicts:
         try:
-            verdicts[place] = classify(constants.value(mask), *lengths)
+            verdicts[case] = classify(constants.value(mask), *lengths)
         except Refused as error:
-            verdicts[place] = error.refusal
-    return verdicts[place]
+            verdicts[case] = error.refusal
+    return verdicts[case]
 
 
 def widened(result: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -134,40 +134,40 @@ def widened(result: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> boo
     return (
         result.dim() != query.dim()
         or not same(result.shape[-2], query.shape[-2])
-        or not all(same(own, q) or same(own, k) for own, q, k in batches)
+        or not all(same(n, q) or same(n, k) for n, q, k in batches)
     )
 
 
 def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
-    """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA:
-    :data:`CAUSAL`, :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a
-    query see a key; ``-inf``, or the dtype's lowest number, hides it."""
+    """Classify a constant ``mask``, broadcastable to (..., queries, keys): :data:`CAUSAL`,
+    :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
+    ``-inf``, or the dtype's lowest number, hides it."""
     if not isinstance(queries, int) or not isinstance(keys, int):
         return refuse("mask-size", "its size is symbolic")
-    seen = _seen(mask)
-    if isinstance(seen, Refusal):
-        return seen
-    if seen.all():
+    visible = _visible(mask)
+    if isinstance(visible, Refusal):
+        return visible
+    if visible.all():
         return FULL
     if queries != keys:
         text = f"it is not full, and there are {queries} queries but {keys} keys"
         return refuse("mask-form", text)
-    causal = (place := torch.arange(queries)) <= place[:, None]
-    if seen.shape[-2:] == causal.shape and torch.equal(seen, causal.expand_as(seen)):
+    causal = (positions := torch.arange(queries)) <= positions[:, None]
+    if visible.shape[-2:] == causal.shape and torch.equal(visible, causal.expand_as(visible)):
         return CAUSAL
     return refuse("mask-form", "it is constant, but neither causal nor full")
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
+def _visible(mask: torch.Tensor) -> torch.Tensor | Refusal:
     """Where ``mask`` lets a query see a key, or why that is undefined."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
         return refuse("mask-form", f"a mask of {mask.dtype} is neither boolean nor additive")
-    seen = mask == 0
-    if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
+    visible = mask == 0
+    if not (visible | (mask <= torch.finfo(mask.dtype).min)).all():
         return refuse("mask-form", "it adds numbers other than 0 and -inf")
-    return seen
+    return visible
 
 
 def _flash(arguments: dict[str, Any]) -> bool:
@@ -196,10 +196,10 @@ def grouped(
     """The keys and values of ``call``, (B, H, T, D), before their heads were repeated; None if they
     were not, or must stay repeated: later writes would change a view but not a copy, and what
     attention saves for the backward pass must not change."""
-    found = [_repetition(arguments[name]) for name in ("key", "value")]
-    made = [each for each in found if each is not None]
-    sources, between = [r[0] for r in made], [node for r in made for node in r[2]]
-    if len(made) < 2 or not same(*(tuple(fake(source).shape) for source in sources)):
+    repetitions = [_repetition(arguments[name]) for name in ("key", "value")]
+    pair = [repetition for repetition in repetitions if repetition is not None]
+    sources, between = [r[0] for r in pair], [node for r in pair for node in r[2]]
+    if len(pair) < 2 or not same(*(tuple(fake(source).shape) for source in sources)):
         return None
     if not record.enabled("grouped_heads"):
         return None
@@ -209,7 +209,7 @@ def grouped(
         record.refuse("grouped_heads", place(call), refuse("heads-mutated", text))
         return None
     record.fire("grouped_heads")
-    return [Put(call)("transpose", node, 1, 2) if turned else node for node, turned, _ in made]
+    return [Put(call)("transpose", node, 1, 2) if swapped else node for node, swapped, _ in pair]
 
 
 def _repetition(repeated: Any) -> _Repetition | None:
@@ -221,21 +221,21 @@ def _repetition(repeated: Any) -> _Repetition | None:
     while kind(node) in _MOVES or op_name(node) == "getitem":
         chain.append(node)
         node = node.all_input_nodes[0]
-        known = fake(node)
-        if not isinstance(known, torch.Tensor) or known.dim() != 4:
+        tensor = fake(node)
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             continue
-        static = all(isinstance(size, int) for size in known.shape)
-        if not static or known.numel() >= full.numel():
+        static = all(isinstance(size, int) for size in tensor.shape)
+        if not static or tensor.numel() >= full.numel():
             continue
-        for turned in (False, True):
-            b, _, t, d = (known.transpose(1, 2) if turned else known).shape
+        for swapped in (False, True):
+            b, _, t, d = (tensor.transpose(1, 2) if swapped else tensor).shape
             fits = (b, t, d) == (full[0], full[2], full[3])
-            if fits and _repeats(chain, known.shape, turned, full):
-                return node, turned, chain
+            if fits and _repeats(chain, tensor.shape, swapped, full):
+                return node, swapped, chain
     return None
 
 
-def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Size) -> bool:
+def _repeats(chain: list[Node], shape: torch.Size, swapped: bool, full: torch.Size) -> bool:
     """Run the views of ``chain`` (last one first) on the indices of a tensor of ``shape``."""
     # One batch entry and one value per head would suffice, but the views have literal sizes.
     with unset_fake_temporarily():
@@ -246,6 +246,6 @@ def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Siz
                 return False
             args = torch.fx.node.map_arg((node.args, node.kwargs), lambda _, made=result: made)
             result = run(node.target, *args)
-        base = indices.transpose(1, 2) if turned else indices
+        base = indices.transpose(1, 2) if swapped else indices
         n = full[1] // base.shape[1]
         return torch.equal(result, base.repeat_interleave(n, dim=1))

@@ -19,7 +19,7 @@ from torch.fx import Node
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import of_torch, read
+from coda_inductor.graph.read import is_torch, read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Body, changes
 from coda_inductor.refusal import Refusal, Refused, refuse
@@ -37,11 +37,11 @@ MAX_BYTES = 2**30
 
 
 class Constants:
-    """Constant nodes of ``body``, a Dynamo graph or a region in one; ``around``: those of its outer
-    graph."""
+    """Constant nodes of ``body``, a Dynamo graph or a region in one; ``around``: the constants of
+    its outer graph."""
 
     def __init__(self, body: Body, around: Constants | None = None):
-        self._outer, self._around = body.outer, around
+        self._outer, self._outer_constants = body.outer, around
         self._why: dict[Node, Refusal | None] = {}
         #: What in-place ops of this graph may write to.
         self.changed = changes(body.graph)
@@ -51,20 +51,20 @@ class Constants:
     def home(self, node: Node) -> tuple[Node, Constants]:
         """``node``, or the outer node that is passed in for it unchanged; and the constants of its
         graph."""
-        if node in self._outer and self._around is not None and node not in self.changed:
-            return self._around.home(self._outer[node])
+        if node in self._outer and self._outer_constants is not None and node not in self.changed:
+            return self._outer_constants.home(self._outer[node])
         return node, self
 
     def _check(self, node: Node) -> Refusal | None:
         if node in self.changed:
             return refuse("mask-mutated", "an in-place op changes it")
-        if node in self._outer and self._around is not None:
+        if node in self._outer and self._outer_constants is not None:
             elsewhere = refuse("mask-form", "it comes from outside of the graph")
-            return self._around._why.get(self._outer[node], elsewhere)
-        known = fake(node)
-        sizes = known.shape if isinstance(known, torch.Tensor) else [known]
+            return self._outer_constants._why.get(self._outer[node], elsewhere)
+        value = fake(node)
+        sizes = value.shape if isinstance(value, torch.Tensor) else [value]
         symbolic = any(isinstance(size, _SYMBOLS) for size in sizes)
-        if symbolic and not isinstance(known, torch.Tensor):
+        if symbolic and not isinstance(value, torch.Tensor):
             return refuse("mask-size", "its size is symbolic")
         if node.op in ("placeholder", "get_attr") or not _is_torch(node):
             text = f"it depends on {getattr(node.target, '__name__', node.target)}"
@@ -74,7 +74,7 @@ class Constants:
                 return self._why[source]
         if symbolic:
             return refuse("mask-size", "its size is symbolic")
-        if isinstance(known, torch.Tensor) and known.numel() * known.itemsize > MAX_BYTES:
+        if isinstance(value, torch.Tensor) and value.numel() * value.itemsize > MAX_BYTES:
             return refuse("mask-form", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
@@ -86,8 +86,8 @@ class Constants:
         """
         if (why := self._why[node]) is not None:
             raise Refused(why)
-        if node in self._outer and self._around is not None:
-            return self._around.value(self._outer[node])
+        if node in self._outer and self._outer_constants is not None:
+            return self._outer_constants.value(self._outer[node])
         with unset_fake_temporarily(), torch.no_grad(), _NoRandom():
             try:
                 result = self._run(node)
@@ -106,17 +106,17 @@ class Constants:
         values: dict[Node, Any] = {}
         for step in order:
 
-            def known(source: Node) -> Any:
+            def value_of(source: Node) -> Any:
                 return values[source] if source in values else _sample(fake(source))
 
-            args = torch.fx.node.map_arg((step.args, step.kwargs), known)
+            args = torch.fx.node.map_arg((step.args, step.kwargs), value_of)
             args, kwargs = tree_map(_on_cpu, args)
             if kwargs.get("device") is not None:  # a number too
                 kwargs = {**kwargs, "device": _CPU}
             if step.target == "cuda":
                 values[step], *_ = args
-            elif step in self._outer and self._around is not None:
-                values[step] = self._around.value(self._outer[step])
+            elif step in self._outer and self._outer_constants is not None:
+                values[step] = self._outer_constants.value(self._outer[step])
             else:
                 values[step] = run(step.target, args, kwargs)
             for source in _sources(step):
@@ -128,11 +128,11 @@ class Constants:
 def _sources(node: Node) -> list[Node]:
     """The nodes whose values ``node`` depends on."""
     call = read(node)
-    at = None if call is None else _LIKE.get(call.op)
-    if call is None or at is None or not isinstance(fake(call.get(at)), torch.Tensor):
+    argument = None if call is None else _LIKE.get(call.op)
+    if call is None or argument is None or not isinstance(fake(call.get(argument)), torch.Tensor):
         return node.all_input_nodes
     sources: list[Node] = []
-    torch.fx.node.map_arg([call[name] for name in call.args if name != at], sources.append)
+    torch.fx.node.map_arg([call[name] for name in call.args if name != argument], sources.append)
     return sources
 
 
@@ -147,7 +147,7 @@ def _is_torch(node: Node) -> bool:
     """Is it a tensor method, or a plain function of torch or Python? Not a function with state,
     like those that vmap consists of."""
     state = "functorch" in (getattr(node.target, "__module__", None) or "")
-    return node.op == "call_method" or (of_torch(node.target) and not state)
+    return node.op == "call_method" or (is_torch(node.target) and not state)
 
 
 def _on_cpu(arg: Any) -> Any:

@@ -30,7 +30,7 @@ READINGS = (
 
 def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:
     """The reading for calls of ``program``; ``terms``: the number of products in an accumulator."""
-    return next(each for each in READINGS if each.takes(program, terms))
+    return next(reading for reading in READINGS if reading.takes(program, terms))
 
 
 def reading_with(program: EpilogueProgram, variant: str) -> Plain:
@@ -39,7 +39,7 @@ def reading_with(program: EpilogueProgram, variant: str) -> Plain:
     Raises:
         ValueError: none has this ``variant``.
     """
-    for each in READINGS:
-        if variant in each.variants and each is reading_of(program, each.terms):
-            return each
+    for reading in READINGS:
+        if variant in reading.variants and reading is reading_of(program, reading.terms):
+            return reading
     raise ValueError(f"no reading of {program.key} has a variant {variant!r}")

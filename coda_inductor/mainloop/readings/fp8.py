@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 operands: contiguous along K, one product at a time, with exact or fast accumulation.
 
-Fast accumulation on Hopper is that of ``aten._scaled_mm``. The multiplier's accumulator keeps fewer
+Fast accumulation on Hopper is as in ``aten._scaled_mm``. The multiplier's accumulator keeps fewer
 bits than float32. QuACK adds it to float32 registers at each step of K, which doubles the
 registers: for 128 x 128, shared by two warpgroups, both fit; larger tiles spill. A program that
 allows fast accumulation lets the multiplier sum over all of K in those larger tiles. In the small

@@ -24,7 +24,7 @@ from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import (
     Factors,
-    Makes,
+    Factory,
     Plain,
     Read,
     Tensors,
@@ -67,7 +67,7 @@ class Grouped(Plain):
         return self.reads(as_, bs) if fits else None
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
-        """One weight: the B's of a pair are parts of its columns, those of terms of its rows."""
+        """One weight: the B's of a pair are parts of its columns, the B's of terms of its rows."""
         if len(bs) == 1:
             return as_, bs
         columns = program.paired
@@ -104,8 +104,8 @@ class GroupedAlternating(GroupedPair):
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
         return ()
 
-    def inputs(self, site: Any, made: Makes) -> Factors:
-        as_, bs = super().inputs(site, made)
+    def inputs(self, site: Any, factory: Factory) -> Factors:
+        as_, bs = super().inputs(site, factory)
         return as_, [*self.unfused(site.program, as_, bs)[1]]
 
 

@@ -25,7 +25,7 @@ import contextlib
 
 import torch
 
-from coda_inductor.mainloop.readings.plain import Bound, Plain, Read, Tensors
+from coda_inductor.mainloop.readings.plain import Binding, Plain, Read, Tensors
 from coda_inductor.mainloop.tensors import DELTA_DIVISOR, UnpairableError, distance
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF
@@ -50,7 +50,7 @@ class Join(Plain):
             return [("k", "n", "")]  # for the results of torch.cat
         return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
-    def bind(self, as_: Tensors, bs: Tensors) -> Bound:
+    def bind(self, as_: Tensors, bs: Tensors) -> Binding:
         with contextlib.suppress(UnpairableError):
             return self.reads(as_, bs)(as_, bs)
         return super().bind([torch.cat([*as_], 1)], [torch.cat([*bs], -2)])
@@ -127,11 +127,11 @@ class JoinedTerms:  # a mixin for QuACK kernel classes
 
             return copy_term
 
-        both = map(ahead, copy_fns[:2], self._first)
+        copies = map(ahead, copy_fns[:2], self._first)
         return super().load_tma(  # type: ignore[misc]
             pipeline,
             producer_state,
-            [*both, *copy_fns[2:]],
+            [*copies, *copy_fns[2:]],
             k_tile_cnt,
             k_tile_start=k_tile_start,
         )

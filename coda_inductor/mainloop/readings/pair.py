@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.mainloop.readings.plain import Bound, Plain, Read, Tensors, Why
+from coda_inductor.mainloop.readings.plain import Binding, Plain, Read, Tensors, Why
 from coda_inductor.mainloop.tensors import ALIGN, UnpairableError, distance
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF_NAMES
 
-_WHAT = "paired weights"
+_LABEL = "paired weights"
 
 
 class Pair(Plain):
@@ -63,7 +63,7 @@ class Pair(Plain):
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
         return config.tile_n % 32 == 0 and config.tile_m != 192
 
-    def bind(self, as_: Tensors, bs: Tensors) -> Bound:
+    def bind(self, as_: Tensors, bs: Tensors) -> Binding:
         as_ = [self.left(as_[0])]
         return self.reads(as_, bs)(as_, bs)
 
@@ -74,7 +74,7 @@ class Pair(Plain):
         dtype, device = bs[0].dtype, bs[0].device
 
         def read(as_, bs):
-            swapped, delta = distance(bs[0], bs[1], _WHAT)
+            swapped, delta = distance(bs[0], bs[1], _LABEL)
             view = foreign_view(bs[swapped].data_ptr(), shape, strides, dtype, device)
             return as_[0], view, "swapped" if swapped else "", (delta,)
 
@@ -100,7 +100,7 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     *batches, unit, row = b0.stride()
     if unit != 1 or row < b0.shape[-2] or any(stride % step for stride in (*batches, row)):
         raise UnpairableError("the paired weights are not K-major with 16-byte rows")
-    return distance(b0, b1, _WHAT)
+    return distance(b0, b1, _LABEL)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,13 +17,13 @@ Tensors = Sequence[Tensor]
 #: The dimensions of A and B with stride 1: "m" or "k", "k" or "n".
 Majors = tuple[str, str]
 #: A kernel's A and B, its variant, and its distances.
-Bound = tuple[Tensor, Tensor, str, tuple[int, ...]]
+Binding = tuple[Tensor, Tensor, str, tuple[int, ...]]
 #: (as_, bs) of a call -> the same. Raises UnpairableError if the call must be bound the full way.
-Read = Callable[[Tensors, Tensors], Bound]
+Read = Callable[[Tensors, Tensors], Binding]
 #: Code and text of a refusal.
 Why = tuple[str, str] | None
 #: (dtype, scale) -> a function that creates tensors.
-Makes = Callable[[str, float], Callable[..., Tensor]]
+Factory = Callable[[str, float], Callable[..., Tensor]]
 #: as_ and bs.
 Factors = tuple[Tensors, Tensors]
 
@@ -74,7 +74,7 @@ class Plain:
         """``b`` itself if a kernel can read it, else a copy."""
         return tma_matrix(b, either_major=True)
 
-    def bind(self, as_: Tensors, bs: Tensors) -> Bound:
+    def bind(self, as_: Tensors, bs: Tensors) -> Binding:
         """The operands of any call, copied if they cannot be read in place.
 
         Raises:
@@ -97,7 +97,7 @@ class Plain:
         return lambda as_, bs: (as_[0], bs[0], "", ())
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
-        """What is mixed into QuACK's kernel class."""
+        """The classes that are mixed into QuACK's kernel class."""
         return ()
 
     def dummies(
@@ -111,13 +111,13 @@ class Plain:
         columns = n * len(program.accs)
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
-    def inputs(self, site: Any, made: Makes) -> Factors:
+    def inputs(self, site: Any, factory: Factory) -> Factors:
         """as_ and bs of a call of ``site``."""
-        program, a = site.program, made(site.program.a_dtype, 1.0)
+        program, a = site.program, factory(site.program.a_dtype, 1.0)
         as_ = [laid_out(a, site.rows or site.m, k, site.a_major == "k") for k in site.ks]
         bs, groups = [], [site.groups] * program.grouped
         for k in (k for k in site.ks for _ in program.accs):
-            b = functools.partial(made(program.b_dtype, self.scale(k)), *groups)
+            b = functools.partial(factory(program.b_dtype, self.scale(k)), *groups)
             bs.append(laid_out(b, k, site.n, site.b_major == "n"))
         return as_, bs
 
