@@ -95,7 +95,7 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
         PatternError: ``path`` does not exist, or the one file that it names does not load.
     """
     path = Path(path).resolve()
-    patterns = _load_all(_expand(path), strict=strict or path.is_file())
+    patterns = _load_all(expand(path), strict=strict or path.is_file())
     _registered.update(dict.fromkeys(patterns))
     return tuple(itertools.chain(*patterns.values()))
 
@@ -135,7 +135,7 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
     Raises:
         PatternError: a file or folder of ``extra`` does not exist.
     """
-    own = [file for path in extra for file in _expand(Path(path))]
+    own = [file for path in extra for file in expand(Path(path))]
     ordered = (*own, *_registered, *sorted(builtin_folder().glob("*.py")))
     unique: dict[Path, Path] = {}
     for file in ordered:
@@ -143,8 +143,12 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
     return tuple(unique.values())
 
 
-def _expand(path: Path) -> list[Path]:
-    """A file, or the pattern files of a folder."""
+def expand(path: Path) -> list[Path]:
+    """A file, or the pattern files of a folder.
+
+    Raises:
+        PatternError: there is none.
+    """
     if path.is_dir():
         files = [p for p in sorted(path.glob("*.py")) if p.name != "__init__.py"]
         if not files:
