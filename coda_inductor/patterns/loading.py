@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from coda_inductor.errors import PatternError
-from coda_inductor.log import logger
+from coda_inductor.log import logger, say_once
 from coda_inductor.patterns.compare import compare
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.source import Source, read, run
@@ -108,7 +108,20 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
     Raises:
         PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.
     """
-    return tuple(itertools.chain(*_load_all(files(extra), strict=strict).values()))
+    loaded = _load_all(files(extra), strict=strict)
+    for name, places in _twins(loaded):
+        say_once(f"{name!r} is the name of {len(places)} patterns, which counters and the option "
+                 f"'disable' cannot tell apart: {', '.join(places)}")  # fmt: skip
+    return tuple(itertools.chain(*loaded.values()))
+
+
+def _twins(loaded: Mapping[Path, tuple[Pattern, ...]]) -> list[tuple[str, list[str]]]:
+    """Each name that several patterns have, and the files of these."""
+    places: dict[str, list[str]] = {}
+    for path, patterns in loaded.items():
+        for pattern in patterns:
+            places.setdefault(pattern.name, []).append(str(path))
+    return [(name, files) for name, files in places.items() if len(files) > 1]
 
 
 def _load_all(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Pattern, ...]]:
