@@ -122,8 +122,8 @@ def _cast_kernel(
         else:
             value = _times(value, scale_t, SCALE_T, rows, columns, m, k, True)
         inside = (columns[:, None] < k) & (rows[None, :] < m)
-        turned = value.to(qt.dtype.element_ty)
-        tl.store(qt + wide_columns[:, None] * m + rows[None, :], turned, inside)
+        transposed = value.to(qt.dtype.element_ty)
+        tl.store(qt + wide_columns[:, None] * m + rows[None, :], transposed, inside)
 
 
 @triton.jit

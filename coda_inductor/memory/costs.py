@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops cost: FLOP for ``torch.utils.flop_counter``, milliseconds for the planner.
+"""Costs of ops: FLOP for ``torch.utils.flop_counter``, milliseconds for the planner.
 
 A fused GEMM counts the FLOP of its products and nothing for its epilogue, as torch counts ``mm``
 and nothing for elementwise ops. So model FLOP utilization is the same with and without us, and the
