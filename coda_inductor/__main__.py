@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
 from coda_inductor.mainloop.availability import identity
+from coda_inductor.options import parse
+from coda_inductor.pipeline import names
 
 ABOUT = "What the coda backend does with a model, what makes a script fail, checks, measuring."
 COMMANDS = {
@@ -25,23 +27,36 @@ COMMANDS = {
 }
 
 
-class _Version(argparse.Action):
-    """Print what a bug report needs: the versions, and why no kernels run here, if so."""
+def _versions() -> Iterable[str]:
+    """What a bug report needs: the versions, and why no kernels run here, if so."""
+    for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
+        name, value = line.split(" ", maxsplit=1)
+        yield f"{name:<20}{value}"
+
+
+def _names() -> Iterable[str]:
+    return sorted(names(parse(None, None)))
+
+
+class _Print(argparse.Action):
+    """Print the lines that ``const`` returns, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any):
         super().__init__(option_strings, dest, nargs=0, **settings)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
-            name, value = line.split(" ", maxsplit=1)
-            sys.stdout.write(f"{name:<20}{value}\n")
+        for line in self.const():
+            sys.stdout.write(f"{line}\n")
         parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 1 for a failure, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=ABOUT)
-    parser.add_argument("--version", action=_Version, help="of this package and what it runs on")
+    version = "of this package and what it runs on"
+    parser.add_argument("--version", action=_Print, const=_versions, help=version)
+    disable = "that options={'disable': [...]} takes: passes, patterns, counters"
+    parser.add_argument("--names", action=_Print, const=_names, help=disable)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():

@@ -99,12 +99,11 @@ HOPPER = Arch(
             "256x192:2x1:co 128x208:2x1:pp 128x160:2x1:pp 256x128:2x1:co",
         ),
     },
-    # The fastest at some site by more than 1 %: other bands or shapes for many rows, small tiles
-    # for few, and dynamic twins of the main ones.
+    # The fastest at some site by more than 1 %: other shapes for many rows, small tiles for few,
+    # dynamic twins of the main ones.
     rare=_all(
-        "128x192:2x1:pp:sw16 128x208:2x1:pp:lean 256x160:1x2:co:lean",
+        "128x208:2x1:pp:lean 256x160:1x2:co:lean",
         "128x64:2x1:pp 64x64:1x1:pp 64x128:1x1:pp 64x32:1x1:co",
-        "64x64:1x1:co:k2 64x64:1x1:co:k4",
         _all(_USUAL, more=":dyn"),
         _all(_USUAL, more=":lean:dyn"),
         "128x256:2x1:co:dyn 256x128:2x1:co:dyn",
@@ -125,7 +124,7 @@ BLACKWELL = Arch(
             "256x256:2x1:co 256x224:2x1:co 256x192:2x1:co 256x160:2x1:co",
             "256x128:2x1:co 128x256:2x1:co 128x192:2x1:co 128x128:2x1:co",
             "256x256:2x2:co 256x128:2x2:co 128x256:1x1:co 128x192:1x1:co",
-            "128x128:1x1:co 128x64:1x1:co 128x32:1x1:co 128x128:1x1:co:k4",
+            "128x128:1x1:co 128x64:1x1:co 128x32:1x1:co",
         )
     },
     columns=64,

@@ -13,7 +13,8 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from coda_inductor import falls, op_by_op, pass_mode
-from coda_inductor.compat import compile_fx, lookup_backend, missing_names
+from coda_inductor.compat import BackendCompilerFailed, compile_fx, lookup_backend, missing_names
+from coda_inductor.errors import CodaError
 from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
@@ -45,11 +46,36 @@ def coda(
         PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
+    try:
+        return _compiled(gm, inputs, mode, options, name or "graph")
+    except CodaError as error:
+        raise _for_dynamo(error).with_traceback(error.__traceback__) from None
+
+
+def _for_dynamo(error: CodaError) -> Exception:
+    """``error`` of its own type, as Dynamo lets it through. Dynamo wraps other errors, and writes
+    advice for bugs of torch's behind the text."""
+    kind, trace = type(error), error.__traceback__
+    body = {
+        "__module__": kind.__module__,
+        "__str__": lambda _: str(error),
+        "__reduce__": lambda _: error.__reduce__(),
+    }
+    subclass = type(kind.__name__, (BackendCompilerFailed, kind), body)
+    return subclass(coda, error, trace and trace.tb_frame)
+
+
+def _compiled(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    name: str,
+) -> Callable[..., Any]:
     if missing := missing_names():
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return lookup_backend("inductor")(gm, inputs)  # with its own defaults
     settings = parse(mode, options)
-    name = name or "graph"
     user_passes = pass_mode.beneath(settings.inductor)
     rounding = {"emulate_precision_casts": True} if settings.numerics == "eager" else {}
     patches = {**rounding, **settings.inductor, **user_passes}

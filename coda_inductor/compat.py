@@ -239,7 +239,7 @@ TORCH: dict[str, Private] = {
         )
         for parent, names in {
             "aten": "_grouped_mm _scaled_mm _to_copy _unsafe_index_put "
-            "_unsafe_masked_index_put_accumulate _unsafe_view",
+            "_unsafe_masked_index_put_accumulate",
             "_c10d_functional": "all_gather_into_tensor all_reduce reduce_scatter_tensor "
             "wait_tensor",
         }.items()

@@ -40,6 +40,6 @@ class ExplainError(CodaError, RuntimeError):
 
 
 def suggest(name: Any, names: Iterable[str]) -> str:
-    """Did the user mean one of ``names``?"""
-    close = difflib.get_close_matches(str(name), names, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """Did the user mean one of ``names``? At most three are named."""
+    close = difflib.get_close_matches(str(name), names, n=3)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

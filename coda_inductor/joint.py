@@ -27,7 +27,7 @@ from coda_inductor.memory.limit import limit
 from coda_inductor.memory.partition import installed
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
-from coda_inductor.plan import crowded
+from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.runtime import launch, notice, pool
 from coda_inductor.select.store import generation
@@ -35,6 +35,10 @@ from coda_inductor.select.store import generation
 _NO_PLANNER = (
     "another custom_partitioner_fn is set in torch._inductor.config or torch.compile's options, or "
     "this torch has none; take it away, or set torch._functorch.config.activation_memory_budget"
+)
+_HELD = (
+    "what a peak leaves for a graph depends on what the device holds when it is compiled: give "
+    "explain a share from 0 to 1"
 )
 
 #: torch's setting of how much memory is kept, of ``torch._functorch.config``.
@@ -88,7 +92,7 @@ class HookPass(CustomGraphPass):
         options = self.options
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
         settings = getattr(functorch_config, BUDGET, 1.0), functorch_config.donated_buffer
-        decisions = crowded(), generation(), *settings
+        decisions = several_ranks(), generation(), *settings
         parts = (_sources(), options.identity, identity(), inner, files, decisions)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -114,7 +118,8 @@ def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     partitioner ``plans`` for it."""
     record.limit = limit(graph, record.options) if plans else None
     if not plans and record.options.memory is not None:
-        warn_once("option 'memory'", _NO_PLANNER, to="torch's partitioner")
+        why = _HELD if record.dry else _NO_PLANNER
+        warn_once("option 'memory'", why, to="torch's partitioner")
         notice.logged.add("memory")
     on_aten(graph, record)
     notice.after_fusing(record)

@@ -38,7 +38,7 @@ from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, say_once, warn_once
 from coda_inductor.matching import bodies
-from coda_inductor.options import GEMM, env_disable
+from coda_inductor.options import GEMM, Options, env_disable
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
@@ -171,6 +171,19 @@ ON_ATEN = (
 )
 
 
+def names(options: Options) -> set[str]:
+    """Load the patterns. Returns all that ``options["disable"]`` takes, but for GEMMs and "*".
+
+    Raises:
+        PatternError: with ``strict``, when a pattern file does not load.
+    """
+    loaded = [p.name for p in patterns.load(options.patterns, strict=options.strict)]
+    passes = (*ON_DYNAMO, *ON_ATEN)
+    counts = {name for step in passes for name in step.counts}
+    steps = {step.name for step in passes if not step.needed}
+    return {*loaded, *(f"{name}_backward" for name in loaded), *counts, *steps}
+
+
 def check_names(record: Record) -> None:
     """Load the patterns, and check that the names in ``options["disable"]`` exist.
 
@@ -178,18 +191,14 @@ def check_names(record: Record) -> None:
         OptionError: a name does not exist (one in ``CODA_DISABLE`` may), or names a needed pass.
         PatternError: with ``strict``, when a pattern file does not load.
     """
-    loaded = [p.name for p in patterns.load(record.options.patterns, strict=record.options.strict)]
-    passes = (*ON_DYNAMO, *ON_ATEN)
-    names = {*loaded, *(f"{name}_backward" for name in loaded)}
-    names |= {name for step in passes for name in step.counts}
-    for name in record.options.disable:
-        if any(step.needed and step.name == name for step in passes):
-            raise OptionError(f"option 'disable': the pass {name!r} cannot be disabled")
-    names |= {step.name for step in passes if not step.needed}
+    known = names(record.options)
     disabled = {name for name in record.options.disable if not name.startswith(GEMM)}
-    if unknown := sorted(disabled - names):
-        typos = ", ".join(f"{name!r}{suggest(name, names)}" for name in unknown)
-        text = f"there is no {typos}; known names are {', '.join(sorted(names))}"
+    for step in (*ON_DYNAMO, *ON_ATEN):
+        if step.needed and step.name in disabled:
+            raise OptionError(f"option 'disable': the pass {step.name!r} cannot be disabled")
+    if unknown := sorted(disabled - known):
+        typos = ", ".join(f"{name!r}{suggest(name, known)}" for name in unknown)
+        text = f"there is no {typos}; `python -m coda_inductor --names` lists all names"
         if not set(unknown) <= set(env_disable()):
             raise OptionError(f"option 'disable': {text}")
         say_once(f"CODA_DISABLE: {text}")  # another graph may have other patterns

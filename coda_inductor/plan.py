@@ -50,8 +50,8 @@ def as_16_bits(b: torch.Tensor) -> int:
     return k // 2 if b.element_size() == 1 else k
 
 
-def crowded() -> bool:
-    """Is this process one of several, with collectives that run at the same time as kernels?"""
+def several_ranks() -> bool:
+    """Is this process one of several, so that collectives run at the same time as kernels?"""
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
@@ -253,7 +253,11 @@ class Plan:
 
     def site(self, program: EpilogueProgram, a: Any, b: Any, shape: tuple, **more: Any) -> Site:
         """The site of ``program`` on the GPU that decisions are for, as :meth:`Site.of`."""
-        here = {"device": self.device or a.device, "arch": self.gpu.arch, "crowded": crowded()}
+        here = {
+            "device": self.device or a.device,
+            "arch": self.gpu.arch,
+            "crowded": several_ranks(),
+        }
         return Site.of(program, a, b, shape, **here, **more)
 
     def fits(self, site: Site) -> bool:

@@ -87,6 +87,6 @@ def refuse(code: str, text: str, *, failure: bool = False) -> Refusal:
     return Refusal(code, text, failure=failure)
 
 
-def failed(error: BaseException, doing: str = "in our own passes") -> Refusal:
+def failed(error: BaseException) -> Refusal:
     """The refusal for an exception in our own code."""
-    return refuse("defect", f"{type(error).__name__} {doing}: {error}", failure=True)
+    return refuse("defect", f"{type(error).__name__} in our own passes: {error}", failure=True)

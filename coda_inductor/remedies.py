@@ -93,7 +93,7 @@ _DO = {
     "checkpoint-border": "Move the border of the checkpoint, e.g. checkpoint two layers at a "
     "time: ops on different sides of it cannot share a kernel.",
     "not-in-vocabulary": "Write it with elementwise ops that the vocabulary has "
-    "(coda_inductor/fuse/elementwise.py lists them), or leave it: Inductor runs it.",
+    "(coda_inductor/graph/vocabulary.py lists them), or leave it: Inductor runs it.",
     "operand-broadcast": "One vector for each row of a batch, (B, 1, N), needs 256 tokens or more "
     "in each, of a static size (dynamic=False). Expand others to the full size (.expand_as).",
     "operand-dtype": "Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor.",

@@ -50,8 +50,10 @@ def dry_run(
     passes: Callable[..., None] = rewrite,
 ) -> Traced:
     """Run our passes on Dynamo's graph ``gm``, which changes, and ``passes`` on the graph that
-    AOTAutograd traces of it. Only a record that is not dry plans for a limit of memory."""
-    wrap, plans = on_dynamo(gm, record), not record.dry
+    AOTAutograd traces of it. A dry record plans for no peak of memory: it depends on what the
+    device holds."""
+    plans = not record.dry or isinstance(record.options.memory, float | None)
+    wrap = on_dynamo(gm, record)
     splits = Partitioner(lambda: record, str) if plans else min_cut_rematerialization_partition
     traced = trace(gm, inputs, lambda graph: passes(graph, record, plans=plans), splits)
     traced.wrapper, traced.call = wrap, wrap(traced.call)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from coda_inductor.remedies import REMEDIES
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, DOCS = ROOT / "coda_inductor", ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -61,3 +63,15 @@ def test_no_page_names_a_file_that_is_gone_or_links_to_nothing():
         assert not [link for link in links if not (page.parent / link).exists()], page
     listed = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_no_advice_names_a_file_that_is_gone():
+    named = re.findall(r"\w+(?:/\w+)+\.py", (PACKAGE / "remedies.py").read_text())
+    assert named
+    assert all((ROOT / name).exists() for name in named)
+
+
+def test_no_page_names_a_reason_that_is_gone():
+    first = {code.partition("-")[0] for code in REMEDIES if "-" in code}
+    named = {c for page in PAGES for c in re.findall(r"`([a-z]+-[a-z-]+)`", page.read_text())}
+    assert {code for code in named if code.partition("-")[0] in first} <= REMEDIES.keys()

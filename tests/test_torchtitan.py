@@ -76,12 +76,14 @@ def trained(spec, model, job_config, keep=lambda t: t):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_is_the_same_and_keeps_no_logits_in_float32(ours, dtype):
+@pytest.mark.parametrize("budget", [1.0, 0.3])
+def test_a_step_is_the_same_and_keeps_no_logits_in_float32(ours, dtype, budget):
     saved = []
     model = model_of(dtype)
-    losses, gradients = trained(
-        ours[1]["llama3"], copy.deepcopy(model), config(), lambda t: saved.append(t) or t
-    )
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        losses, gradients = trained(
+            ours[1]["llama3"], copy.deepcopy(model), config(), lambda t: saved.append(t) or t
+        )
     want_losses, want = trained(titan.TrainSpec(), model, config(enable=False))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(losses, want_losses, rtol=tolerance, atol=0)

@@ -37,9 +37,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.nodes import arguments, bytes_of, fake
 from coda_inductor.graph.read import op_name
-from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Idiom, changes, first_match
 from coda_inductor.record import Record
@@ -136,7 +135,7 @@ def _is_large(node: Node) -> bool:
     value = fake(node)
     if not isinstance(value, Tensor) or not value.requires_grad:
         return False
-    return hint(value.numel()) * value.element_size() >= LEAST_BYTES
+    return bytes_of(value) >= LEAST_BYTES
 
 
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:

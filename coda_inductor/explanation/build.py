@@ -12,8 +12,7 @@ from torch.fx import Node
 from coda_inductor.explanation.capture import Captured
 from coda_inductor.explanation.forecast import forecast, masked
 from coda_inductor.explanation.result import Explanation, Saved
-from coda_inductor.fuse.traffic import size
-from coda_inductor.graph.nodes import fake, may_view, module_path
+from coda_inductor.graph.nodes import bytes_of, fake, may_view, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
 from coda_inductor.select.device import Gpu
@@ -59,7 +58,7 @@ def _saved(parts: Traced) -> list[Saved]:
             module_path(root),
             tuple(hint(extent) for extent in fake(root).shape),
             str(fake(root).dtype).removeprefix("torch."),
-            size(root),
+            bytes_of(root),
         )
         for root, node in tensors.items()
     ]
@@ -90,6 +89,7 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str
             "of a loss on meta), so there are no kept tensors to compare with. Create the "
             "model on a CPU, where explain does not run it either."
         )
+    notes += [f"Memory: it {g.report.memory}." for g in graphs if g.report.memory is not None]
     if breaks:
         reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())
         notes.append(

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from coda_inductor.compat import (
     BackendCompilerFailed,
@@ -28,21 +28,20 @@ from coda_inductor.compat import (
     pgo,
 )
 from coda_inductor.errors import ExplainError
-from coda_inductor.fuse.traffic import bytes_plain
-from coda_inductor.graph.gemms import TRACED, gemm_inputs
-from coda_inductor.graph.nodes import fake, is_transpose, module_path
+from coda_inductor.fusing.driver import unfused
+from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.sides import Scope
 from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
-from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import UNFUSED, GraphReport, SiteReport
+from coda_inductor.refusal import refuse
+from coda_inductor.report import UNFUSED, GraphReport
 from coda_inductor.select.device import Gpu
 from coda_inductor.tracing import Traced, dry_run, trace
 
 
 @dataclass
 class Captured:
-    """One Dynamo graph without (``stock``) and with our passes (``ours``), and their report."""
+    """One Dynamo graph without (``stock``) and with our passes (``traced``), and their report."""
 
     stock: Traced
     traced: Traced
@@ -54,8 +53,8 @@ class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
 
 
 class _Backend:
-    """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: the arguments
-    of ``Record`` about the GPU."""
+    """The torch.compile backend that captures. ``stop``: at the first graph; ``kwargs``: the
+    arguments of ``Record`` about the GPU."""
 
     def __init__(self, options: Options, stop: bool, **kwargs: Any):
         self.options, self.stop, self.kwargs = options, stop, kwargs
@@ -69,27 +68,13 @@ class _Backend:
         if everything or not record.enabled("fuse"):
             name = EVERYTHING if everything else "fuse"
             why = refuse("disabled", f"options['disable'] names {name!r}")
-            record.report.sites += _unfused(traced.whole, why)
+            scope, choice = Scope(traced.whole), replace(UNFUSED, refusal=why)
+            gemms = [node for node in traced.whole.nodes if node.target in TRACED]
+            record.report.sites += [replace(unfused(n, scope), choice=choice) for n in gemms]
         self.graphs.append(Captured(stock, traced, record.report))
         if self.stop:
             raise _Enough
         return traced.wrapper(gm.forward)
-
-
-def _unfused(graph: Graph, why: Refusal) -> Iterator[SiteReport]:
-    """A report for every GEMM of a graph in which nothing is fused."""
-    forward = Scope(graph).forward
-    for gemm in (node for node in graph.nodes if node.target in TRACED):
-        a, traffic = gemm_inputs(gemm)[0], bytes_plain(gemm)
-        role = "weight gradient" if is_transpose(a) else "input gradient"
-        yield SiteReport(
-            module_path(gemm) or gemm.name,
-            (*fake(gemm).shape, fake(a).shape[-1]),
-            choice=replace(UNFUSED, refusal=why),
-            bytes_before=traffic,
-            bytes_after=traffic,
-            role="forward" if gemm in forward else role,
-        )
 
 
 def capture(

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import TRACED, gemm_inputs
-from coda_inductor.graph.nodes import arguments, aten, fake, may_view
+from coda_inductor.graph.nodes import arguments, aten, bytes_of, fake, may_view
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.program.dtypes import HALF
@@ -95,14 +94,14 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
                     kernel[maker, False] = max(kernel.get((maker, False), 0), _read(node, read))
             if any(waits[n] != waits[node] or _apart(n) or n.op == "output"
                    for n in readers(node, may_view)[1]):  # fmt: skip
-                kernel[node, True] = size(node)
+                kernel[node, True] = bytes_of(node)
     return us + sum(sum(k.values()) / gpu.bytes_per_us + gpu.launch_us for k in traffic.values())
 
 
 def _read(node: Node, read: Node) -> int:
     """The bytes that ``node`` reads of the tensor ``read``."""
-    most = [size(node)] * _named(node, _LOOKUPS)
-    return min(size(read), size(base(read, may_view)) or size(read), *most)
+    most = [bytes_of(node)] * _named(node, _LOOKUPS)
+    return min(bytes_of(read), bytes_of(base(read, may_view)) or bytes_of(read), *most)
 
 
 def _apart(node: Node) -> bool:
@@ -118,7 +117,7 @@ def _alone_us(node: Node, gpu: Gpu) -> float:
     if _named(node, _ATTENTION):
         return _attention_us(node, gpu)
     if _LOSS in str(node.target):  # logits are read, their gradient is written and read
-        return 3 * size(arguments(node)["logits"]) / gpu.bytes_per_us
+        return 3 * bytes_of(arguments(node)["logits"]) / gpu.bytes_per_us
     return _product_us(node, gpu) if node.target is aten.bmm.default else 0.0
 
 
@@ -138,6 +137,6 @@ def _attention_us(node: Node, gpu: Gpu) -> float:
     *batch, rows, width = map(hint, fake(q).shape)
     work = 4.0 * math.prod(batch) * rows * hint(fake(k).shape[-2]) * width
     work *= (_BACKWARD if backward else 1) * (_MASKED if _mask(node) else 0.5)  # half of it causal
-    traffic = sum(map(size, node.all_input_nodes)) + size(q) * (3 if backward else 1)
+    traffic = bytes_of(*node.all_input_nodes) + bytes_of(q) * (3 if backward else 1)
     rate = gpu.flops_per_us * (_NARROW if width <= 64 else _WIDE)
     return work / rate + traffic / gpu.bytes_per_us

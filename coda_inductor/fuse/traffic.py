@@ -10,15 +10,11 @@ concatenated.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
 from torch.fx import Node
 
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.config import Config
@@ -29,17 +25,17 @@ _PARTIAL = 4  # float32
 def bytes_moved(region: Region, config: str) -> tuple[int, int]:
     """(before, after) for a fused region whose kernel has ``config``."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
-    left, right = sum(size(a) for a, _ in pairs), sum(size(b) for _, b in pairs)
-    products = sum(size(anchor) for anchor in region.anchors)
+    left, right = (bytes_of(*matrices) for matrices in zip(*pairs, strict=True))
+    products = bytes_of(*region.anchors)
     stored = region.stored()
     m, n, _ = region.shape
     program = region.program
     stores = sum(hint(m) * n * WIDTHS[store.dtype] for store in program.stores)
-    product = sum(size(anchor) for anchor in region.anchors if region.values[anchor] in stored)
-    operands = sum(size(node) for node, _ in region.operands)
-    reductions = sum(size(node) for node in region.reduces)
+    product = bytes_of(*(a for a in region.anchors if region.values[a] in stored))
+    operands = bytes_of(*(node for node, _ in region.operands))
+    reductions = bytes_of(*region.reduces)
     before = left + right + 2 * products + operands + stores - product + reductions
-    shared = size(pairs[0][0]) if region.total is None else left
+    shared = bytes_of(pairs[0][0]) if region.total is None else left
     after = shared + right + operands + stores + _partials(region, config)
     if region.total is not None and not region.in_place:
         after += 2 * right  # the weights are read and written once more
@@ -48,15 +44,7 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
 
 def bytes_plain(anchor: Node) -> int:
     """Bytes that an unfused GEMM moves: its inputs (a bias too) and its product."""
-    return size(anchor) + sum(size(node) for node in anchor.all_input_nodes)
-
-
-def size(node: Node) -> int:
-    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
-    tensor: Any = fake(node)
-    if not isinstance(tensor, torch.Tensor):
-        return 0
-    return tensor.element_size() * math.prod(map(hint, tensor.shape))
+    return bytes_of(anchor, *anchor.all_input_nodes)
 
 
 def _partials(region: Region, config: str) -> int:

@@ -161,10 +161,10 @@ class _Planner:
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
             why = failed(error).at("gemm", locate(anchor))
-            return _refuse_site(self._unfused_report(anchor), why)
+            return _refuse_site(unfused(anchor, self.scope), why)
 
     def _plan(self, anchor: Node) -> _SitePlan:
-        report = self._unfused_report(anchor)
+        report = unfused(anchor, self.scope)
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
         if (why := overlap(anchor) or self.record.plan.legal(anchor)) is not None:
@@ -203,19 +203,6 @@ class _Planner:
             region.program, a, b, region.shape, terms=terms, copied=copied,
             after=self._later_reads(region), name=_name(region.anchors),
         )  # fmt: skip
-
-    def _unfused_report(self, anchor: Node) -> SiteReport:
-        a, _ = gemm_inputs(anchor)
-        shape = (*fake(anchor).shape, fake(a).shape[-1])
-        traffic = bytes_plain(anchor)
-        role = "weight gradient" if _is_wgrad(anchor) else "input gradient"
-        return SiteReport(
-            locate(anchor),
-            shape,
-            bytes_before=traffic,
-            bytes_after=traffic,
-            role="forward" if anchor in self.scope.forward else role,
-        )
 
     def _candidates(self, anchor: Node) -> Iterator[Builder]:
         """How to grow regions around ``anchor``, the most profitable first."""
@@ -301,6 +288,20 @@ class _Planner:
                 if user not in inside
             )
         )
+
+
+def unfused(gemm: Node, scope: Scope) -> SiteReport:
+    """The report of a GEMM that is not fused, without a reason."""
+    shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
+    traffic = bytes_plain(gemm)
+    role = "weight gradient" if _is_wgrad(gemm) else "input gradient"
+    return SiteReport(
+        locate(gemm),
+        shape,
+        bytes_before=traffic,
+        bytes_after=traffic,
+        role="forward" if gemm in scope.forward else role,
+    )
 
 
 def _refuse_site(report: SiteReport, why: Refusal | None) -> _SitePlan:

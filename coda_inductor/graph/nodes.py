@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any
@@ -12,7 +13,7 @@ from torch.fx import Node
 
 from coda_inductor.compat import schema, storage, unset_fake_temporarily
 from coda_inductor.graph.read import kind, read
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import hint, same
 from coda_inductor.program.dtypes import FLOATS
 
 aten = torch.ops.aten
@@ -38,6 +39,17 @@ def fake(node: Any) -> Any:
     if not isinstance(node, Node):
         return node
     return node.meta[DYNAMO] if DYNAMO in node.meta else node.meta.get("val")
+
+
+def bytes_of(*nodes: Any) -> int:
+    """Bytes of the tensors that are recorded for ``nodes``, each with one or several."""
+    total = 0
+    for value in map(fake, nodes):
+        if isinstance(value, torch.Tensor):  # where a mask selects rows, numel() has no hint
+            total += value.element_size() * math.prod(map(hint, value.shape))
+        elif isinstance(value, (list, tuple)):
+            total += bytes_of(*value)
+    return total
 
 
 def plain(*nodes: Any) -> list[Any] | None:

@@ -64,8 +64,6 @@ def build(
             pingpong=config.pingpong,
             is_dynamic_persistent=config.dynamic or "counter" not in arch.features,
             tile_count_semaphore=counter,
-            max_swizzle_size=config.swizzle,
-            split_k=config.split_k,
             cu_seqlens_m=groups,
             A_idx=torch.empty(m, dtype=torch.int32, device=device) if gathered else None,
             b_kn=True,

@@ -10,7 +10,6 @@ the same on-disk kernel key.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import linecache
@@ -121,10 +120,8 @@ def kernel_name(
     program: EpilogueProgram | str, config: Any, a_major: str, b_major: str, variant: str, arch: str
 ) -> str:
     """The name of a kernel's file; arguments as ``build`` takes them, or texts for a kernel without
-    program; ``arch`` is the compute capability, e.g. "90". ``swizzle`` is not part of it, because
-    it is an argument of launches."""
-    if isinstance(program, EpilogueProgram):
-        program, config = program.key, dataclasses.replace(config, swizzle=1)
+    program; ``arch`` is the compute capability, e.g. "90"."""
+    program = program.key if isinstance(program, EpilogueProgram) else program
     key = program, str(config), a_major, b_major, variant, arch, codegen_hash()
     return hashlib.sha256(repr(key).encode()).hexdigest()
 

@@ -8,10 +8,9 @@ values as a list in a fixed order, one C function picks the kernel's arguments o
 kernel's own entry point checks their dtypes, shapes, strides, alignment and device, enters the
 device, and takes PyTorch's current stream.
 
-Hopper's dynamic scheduler counts the tiles that it assigned; a product with a split K stores each
-tile's sum so far, and which CTA is next. Both start at zero, and are allocated and cleared for each
-launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears them at
-each replay. They cannot be kept: at no time is an allocation for later certain to be possible.
+Hopper's dynamic scheduler counts the tiles that it assigned. Its counter is allocated and cleared
+for each launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears
+it at each replay. It cannot be kept: at no time is an allocation for later certain to be possible.
 """
 
 from __future__ import annotations
@@ -46,15 +45,9 @@ def run(plan: GemmEpiPlan, a, b, d, c, values, groups=None, index=None) -> None:
 Launch = Callable[..., None]
 
 
-def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
+def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch:
     """A function that launches ``plan`` like ``run_gemm_epi_plan``. ``names``: of the epilogue's
-    values; each call passes these in this order, and then None.
-
-    Returns None if a launch needs the workspace of a split K.
-    """
-    scheduler = plan.scheduler_static
-    if plan.split_k > 1 or (scheduler is None and not plan.scheduler_uses_semaphore):
-        return None
+    values; each call passes these in this order, and then None."""
     active = {name for name, _, _ in plan.call_ops}
     slots = [
         names.index(name) if name in active and name in names else len(names)
@@ -73,7 +66,7 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
         for slot, convert, key in conversions:
             values[slot] = convert(values[slot], key)
         scheduler_args = static
-        if scheduler is None:
+        if plan.scheduler_uses_semaphore:
             semaphore = counter(a)  # the kernel gets its address, so it must live until the launch
             scheduler_args = static._replace(tile_count_semaphore=semaphore.data_ptr())
         varlen = make_varlen_args(groups, None, index)

@@ -20,9 +20,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_copy, unsafe_index_put
-from coda_inductor.graph.nodes import aten, elementwise, fake, may_view, prims
+from coda_inductor.graph.nodes import aten, bytes_of, elementwise, fake, may_view, prims
 from coda_inductor.graph.walk import closure
-from coda_inductor.memory.costs import size
 
 #: Ops without the tag of pointwise ops that still cost nothing of their own.
 _LIGHT = frozenset(
@@ -173,12 +172,12 @@ class Group:
     @property
     def size(self) -> int:
         """Bytes of all of them."""
-        return size([fake(n) for n in self.nodes])
+        return bytes_of(*self.nodes)
 
     def saved(self, level: int) -> int:
         """Bytes that a level does not keep."""
         drop = self.levels[level]
-        return size([fake(n) for n in drop.nodes]) - size([fake(n) for n in drop.proxies])
+        return bytes_of(*drop.nodes) - bytes_of(*drop.proxies)
 
 
 def groups(stash: Stash) -> list[Group]:
@@ -194,14 +193,14 @@ def groups(stash: Stash) -> list[Group]:
         tensors = frozenset(nodes)
         proxies = _sources(stash, tensors)
         levels = [Drop()]
-        smaller = sum(size(fake(n)) for n in proxies) < sum(size(fake(n)) for n in nodes)
+        smaller = bytes_of(*proxies) < bytes_of(*nodes)
         if kernels and smaller and not any(heavy(maker(n)) for n in nodes):
             levels.append(Drop(tensors, proxies))
         if all(map(repeatable, kernels)):
             last = frozenset([n for n in nodes if n in stash.halves][-1:])
             levels += [Drop(last, halves=last)] if last and len(nodes) > 1 else []
             levels.append(Drop(tensors))
-        sizes = [sorted(size(fake(n)) for n in ns) for ns in (nodes, proxies)]
+        sizes = [sorted(map(bytes_of, ns)) for ns in (nodes, proxies)]
         kind = (len(levels), str(sizes), str([n.target for n in kernels]))
         if len(levels) > 1:
             result.append(Group(tuple(nodes), tuple(levels), kind))

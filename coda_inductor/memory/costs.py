@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from coda_inductor.compat import tree_map
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of, fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import hint
 from coda_inductor.runtime.linear_cross_entropy import BACKWARD
@@ -81,18 +81,9 @@ def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
 def workspace(node: Node) -> int:
     """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
     if node.target is BACKWARD:  # a slice, and the sum over slices in float32, before dx itself
-        return min(SLICE_BYTES, size(fake(node.all_input_nodes[1]))) + size(fake(node)[0])
+        return min(SLICE_BYTES, bytes_of(node.all_input_nodes[1])) + bytes_of(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
-        return 2 * size(fake(node.all_input_nodes[1]))
-    return 0
-
-
-def size(value: Any) -> int:
-    """Bytes of a fake tensor, or of all in a list; symbolic sizes count as their hints."""
-    if isinstance(value, torch.Tensor):
-        return hint(value.numel()) * value.element_size()
-    if isinstance(value, (list, tuple)):
-        return sum(map(size, value))
+        return 2 * bytes_of(node.all_input_nodes[1])
     return 0
 
 
@@ -135,7 +126,7 @@ def _meta(value: Any) -> Any:
 def milliseconds(node: Node, gpu: Gpu) -> float:
     """Expected time of ``node`` on ``gpu`` as a kernel of its own: the longer of computing and
     moving its bytes."""
-    traffic = size(fake(node)) + sum(size(fake(n)) for n in node.all_input_nodes)
+    traffic = bytes_of(node, *node.all_input_nodes)
     us = gpu.launch_us + traffic / gpu.bytes_per_us
     rate = _SUSTAINED * gpu.flops_per_us * (_ATTENTION if "attention" in str(node.target) else 1.0)
     return max(us, flops(node) / rate) / 1000

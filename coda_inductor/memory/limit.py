@@ -26,11 +26,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.compat import functorch_config, unset_fake_temporarily
-from coda_inductor.errors import OptionError
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.options import Options
+from coda_inductor.plan import several_ranks
 from coda_inductor.rewrite.decompose import decompose_all
 
 #: The share of free memory that "fit" takes: the rest is for fragments and workspaces.
@@ -64,6 +64,9 @@ def limit(graph: Graph, options: Options) -> Limit | None:
     selective = any(n.meta["recompute"] in _SAVED for n in marks)
     share = min(1.0, getattr(functorch_config, "activation_memory_budget", 1.0))
     setting = options.memory
+    room = _room(graph, setting) if isinstance(setting, (int, str)) else None
+    if room is None and not isinstance(setting, float):
+        setting = None
     if setting is None and share >= 1 and not selective:
         return None
     before = snapshot(graph)
@@ -74,20 +77,16 @@ def limit(graph: Graph, options: Options) -> Limit | None:
         node.meta["recompute"] = None
     if isinstance(setting, float):
         return Limit(module, min(share, setting))
-    return Limit(module, share, None if setting is None else _room(graph, setting))
+    return Limit(module, share, room)
 
 
-def _room(graph: Graph, setting: int | str) -> int:
+def _room(graph: Graph, setting: int | str) -> int | None:
     """Bytes that a step may take beyond the present use of the device: up to a peak of ``setting``
     bytes, or the free memory, less a margin for what the allocator cannot use ("fit"). The least of
-    all ranks, because their kernels must be the same."""
+    all ranks, because their kernels must be the same. None for a part of a model on a CPU."""
     device = next((d for d in map(_device, graph.nodes) if d is not None), None)
     if device is None:
-        value = repr(setting) if isinstance(setting, str) else f"{setting / 2**30:g} GiB"
-        raise OptionError(
-            f"option 'memory' is {value}, but the graph has no tensor on a GPU: a number from 0 "
-            "to 1 works everywhere"
-        )
+        return None
     used = torch.cuda.memory_allocated(device)
     if setting == "fit":
         free, _ = torch.cuda.mem_get_info(device)
@@ -100,12 +99,6 @@ def _room(graph: Graph, setting: int | str) -> int:
             torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
             room = int(least)
     return room
-
-
-def several_ranks() -> bool:
-    """Does this process train with others?"""
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _device(node: Node) -> torch.device | None:

@@ -25,15 +25,15 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.log import logger, say_once
 from coda_inductor.memory.candidates import Drop, Stash
-from coda_inductor.memory.costs import size
 from coda_inductor.memory.halves import add_halves
-from coda_inductor.memory.limit import Limit, several_ranks
+from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
 from coda_inductor.memory.planner import Chain, Choice
+from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport
 
@@ -104,8 +104,8 @@ def mark(
     outputs = kwargs["num_fwd_outputs"]
     gpu = record.plan.gpu
     stock = Stash.of(limit.before.graph, outputs, _saved(limit.before, joint_inputs, kwargs))
-    little = _LITTLE * sum(size(fake(n)) for n in graph.find_nodes(op="placeholder"))
-    allowed = max(limit.share * sum(size(fake(n)) for n in stock.tensors), little)
+    little = _LITTLE * bytes_of(*graph.find_nodes(op="placeholder"))
+    allowed = max(limit.share * bytes_of(*stock.tensors), little)
     names = _saved(GraphModule(graph.owning_module or {}, snapshot(graph)), joint_inputs, kwargs)
     stash = Stash.of(graph, outputs, names)
     stash.halves = add_halves(graph, stash.backward, gpu)

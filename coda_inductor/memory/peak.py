@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from coda_inductor.compat import functorch_config
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
-from coda_inductor.memory.costs import size, workspace
+from coda_inductor.memory.costs import workspace
 
 #: A stored value, and whether it is the one of the backward pass's own computation.
 _Value = tuple[Node, bool]
@@ -72,23 +72,23 @@ class Timeline:
                 frees.setdefault(max(i, last.get(value, 0)), []).append(value)
         held = most = 0
         for i, kernel in enumerate(kernels):
-            held += sum(size(fake(node)) for node, _ in kernel.writes)
+            held += bytes_of(*(node for node, _ in kernel.writes))
             over = frees.get(i, [])
             most = max(most, held + kernel.workspace - self._overwritten(kernel, over))
-            held -= sum(size(fake(node)) for node, _ in over if node not in self._stay)
+            held -= bytes_of(*(node for node, _ in over if node not in self._stay))
         return most
 
     def _overwritten(self, kernel: _Kernel, over: Sequence[_Value]) -> int:
         """Bytes of results that take the place of operands, for ``over``: what ends here."""
         if not kernel.elementwise:
             return 0
-        sizes = [size(fake(node)) for node, _ in kernel.writes]
+        sizes = [bytes_of(node) for node, _ in kernel.writes]
         total = 0
         for node, again in over:
             writable = again or node in self.stash.backward or functorch_config.donated_buffer
-            if writable and node not in self.results and size(fake(node)) in sizes:
-                sizes.remove(size(fake(node)))
-                total += size(fake(node))
+            if writable and node not in self.results and bytes_of(node) in sizes:
+                sizes.remove(bytes_of(node))
+                total += bytes_of(node)
         return total
 
     def _kernels(self, drop: Drop) -> list[_Kernel]:

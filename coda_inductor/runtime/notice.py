@@ -84,7 +84,8 @@ def after_fusing(record: Record) -> None:
         logged.add("memory")
     elif options.memory is not None:
         text = f"option 'memory' has no effect on {_graph(record)}, which has no gradients"
-        _tell("memory", text)
+        peak = " on a GPU: a number from 0 to 1 works everywhere"
+        _tell("memory", text if isinstance(options.memory, float) else text + peak)
     logged.update(f"disable {name}" for name in record.stopped)
     for name in options.disable if sites and not record.dry else ():
         text = f"option 'disable' has no effect on {_graph(record)}: "

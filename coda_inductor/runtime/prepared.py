@@ -47,7 +47,7 @@ def prepare(
     kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
     """The launch for all calls like this one, which ``kernel`` has launched. None if a tensor is
-    copied or converted, or a launch takes more than arguments.
+    copied or converted.
 
     Raises:
         UnpairableError: operands of this call were copied; a similar call's may not be.
@@ -67,8 +67,6 @@ def prepare(
         variant: ready(kernel.plans[left, right, variant, a.device], names)
         for left, right, variant in reading.kernels(as_, bs)
     }
-    if None in launches.values():
-        return None
     names = [o.name for o in program.operands]
     c = None if kernel.mapping.c is None else names.index(kernel.mapping.c)
     d = None if kernel.mapping.d is None else program.outputs.index(kernel.mapping.d)

@@ -14,8 +14,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 
-_TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn)?(?::kN)?".replace("N", r"([1-9]\d*)"))
-_SWIZZLE = 8  # QuACK's
+_TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(:dyn)?".replace("N", r"([1-9]\d*)"))
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,8 @@ class Config:
         pingpong: the schedule: ping-pong (two consumer warpgroups on two tiles) or cooperative (all
             of them on one tile).
         lean: the epilogue has small buffers and the main loop more memory (``mainloop.lean``).
-        swizzle: width, in clusters, of the band in which tiles are visited, so that they share
-            data in the L2 cache.
         dynamic: a cluster takes its next tile from a counter in memory, not by a fixed step, so
             none waits for processors that another kernel holds. On Hopper; Blackwell always does.
-        split_k: K is divided among this many CTAs; the last adds their sums up, in order.
-
-    ``swizzle`` is an argument of a launch, all others are compiled in.
     """
 
     tile_m: int
@@ -43,9 +37,7 @@ class Config:
     cluster_n: int
     pingpong: bool
     lean: bool = False
-    swizzle: int = _SWIZZLE
     dynamic: bool = False
-    split_k: int = 1
 
     def __str__(self) -> str:
         parts = [
@@ -54,9 +46,7 @@ class Config:
             "pp" if self.pingpong else "co",
         ]
         parts += ["lean"] * self.lean
-        parts += [f"sw{self.swizzle}"] * (self.swizzle != _SWIZZLE)
         parts += ["dyn"] * self.dynamic
-        parts += [f"k{self.split_k}"] * (self.split_k != 1)
         return ":".join(parts)
 
     @staticmethod
@@ -65,20 +55,17 @@ class Config:
 
         Raises:
             KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
-                ":lean", ":sw4", ":dyn" and ":k2", in this order.
+                ":lean" and ":dyn", in this order.
         """
         if (match := _TEXT.fullmatch(text)) is None:
             raise KernelError(
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', optionally "
-                "followed by ':lean', ':sw4', ':dyn', ':k2', in this order"
+                "followed by ':lean' and ':dyn', in this order"
             )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        schedule, lean, swizzle, dynamic, split_k = match.groups()[4:]
-        tail = bool(lean), int(swizzle or _SWIZZLE), bool(dynamic), int(split_k or 1)
-        config = Config(tile_m, tile_n, cluster_m, cluster_n, schedule == "pp", *tail)
-        if str(config) != text:
-            raise KernelError(f"{text!r} is not the form of this kernel config: write {config}")
-        return config
+        schedule, lean, dynamic = match.groups()[4:]
+        flags = schedule == "pp", bool(lean), bool(dynamic)
+        return Config(tile_m, tile_n, cluster_m, cluster_n, *flags)
 
     def tile_refusal(self, arch: Arch) -> str | None:
         """Why there is no kernel with this tile and schedule on ``arch``, or None."""
@@ -152,8 +139,9 @@ def legal_configs(
     many products the accumulator is the sum of.
     """
     reading = reading_of(program, terms)
-    fits = [c for c in every_config(program, arch)
-            if _suits(program, c, arch) and reading.suits(program, c)]  # fmt: skip
+    fits = [c for c in every_config(program, arch) if reading.suits(program, c)]
+    if program.head:
+        fits = [c for c in fits if whole_heads(program, c, arch)]
     stages = {config: mainloop_stages(program, config, arch) for config in fits}
     least = arch.stages[1]
     special = _kind_configs(program, arch)
@@ -193,11 +181,3 @@ def whole_heads(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -
     halves = arch.two_ctas and config.cta_tile_m(arch) == 64
     columns = epilogue_tile(program, config, arch)[1]
     return config.tile_n % program.head == 0 == program.head % columns and not halves
-
-
-def _suits(program: EpilogueProgram, config: Config, arch: Arch) -> bool:
-    """Can ``program`` run with ``config``, however it reads A and B?"""
-    if program.head and not whole_heads(program, config, arch):
-        return False
-    # Measured: the error of a log-sum-exp is too large.
-    return config.split_k == 1 or all(r.combine != "logsumexp" for r in program.reduces)

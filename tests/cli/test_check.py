@@ -227,3 +227,8 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (said["coda_inductor"], said["torch"]) == (coda_inductor.__version__, torch.__version__)
     assert {"quack-kernels", "nvidia-cutlass-dsl", "gpu", "kernels"} <= set(said)
+    with pytest.raises(SystemExit):
+        main(["--names"])
+    names = capsys.readouterr().out.split()
+    assert {"norm", "rms_norm_backward", "epilogue", "swiglu"} <= set(names)
+    assert "decompose_rest" not in names  # is needed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a seed to an outcome: what the tests, ``hunt.py`` and a failure's script have in common."""
+"""From a seed to an outcome: what the tests, the hunt and a failure's script have in common."""
 
 import functools
 from collections import Counter

@@ -23,7 +23,7 @@ def representative() -> list[tuple[str, str]]:
     seen, found = set(), []
     for kind, program in kinds().items():
         for config in legal_configs(program, ARCH, TERMS[kind]):
-            schedule = (config.pingpong, config.lean, config.dynamic, config.split_k > 1)
+            schedule = (config.pingpong, config.lean, config.dynamic)
             ways = {str(config), (kind, *schedule)}
             if not ways <= seen:
                 found.append((kind, str(config)))

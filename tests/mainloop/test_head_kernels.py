@@ -57,7 +57,7 @@ def traced(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("halves_64", "64x64:1x1:co:k2"),
+        ("halves_64", "64x64:1x1:pp"),
         ("neighbours_in_part", "192x128:2x1:pp"),
         ("part_of_80", "256x160:1x2:co:lean"),
     ],

@@ -108,8 +108,10 @@ class Steps(planner.Chain):
 
 
 def test_what_takes_more_time_has_a_lower_peak():
-    """OLMoE at a share of 0.6 took 2.6 ms more for a peak that was 30 MiB higher."""
-    steps = Steps({(0, 0): 10, (0, 1): 11, (1, 0): 12, (1, 1): 9, (2, 0): 8, (2, 1): 8, (3, 0): 8})
+    """OLMoE at a share of 0.6 took 2.6 ms more for a peak that was 62 MiB higher. It was predicted
+    to be 1 % lower, by two predictions that are right within 2 %."""
+    steps = Steps({(0, 0): 10, (0, 1): 11, (1, 0): 12, (1, 1): 9, (2, 0): 8, (2, 1): 8, (3, 0): 8,
+                   (4, 0): 7.75})  # fmt: skip
     assert steps.cut(lambda peak: peak) == 8
     assert [state.key[:2] for state in steps.states] == [(0, 0), (1, 1), (2, 0)]
 
@@ -353,9 +355,11 @@ def test_the_option_says_what_it_takes(wrong):
         parse(None, {"memory": wrong})
 
 
-def test_a_peak_needs_a_gpu():
-    with pytest.raises(Exception, match="a number from 0 to 1 works everywhere"):
-        Harness(memory="1 GiB").train(blocks(), inputs())
+def test_a_peak_on_a_gpu_is_no_limit_elsewhere():
+    """Where a part of a model may be, behind a graph break."""
+    harness = Harness(memory="1 GiB")
+    harness.train(blocks(), inputs())
+    assert harness.record.limit is None
 
 
 def test_the_key_knows_the_option_and_the_budget():

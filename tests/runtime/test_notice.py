@@ -186,3 +186,6 @@ def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
                  "'memory' has no effect", "none of the 2 GEMMs of the graph is fused",
                  "nothing in it is called 'swiglu'", "fuses no GEMM of a module '9'"):  # fmt: skip
         assert sum(part in line for line in said) == 1, said
+    monkeypatch.setattr(notice, "logged", {"kernels"})
+    compiled(model, x, memory="1 GiB")
+    assert any("no gradients on a GPU: a number from 0 to 1 works" in line for line in warnings())

@@ -331,13 +331,3 @@ def test_a_counter_lives_until_its_kernel_is_launched_and_no_longer(entry, count
         given(entry, call)
     assert alive == [True, True]
     assert all(reference() is None for reference in references)
-
-
-def test_a_launch_that_needs_more_than_arguments_goes_the_long_way(entry):
-    from coda_inductor.mainloop.build import build
-    from coda_inductor.mainloop.plan import ready
-
-    plan = build(ONE_EACH["scale"], CONFIG)
-    assert ready(plan, ["rstd", "out0"]) is not None
-    assert ready(plan._replace(scheduler_static=None), ["rstd", "out0"]) is None
-    assert ready(plan._replace(split_k=2), ["rstd", "out0"]) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import fp8, heads, kinds, parsed, rotary
 
-from coda_inductor.arch import ARCHS, BLACKWELL, HOPPER
+from coda_inductor.arch import ARCHS, HOPPER
 from coda_inductor.errors import KernelError
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import (
@@ -35,10 +35,8 @@ def sum_of_tiles(count: int, dtype: str = "float32"):
 MODES = {
     "128x192:2x1:pp": Config(128, 192, 2, 1, True),
     "128x192:2x1:pp:lean": Config(128, 192, 2, 1, True, lean=True),
-    "128x192:2x1:pp:sw4": Config(128, 192, 2, 1, True, swizzle=4),
     "128x192:2x1:pp:dyn": Config(128, 192, 2, 1, True, dynamic=True),
-    "256x128:2x1:co:k2": Config(256, 128, 2, 1, False, split_k=2),
-    "64x64:1x1:pp:lean:sw1:dyn:k4": Config(64, 64, 1, 1, True, True, 1, True, 4),
+    "64x64:1x1:co:lean:dyn": Config(64, 64, 1, 1, False, True, True),
 }
 
 
@@ -49,8 +47,8 @@ def test_each_config_has_one_text():
         assert Config.parse(str(config)) == config
     assert [*map(str, MODES.values())] == [*MODES]
     for text in (
-        "128x192", "128x192:2x1:xx", "128x192:2x1:pp:k2:dyn", "128x192:2x1:pp:np",
-        "128x192:2x1:pp:sw8", "128x192:2x1:pp:k1", "128x192:2x1:pp:k02", "0128x192:2x1:pp",
+        "128x192", "128x192:2x1:xx", "128x192:2x1:pp:dyn:lean", "128x192:2x1:pp:np",
+        "128x192:2x1:pp:sw4", "128x192:2x1:pp:k2", "0128x192:2x1:pp",
     ):  # fmt: skip
         with pytest.raises(KernelError, match=f"'{text}' is not"):
             Config.parse(text)
@@ -95,15 +93,9 @@ def test_heavy_programs_have_fewer_configs_then_none():
     assert counts[0] > counts[1] > counts[2] == 0
 
 
-def test_whose_k_is_split():
-    """A log-sum-exp is taken of whole sums. A pair has tiles for half-wide stores besides."""
+def test_a_pair_has_tiles_for_half_wide_stores():
     pairs = legal_configs(KINDS["swiglu_train"])
-    assert {(c.tile_n % 32, c.tile_m == 192, c.split_k) for c in pairs} == {(0, False, 1)}
-    assert {c.split_k for c in legal_configs(KINDS["scale"])} == {1, 2, 4}
-    assert {c.split_k for c in legal_configs(KINDS["logsumexp"])} == {1}
-    one, two = (legal_configs(KINDS["norm_bwd"], terms=terms) for terms in (1, 2))
-    assert two == tuple(c for c in one if c.split_k == 1) != one
-    assert {c.split_k for c in legal_configs(KINDS["norm_bwd"], BLACKWELL, terms=2)} == {1}
+    assert {(c.tile_n % 32, c.tile_m == 192) for c in pairs} == {(0, False)}
 
 
 def test_lean_epilogues_are_for_16_bit_tiles_and_leave_more_to_the_main_loop():

@@ -51,7 +51,7 @@ class Grouped(Plain):
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
         if program.routes[1] is not None and (config.cluster_n > 1 or config.dynamic):
             return False  # the threads of one CTA gather rows, before a tile is assigned
-        return config.split_k == 1 and super().suits(program, config)
+        return super().suits(program, config)
 
     def kind(self, program: EpilogueProgram) -> str:
         return "experts"

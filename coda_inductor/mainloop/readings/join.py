@@ -22,7 +22,6 @@ run time: see ``joinable``.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 
@@ -45,10 +44,6 @@ class Join(Plain):
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return terms > 1
-
-    def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        # A part of K would have to know where the second term starts.
-        return config.split_k == 1
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
         if not joinable(as_, bs):

@@ -28,7 +28,6 @@ between it and the linear layer than ``logit_gradients`` reads.
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -41,6 +40,7 @@ from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
+    bytes_of,
     fake,
     is_transpose,
     label,
@@ -49,7 +49,7 @@ from coda_inductor.graph.nodes import (
     renames_or_casts,
 )
 from coda_inductor.graph.sides import is_tangent
-from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -138,10 +138,10 @@ def no_gain(logits: Node, dgrads: list[Node], wgrads: list[Node]) -> str:
     that makes their gradient, and if AOTAutograd donates what is saved to the backward pass, as it
     does by default, that kernel writes over them. Slices need all logits to the end.
     """
-    size, dx = _bytes(fake(logits)), sum(_bytes(fake(n)) for n in dgrads)
+    size, dx = bytes_of(logits), bytes_of(*dgrads)
     if size < 2 * loss.SLICE_BYTES:
         return f"its logits take only {size / 2**20:.0f} MiB"
-    results = dx + sum(_bytes(fake(n)) for n in wgrads)
+    results = dx + bytes_of(*wgrads)
     if any(n.op == "output" for n in readers(base(logits, may_view), may_view)[1]):
         whole = 2 * size + results
     elif functorch_config.donated_buffer:
@@ -152,12 +152,6 @@ def no_gain(logits: Node, dgrads: list[Node], wgrads: list[Node]) -> str:
     if whole <= size + loss.SLICE_BYTES + wide + results:
         return "its logits are no output, so that their gradient can take their place"
     return ""
-
-
-def _bytes(value: torch.Tensor) -> int:
-    """Its size. Each dimension has its own hint: with rows that a mask selects, their product would
-    have none."""
-    return math.prod(map(hint, value.shape)) * value.element_size()
 
 
 def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
