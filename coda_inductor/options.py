@@ -19,7 +19,7 @@ from coda_inductor.log import say_once
 
 GATES = ("auto", "always", "never")
 _CHOICES = {"gate": GATES, "tune": GATES, "numerics": ("fused", "eager")}
-#: (option, another one, the value of that which leaves the first without effect).
+#: (option, another option, the other's value that leaves the first without effect).
 _WITHOUT_EFFECT = (("tune_seconds", "tune", "never"), ("patterns", "numerics", "eager"))
 #: Options of earlier versions, which are warned of for one more: code that sets them still runs.
 _REMOVED = dict.fromkeys(

@@ -34,8 +34,8 @@ __all__ = ["Bans", "Grower"]
 
 
 class Grower(Tile):
-    """Grows its region. What is banned later takes back what was decided since it was first
-    considered, and no more."""
+    """Grows its region. A later ban takes back the decisions since the node was first considered,
+    and no more."""
 
     def __init__(
         self, region: Region, scope: Scope, bans: Bans, loaded: AbstractSet[Node] = frozenset()

@@ -57,7 +57,7 @@ class Tile:
         self.m, self.n, _ = region.shape
         self.origin = ""
         self.reductions: dict[tuple, Reduce] = {}
-        #: What is absorbed although it does not depend on the products.
+        #: Absorbed nodes that do not depend on the products.
         self.extras: list[Node] = []
         #: Each node that was considered, with the state before; for a node, its first place there.
         self.history: list[tuple[Node, Any]] = []

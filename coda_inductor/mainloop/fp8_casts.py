@@ -43,7 +43,7 @@ _WARPS = {True: 2, False: 8}
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 #: The most launches that are remembered, because sizes may change all the time.
 _MOST = 1024
-#: What a launch depends on -> a function that launches the kernel for other tensors.
+#: A launch's key -> a function that launches the kernel for other tensors.
 _launchers: dict[Hashable, Callable[..., Any]] = {}
 
 

@@ -108,8 +108,8 @@ def _terms(node: Node, total: Node) -> list[Node]:
 
 
 def _joins(part: Node, total: Node) -> bool:
-    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? What one node reads
-    alone lies on the same side of the graph."""
+    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? A node with one
+    reader lies on its reader's side of the graph."""
     a, b = fake(part), fake(total)
     same_kind = a.dtype == b.dtype and a.shape == b.shape
     return same_kind and checkpoint(part) == checkpoint(total)

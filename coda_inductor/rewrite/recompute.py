@@ -82,7 +82,7 @@ def _elementwise(node: Node) -> bool:
 
 
 class _Bases:
-    """Which tensors a forward value is computed from, of those that the backward pass reads."""
+    """The tensors that a forward value is computed from and the backward pass reads."""
 
     def __init__(self, read: set[Node]):
         self.read = read
