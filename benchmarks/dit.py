@@ -4,7 +4,9 @@
 ``python -m benchmarks dit OUT.json [MODEL ...]`` takes diffusers' own models, with the widths of
 the real ones, fewer layers and random weights; diffusers must be importable (its Python files on
 ``PYTHONPATH`` suffice). For each model: ms of a call, the peak MiB beside weights and inputs, the
-error against float32, what fused, and with ``--profile`` the largest kernels.
+error against float32, what fused, and with ``--profile`` the largest kernels. ``--float8`` is
+torchao's dynamic FP8, scaled by rows.
+
 ``python -m coda_inductor tune benchmarks.dit:flux`` measures the sites of one first.
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import environment
+from . import environment, worth_models
 from .measure import Variants, kernel_times, peak_mib, register, relative_error, synchronize
 from .worth import sustained
 
@@ -104,7 +106,7 @@ def wan() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {"flux": flux, "sd3": sd3, "qwen": qwen, "wan": wan}
 
 
-def measured(model: nn.Module, inputs: dict[str, Any], profile: bool) -> dict[str, Any]:
+def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) -> dict[str, Any]:
     """The figures of one model, by variant."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -112,10 +114,11 @@ def measured(model: nn.Module, inputs: dict[str, Any], profile: bool) -> dict[st
     wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
             for n, x in inputs.items()}  # fmt: skip
     want = copy.deepcopy(model).float()(**wide)[0]
+    if how.float8:
+        worth_models.quantized(model)
     for name in VARIANTS:
         register(name)
-        how = {} if name == "compile" else {"backend": name}
-        call = torch.compile(model, **how)
+        call = torch.compile(model, backend={"compile": "inductor"}.get(name, name))
         variants.add(name, lambda call=call: lambda: call(**inputs)[0])
     samples: dict[str, list[float]] = {name: [] for name in variants.calls}
     for turn in range(ROUNDS):
@@ -125,7 +128,7 @@ def measured(model: nn.Module, inputs: dict[str, Any], profile: bool) -> dict[st
     for name, call in variants.calls.items():
         figures = {"ms": statistics.mean(samples[name]), "samples": samples[name]}
         figures |= {"peak_mib": peak_mib(call), "error": relative_error(call(), want)}
-        found[name] = figures | ({"kernels": kernel_times(call, top=24)} if profile else {})
+        found[name] = figures | ({"kernels": kernel_times(call, top=24)} if how.profile else {})
     synchronize()
     return found
 
@@ -138,6 +141,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("models", nargs="*", help=", ".join(MODELS))
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--float8", action="store_true")
     options = parser.parse_args(arguments)
     out: dict[str, Any] = {"environment": environment.describe(["dit", *arguments])}
     for name in options.models or MODELS:
@@ -145,7 +149,8 @@ def main(arguments: list[str]) -> None:
         torch._dynamo.reset()
         with torch.no_grad():
             model, _, inputs = MODELS[name]()
-            found = out[name] = measured(model, inputs, options.profile)
+            found = measured(model, inputs, options)
+            out[name + " float8" * options.float8] = found
             del model, inputs
         sites = [site for report in coda_inductor.reports()[-1:] for site in report.sites]
         fused = Counter(pattern for site in sites if site.fused for pattern in site.patterns)

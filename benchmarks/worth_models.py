@@ -106,6 +106,26 @@ def in_float8(model: nn.Module, recipe: str) -> nn.Module:
     return convert_to_float8_training(model, config=config, **keep)
 
 
+def quantized(model: nn.Module) -> nn.Module:
+    """Torchao's dynamic FP8 for inference, scaled by rows, of all linears but narrow ones and the
+    head."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        wide = isinstance(module, nn.Linear) and min(module.weight.shape) >= 512
+        return wide and name != "lm_head"
+
+    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), chosen)
+    return model
+
+
+def served(name: str, layers: int) -> Workload:
+    """A prompt through a stock model in dynamic FP8."""
+    workload = stock(name, layers, training=False)
+    quantized(workload.model)
+    return workload
+
+
 def lora(
     name: str = "1B", rank: int = 16, weights: str = "", layers: int = 4, dropout: float = 0.0
 ) -> Workload:

@@ -40,7 +40,7 @@ class DebugFolder:
         self.folder = None if parent is None else _fresh(Path(parent), name)
         self.path = "" if self.folder is None else str(self.folder)
         if self.folder is not None:
-            logger.warning("coda_inductor writes its debug output to %s", self.folder)
+            logger.warning("debug output goes to %s", self.folder)
 
     def graph(self, stage: str, gm: GraphModule) -> None:
         """Write ``gm`` as readable Python."""
@@ -52,7 +52,8 @@ class DebugFolder:
         self.write(f"{stage}.py", text)
 
     def write(self, name: str, text: Any) -> None:
-        """Write a file; a failure is one warning, because the model must compile anyway."""
+        """Write a file; a failure is one warning, because the model must compile anyway. Where the
+        disk is to blame, nothing more is written."""
         if self.folder is None:
             return
         path = self.folder / name
@@ -60,7 +61,10 @@ class DebugFolder:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text() if callable(text) else text)
         except Exception as error:
-            logger.warning("coda_inductor cannot write %s: %s", path, error)
+            rest = ""
+            if isinstance(error, OSError):
+                self.folder, rest = None, ". The rest of this debug output is left out"
+            logger.warning("cannot write %s: %s%s", path, error, rest)
 
     def finish(self, report: GraphReport, render: Render, changed: Iterable[str]) -> None:
         """Write the table of GEMMs, names of what was done (``changed``: of passes), and each

@@ -146,13 +146,14 @@ class MemoryReport:
     peak: int
 
     def __str__(self) -> str:
-        kept, before, peak = map(_size, (self.kept, self.before, self.peak))
+        kept, before, peak = map(size_text, (self.kept, self.before, self.peak))
         note = f" in place of {before}, computes {self.again} tensors again" if self.again else ""
         time = f" (about {self.ms:.1f} ms)" if self.again else ""
         return f"keeps {kept} for the backward pass{note}{time}; peak about {peak} over its inputs"
 
 
-def _size(number: int) -> str:
+def size_text(number: int) -> str:
+    """``9.38 GiB``; small sizes in MiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**28 else f"{number / 2**20:.2f} MiB"
 
 

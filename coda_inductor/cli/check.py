@@ -17,7 +17,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from coda_inductor.cli.steps import Result, check_file
-from coda_inductor.errors import OptionError
+from coda_inductor.errors import OptionError, PatternError
+from coda_inductor.patterns.loading import expand
 
 HELP = "prove a pattern file and try it"
 
@@ -40,7 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
         OptionError: there is no such file, or a folder has no pattern file.
     """
     results: list[Result] = []
-    for path in [file for name in arguments.files for file in _expand(name)]:
+    try:
+        files = [file for path in arguments.files for file in expand(path)]
+    except PatternError as error:
+        raise OptionError(str(error)) from None
+    for path in files:
         rows = list(check_file(path))
         if arguments.must_pay:
             rows = [replace(r, outcome="fail") if r.check == "plan" and r.outcome == "note" else r
@@ -51,18 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     return int(any(r.outcome == "fail" for r in results))
-
-
-def _expand(path: Path) -> list[Path]:
-    """A file, or the pattern files of a folder."""
-    if not path.exists():
-        raise OptionError(f"no such pattern file: {path}")
-    if not path.is_dir():
-        return [path]
-    files = sorted(p for p in path.glob("*.py") if p.name != "__init__.py")
-    if not files:
-        raise OptionError(f"no pattern files (*.py) in the folder {path}")
-    return files
 
 
 def _lines(path: Path, results: list[Result], *, quiet: bool) -> Iterator[str]:

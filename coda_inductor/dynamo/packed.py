@@ -48,8 +48,6 @@ from coda_inductor.record import Record
 if TYPE_CHECKING:
     from coda_inductor.plan import Plan
 
-#: Products that may be split: linear layers, and products of experts (``experts``).
-_PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: Kinds of ops that may be between a product and its halves.
 _BETWEEN = ("names", "parts")
 
@@ -60,7 +58,7 @@ def split_packed(graph: Graph, record: Record) -> None:
     plan = None
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if op_name(n) == "linear"]
-        products = [n for n in named if _product(n) and (_units(n) or _halves(n))]
+        products = [n for n in named if _even(n) and (_units(n) or _halves(n))]
         if products:
             plan = plan or _plan(graph, record)
             _rewrite(body.graph, products, plan, record)
@@ -75,9 +73,9 @@ def _plan(graph: Graph, record: Record) -> Plan:
     return record.plan.for_products(pairs * times, training=training)
 
 
-def _product(node: Node) -> bool:
-    """Is ``node`` a product of matrices (..., 2F)?"""
-    if op_name(node) not in _PRODUCTS or not (tensors := plain(node)) or not tensors[0].dim():
+def _even(product: Node) -> bool:
+    """Has ``product`` two halves of columns, (..., 2F)?"""
+    if not (tensors := plain(product)) or not tensors[0].dim():
         return False
     width = tensors[0].shape[-1]
     return isinstance(width, int) and width > 0 and width % 2 == 0
@@ -118,7 +116,7 @@ def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
 def half_readers(product: Node) -> dict[Node, int]:
     """Nodes that select a half of the columns of ``product``, each with its number, if all readers
     do; else empty."""
-    return _if_complete(product, _halves(product) if _product(product) else {})
+    return _if_complete(product, _halves(product) if _even(product) else {})
 
 
 def column_readers(product: Node) -> dict[Node, slice]:

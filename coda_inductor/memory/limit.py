@@ -31,7 +31,7 @@ from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.options import Options
 from coda_inductor.plan import several_ranks
-from coda_inductor.rewrite.decompose import decompose_all
+from coda_inductor.rewrite.decompose import decompose
 
 #: The share of free memory that "fit" takes: the rest is for fragments and workspaces.
 _FIT = 0.95
@@ -70,7 +70,7 @@ def limit(graph: Graph, options: Options) -> Limit | None:
     if setting is None and share >= 1 and not selective:
         return None
     before = snapshot(graph)
-    decompose_all(before)
+    decompose(before)
     owner = graph.owning_module
     module = GraphModule({} if owner is None else owner, before)
     for node in marks if selective or setting is not None else ():

@@ -35,7 +35,7 @@ from coda_inductor.memory.peak import Timeline
 from coda_inductor.memory.planner import Chain, Choice
 from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
-from coda_inductor.report import MemoryReport
+from coda_inductor.report import MemoryReport, size_text
 
 Split = tuple[GraphModule, GraphModule]
 #: A share never asks for less than this part of a graph's inputs. A loss keeps a log-sum-exp, 32
@@ -146,15 +146,12 @@ def mark(
 
 def _too_little(limit: Limit, peak: int) -> str:
     assert limit.room is not None
+    room, needed, more = map(size_text, (limit.room, peak, peak - limit.room))
     return (
-        f"option 'memory': the step may take {_gib(limit.room)} beyond what the device holds now, "
-        f"but it needs {_gib(peak)} even if everything that can be is computed again: allow "
-        f"{_gib(peak - limit.room)} more, or use a smaller batch"
+        f"option 'memory': the step may take {room} beyond what the device holds now, but it needs "
+        f"{needed} even if everything that can be is computed again: allow {more} more, or use a "
+        "smaller batch"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def _backward_reads(stash: Stash, drop: Drop) -> list[Node]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from coda_inductor.errors import PatternError
-from coda_inductor.log import logger
+from coda_inductor.log import logger, say_once
 from coda_inductor.patterns.compare import compare
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.source import Source, read, run
@@ -95,7 +95,7 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
         PatternError: ``path`` does not exist, or the one file that it names does not load.
     """
     path = Path(path).resolve()
-    patterns = _load_all(_expand(path), strict=strict or path.is_file())
+    patterns = _load_all(expand(path), strict=strict or path.is_file())
     _registered.update(dict.fromkeys(patterns))
     return tuple(itertools.chain(*patterns.values()))
 
@@ -108,7 +108,20 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
     Raises:
         PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.
     """
-    return tuple(itertools.chain(*_load_all(files(extra), strict=strict).values()))
+    loaded = _load_all(files(extra), strict=strict)
+    for name, places in _twins(loaded):
+        say_once(f"{name!r} is the name of {len(places)} patterns, which counters and the option "
+                 f"'disable' cannot tell apart: {', '.join(places)}")  # fmt: skip
+    return tuple(itertools.chain(*loaded.values()))
+
+
+def _twins(loaded: Mapping[Path, tuple[Pattern, ...]]) -> list[tuple[str, list[str]]]:
+    """Each name that several patterns have, and the files of these."""
+    places: dict[str, list[str]] = {}
+    for path, patterns in loaded.items():
+        for pattern in patterns:
+            places.setdefault(pattern.name, []).append(str(path))
+    return [(name, files) for name, files in places.items() if len(files) > 1]
 
 
 def _load_all(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Pattern, ...]]:
@@ -135,7 +148,7 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
     Raises:
         PatternError: a file or folder of ``extra`` does not exist.
     """
-    extras = [file for path in extra for file in _expand(Path(path))]
+    extras = [file for path in extra for file in expand(Path(path))]
     ordered = (*extras, *_registered, *sorted(builtin_folder().glob("*.py")))
     unique: dict[Path, Path] = {}
     for file in ordered:
@@ -143,8 +156,12 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
     return tuple(unique.values())
 
 
-def _expand(path: Path) -> list[Path]:
-    """A file, or the pattern files of a folder."""
+def expand(path: Path) -> list[Path]:
+    """A file, or the pattern files of a folder.
+
+    Raises:
+        PatternError: there is none.
+    """
     if path.is_dir():
         files = [p for p in sorted(path.glob("*.py")) if p.name != "__init__.py"]
         if not files:

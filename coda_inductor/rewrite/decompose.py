@@ -28,13 +28,8 @@ from coda_inductor.semantic.experts import group_rows
 from coda_inductor.semantic.rotary import rotate_heads
 
 
-def decompose(graph: Graph, _record: Record) -> None:
+def decompose(graph: Graph, _record: Record | None = None) -> None:
     """Apply the rewrite to every semantic op, in place."""
-    _decompose(graph, ())
-
-
-def decompose_all(graph: Graph) -> None:
-    """The same outside the pipeline."""
     _decompose(graph, ())
 
 

@@ -132,6 +132,15 @@ def test_folder_loads_what_loads(tmp_path, caplog):
         coda_inductor.load_patterns(tmp_path / "nowhere")
 
 
+def test_two_patterns_of_one_name_are_said_once(tmp_path, caplog):
+    paths = [str(write(tmp_path / name, factor=n)) for n, name in enumerate(("a.py", "b.py"), 2)]
+    for given in (paths[:1], paths, paths):
+        assert names(patterns.load(tuple(given))) == ["mine"] * len(given) + BUILTIN
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert "'mine' is the name of 2 patterns" in said
+    assert said.endswith(", ".join(paths))
+
+
 def test_file_counts_once_and_the_options_files_come_first(tmp_path, monkeypatch):
     first, second = (
         write(tmp_path / "a.py", "first"),
