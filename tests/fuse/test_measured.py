@@ -238,7 +238,7 @@ def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
     monkeypatch.setattr(Measurer, "measure", one_a_round)
     found = plan(gpu=HOPPER, model=Many, tune="always")
     assert len(found.measurer.asked) == driver._ROUNDS
-    assert len(found.fused) == len(found.measurer.store.own()) == driver._ROUNDS
+    assert len(found.fused) == len(found.measurer.store.user_rows()) == driver._ROUNDS
     assert found.measurer.closed == 1
     assert found.record.failed  # the next process goes on
 

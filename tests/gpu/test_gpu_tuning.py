@@ -61,7 +61,7 @@ print(json.dumps({
     "measured": measured, "left": left, "known": store.gpu.sites is not None,
     "sites": {s.site: s.how for s in coda_inductor.reports()[-1].sites},
     "own": {key: [f.name, min(f.us.values(), default=None), f.unfused, f.failed]
-            for key, f in store.own().items()},
+            for key, f in store.user_rows().items()},
     "errors": [errors(got, exact), errors(eager, exact)],
 }))
 """
