@@ -95,7 +95,7 @@ def test_use_cache_is_what_the_config_says(cached, monkeypatch, tmp_path, capsys
         (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
         (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
         (["explain", "TARGET:make", "--option", "patterns=no.py"], "no such file 'no.py'"),
-        (["explain", "--hf", "llamma"], "no such model_type (did you mean 'llama'?)"),
+        (["explain", "--hf", "llamma"], "no such model_type (did you mean 'llama'"),
         (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
         (["explain", "--hf", "llama", "--set", "hidden_size=big"], "expected int, got str"),
         (["explain", "TARGET:make", "--set", "a=1"], "--set is for --hf models"),
