@@ -37,7 +37,7 @@ def cache_dir() -> Path:
 
 
 def prewarmed() -> Path | None:
-    """What ``CODA_CACHE_DIR`` names, where that can be read but not written; else None."""
+    """The folder ``CODA_CACHE_DIR``, if it can be read but not written; else None."""
     return cache_dirs()[1]
 
 

@@ -304,7 +304,7 @@ def missing_names() -> list[str]:
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:
     """Inside it, backward graphs are compiled after their forward graphs, not when they are called,
-    if this torch can do so. They donate nothing, for a caller may retain the graph."""
+    if this torch can do so. They donate nothing, because a caller may retain the graph."""
     config, name = __getattr__("functorch_config"), "force_non_lazy_backward_lowering"
     if not hasattr(config, name):
         return contextlib.nullcontext()
@@ -327,12 +327,12 @@ def micro_pipeline() -> bool:
 
 
 def schema(op: Any) -> Any:
-    """What an overload says of its arguments and results (``OpOverload._schema``), or None."""
+    """The schema of an overload's arguments and results (``OpOverload._schema``), or None."""
     return getattr(op, "_schema", None)
 
 
 def saved_tensors() -> list[Tensor]:
-    """What the autograd node that is running now has kept; nothing where that is not known."""
+    """The tensors saved by the autograd node that is running now; none where torch hides it."""
     node = __getattr__("current_autograd_node")()
     tensors = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
     return [tensor for tensor in tensors if tensor is not None]

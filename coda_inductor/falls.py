@@ -203,11 +203,11 @@ class _Search:
 
 
 class _Start:
-    """What attempts change, as it is before the first one: graphs, torch's notes, and ours."""
+    """The state before the first attempt, which attempts change: graphs, torch's notes, ours."""
 
     def __init__(self, gm: GraphModule):
         graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
-        self.graphs = [(each, snapshot(each.graph), dict(each.named_children())) for each in graphs]
+        self.graphs = [(g, snapshot(g.graph), dict(g.named_children())) for g in graphs]
         self.context = TracingContext.try_get()
         self.before, self.first = self.notes(), True
         nodes = [n for _, graph, _ in self.graphs for n in graph.nodes if n.op.startswith("call")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Inductor cannot compile runs op by op, with one warning: a training run goes on.
+"""A graph that Inductor cannot compile runs op by op, with one warning: training goes on.
 
 That is the last net, under ``falls.py``: for a graph that the user wrote, which Inductor cannot
 compile without us either, and for a backward graph that torch compiles only when it is called: then

@@ -19,7 +19,7 @@ from coda_inductor.log import say_once
 
 GATES = ("auto", "always", "never")
 _CHOICES = {"gate": GATES, "tune": GATES, "numerics": ("fused", "eager")}
-#: (option, another one, the value of that which leaves the first without effect).
+#: (option, another option, the other's value that leaves the first without effect).
 _WITHOUT_EFFECT = (("tune_seconds", "tune", "never"), ("patterns", "numerics", "eager"))
 #: Options of earlier versions, which are warned of for one more: code that sets them still runs.
 _REMOVED = dict.fromkeys(
@@ -37,7 +37,7 @@ _MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may set.
+    """The options of a user.
 
     Attributes:
         debug: write a folder for each compiled graph (also ``CODA_DEBUG=1``).
@@ -115,8 +115,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         "patterns": _env_patterns(),
         "disable": env_disable(),
     }
-    if chosen := os.environ.get("CODA_TUNE"):
-        values["tune"] = _check("tune", chosen, "CODA_TUNE")
+    if tune := os.environ.get("CODA_TUNE"):
+        values["tune"] = _check("tune", tune, "CODA_TUNE")
     if mode in _MEASURING:
         values["tune"] = "always"
     if options is not None and not isinstance(options, Mapping):
@@ -126,7 +126,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     inductor = dict(_mode_options(mode))
     inductor_names = set(list_options())
     for key, value in (options or {}).items():
-        if key in ("patterns", "disable"):  # before those of the environment
+        if key in ("patterns", "disable"):  # before the environment's
             values[key] = tuple(dict.fromkeys((*_check(key, value), *values[key])))
         elif key in _KEYS:
             values[key] = _check(key, value)
@@ -172,18 +172,18 @@ def env_disable() -> tuple[str, ...]:
 def _mode_options(mode: str | None) -> Mapping[str, Any]:
     if mode is None or mode == "default":
         return {}
-    known = list_mode_options()
-    if mode not in known:
-        names = ", ".join(dict.fromkeys(("default", *known)))
-        raise OptionError(f"unknown mode {mode!r}{suggest(mode, known)}; known modes are {names}")
-    return known[mode]
+    modes = list_mode_options()
+    if mode not in modes:
+        names = ", ".join(dict.fromkeys(("default", *modes)))
+        raise OptionError(f"unknown mode {mode!r}{suggest(mode, modes)}; known modes are {names}")
+    return modes[mode]
 
 
 def _check_inductor(key: str, value: Any) -> Any:
     """Inductor's own options must have the setting's type, as torch.compile itself requires."""
-    wanted = inductor_config.get_type(key.replace("-", "_"))
-    if typing.get_origin(wanted) is None and not isinstance(value, wanted):
-        text = f"Inductor's option {key!r} takes {wanted.__name__}, got {value!r}"
+    expected = inductor_config.get_type(key.replace("-", "_"))
+    if typing.get_origin(expected) is None and not isinstance(value, expected):
+        text = f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}"
         raise OptionError(text)
     return value
 
@@ -199,9 +199,9 @@ def _check(key: str, value: Any, name: str = "") -> Any:
             raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            known = ", ".join(_CHOICES[key])
+            choices = ", ".join(_CHOICES[key])
             label, hint = name or f"option {key!r}", suggest(value, _CHOICES[key])
-            raise OptionError(f"{label} is one of {known}, got {value!r}{hint}")
+            raise OptionError(f"{label} is one of {choices}, got {value!r}{hint}")
         return value
     if key == "tune_seconds":
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -225,15 +225,15 @@ def _memory(value: Any) -> int | float | str | None:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
-    said = (
+    match = (
         re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]i?)?B\s*", value)
         if isinstance(value, str)
         else None
     )
-    if said is not None and float(said[1]) > 0:
-        unit = said[2] or ""
+    if match is not None and float(match[1]) > 0:
+        unit = match[2] or ""
         return int(
-            float(said[1])
+            float(match[1])
             * (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1] or " ")
         )
     raise OptionError(

@@ -82,7 +82,7 @@ def _recomputes(graph: Graph, record: Record) -> bool:
 
 
 def _first_plan(record: Record) -> Plan:
-    return Plan(record.options, record.dry, record.as_if, record.gpu)
+    return Plan(record.options, record.dry, record.device, record.gpu)
 
 
 def _decide(graph: Graph, record: Record) -> None:
@@ -350,7 +350,7 @@ def _count(record: Record) -> None:
 
 
 def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
-    """What passes may change: an aten graph; a Dynamo graph with its checkpointed regions."""
+    """The graphs that passes may change: an aten graph; Dynamo's, with checkpointed regions."""
     if passes is ON_ATEN:
         return [(None, graph)]
     return [(body.module, body.graph) for body in bodies(_owner(graph).graph)]

@@ -57,7 +57,7 @@ def several_ranks() -> bool:
 
 
 class Measurer(Protocol):
-    """What measures sites; ``tune`` has one."""
+    """Measures sites; ``tune`` has one."""
 
     #: Sites for which there was no time.
     left: dict[str, Site]
@@ -75,7 +75,7 @@ MakeMeasurer = Callable[[Store, torch.device], Measurer]
 
 @dataclass
 class Tuning:
-    """What should be measured for one graph.
+    """The measurements to make for one graph.
 
     Attributes:
         measurer: does it.
@@ -113,8 +113,8 @@ class Plan:
     Attributes:
         options: the user's.
         dry: only say what would happen, with expected times and the kernels' numerics.
-        as_if: decide as if everything were on this CUDA device; "meta" is one that is not here.
-        as_gpu: decide for this GPU model; None for the model of ``as_if`` or of the tensors.
+        device: decide as if everything were on this CUDA device; "meta" is one that is not here.
+        gpu_model: decide for this GPU model; None for the model of ``device`` or of the tensors.
         veto: why the graph must stay as it is, on any device.
         too_small: why the graph's GEMMs are too small to fuse.
         no_kernels: why no GEMM of any size becomes a kernel on this GPU.
@@ -125,8 +125,8 @@ class Plan:
 
     options: Options
     dry: bool = False
-    as_if: torch.device | None = None
-    as_gpu: Gpu | None = None
+    device: torch.device | None = None
+    gpu_model: Gpu | None = None
     veto: Refusal | None = None
     too_small: Refusal | None = None
     no_kernels: Refusal | None = None
@@ -149,15 +149,15 @@ class Plan:
     ) -> Plan:
         """This plan, decided for a graph of products, each a pair of a tensor of M rows and B
         (..., K, N): together they decide whether the host is the limit. ``measurer`` creates what
-        measures, if anything may be measured; a dry run measures only with ``as_if``."""
-        options, as_if, triton = self.options, self.as_if, inductor_config.triton
+        measures, if anything may be measured; a dry run measures only with ``cuda``."""
+        options, cuda, triton = self.options, self.device, inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", triton.cudagraphs)
-        pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
+        pairs = [(a, b) for a, b in pairs if cuda is not None or a.is_cuda]
         if not pairs:
             return self
         shapes = [(hint(a.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for a, b in pairs]
-        device = as_if or pairs[0][0].device
-        gpu = self.as_gpu or gpu_of(device)
+        device = cuda or pairs[0][0].device
+        gpu = self.gpu_model or gpu_of(device)
         store = store_of(gpu)
         too_small = no_kernels = tuning = None
         if not options.reference:
@@ -165,8 +165,8 @@ class Plan:
         if options.gate == "auto":
             too_small = None if cuda_graphs else gate.host_bound(shapes, gpu, training=training)
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
-        wanted = tunes and not options.reference and (as_if is not None or not self.dry)
-        if measurer is not None and wanted and (no_kernels or too_small) is None:
+        measures = tunes and not options.reference and (cuda is not None or not self.dry)
+        if measurer is not None and measures and (no_kernels or too_small) is None:
             every = options.tune == "always"
             tuning = Tuning(measurer(store, device), every, optimistic=not gpu.rated)
         if options.gate == "auto" and tuning is None:
@@ -232,7 +232,7 @@ class Plan:
             return self.veto
         if not self._kernels(x.device):
             return None
-        device = self.as_if or x.device
+        device = self.device or x.device
         if (why := availability.kernel_stack(device)) is not None:  # runtime.notice warns once
             return why.failing() if self.options.strict else why
         # First: only where something is fused are operands laid out for kernels (by FP8's casts).
@@ -249,11 +249,15 @@ class Plan:
 
     def scales_vectors(self, device: torch.device) -> bool:
         """Do kernels run, and does cuBLAS multiply rows and columns of FP8 with scales?"""
-        return self.compiles and availability.scales_vectors(self.as_if or device)
+        return self.compiles and availability.scales_vectors(self.device or device)
 
     def site(self, program: EpilogueProgram, a: Any, b: Any, shape: tuple, **more: Any) -> Site:
         """The site of ``program`` on the GPU that decisions are for, as :meth:`Site.of`."""
-        here = {"device": self.as_if or a.device, "arch": self.gpu.arch, "crowded": several_ranks()}
+        here = {
+            "device": self.device or a.device,
+            "arch": self.gpu.arch,
+            "crowded": several_ranks(),
+        }
         return Site.of(program, a, b, shape, **here, **more)
 
     def fits(self, site: Site) -> bool:
@@ -313,5 +317,5 @@ class Plan:
 
     def _kernels(self, device: torch.device) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
-        on_gpu = self.as_if is not None or device.type == "cuda"
+        on_gpu = self.device is not None or device.type == "cuda"
         return on_gpu and not self.options.reference

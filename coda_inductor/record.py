@@ -40,8 +40,8 @@ class Record:
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
         later: only start compiling kernels; ``fusing.lower.settle`` waits for them afterwards.
         wraps: the caller applies ``wrappers`` to the compiled graph.
-        as_if: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
-        gpu: decide for this GPU model; None for the model of ``as_if`` or of the tensors.
+        device: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
+        gpu: decide for this GPU model; None for the model of ``device`` or of the tensors.
         report: what people read later: GEMMs and refusals.
         plan: what may and should be fused; the pipeline sets it, and its first pass on an aten
             graph decides it.
@@ -59,7 +59,7 @@ class Record:
     options: Options
     name: str = "graph"
     dry: bool = False
-    as_if: torch.device | None = None
+    device: torch.device | None = None
     gpu: Gpu | None = None
     later: bool = False
     wraps: bool = True

@@ -49,7 +49,7 @@ class Refusal:
 
     @property
     def remedy(self) -> Remedy:
-        """What a user can do about it."""
+        """The advice for a user."""
         return REMEDIES[self.code]
 
     def at(self, what: str, where: str) -> Refusal:

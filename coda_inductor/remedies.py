@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can do about each reason, by its code (``refusal.Refusal.code``).
+"""Advice for users about each reason, by its code (``refusal.Refusal.code``).
 
 Every code that the package uses is listed here, once; a test compares. If there is nothing that a
 user could or should change, the entry says why.
@@ -145,7 +145,7 @@ _DO = {
     "mask-heads": "Give all heads one mask: of shape (batch or 1, 1, queries, keys).",
     "mask-region": "Use torch.utils.checkpoint in place of torch.compiler.nested_compile_region.",
     "mask-shape": "Give queries, keys and values 4 dimensions and one batch size, the number of "
-    "query heads a multiple of that of key and value heads.",
+    "query heads a multiple of the number of key and value heads.",
     "mask-mutated": "Build the mask out of place (torch.where, logical_and).",
     "heads-mutated": "Repeat the heads right before the call, from keys and values that are not "
     "changed in place.",

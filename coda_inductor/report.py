@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened to each GEMM: plain records for debug output, the demo and users."""
+"""Reports of each GEMM: plain records for debug output, the demo and users."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a graph keeps for its backward pass, under a limit of memory.
+    """The memory that a graph keeps for its backward pass, under a limit.
 
     Attributes:
         kept: bytes that the forward pass leaves, inputs and outputs of the graph apart.

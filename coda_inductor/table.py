@@ -24,7 +24,7 @@ _LAYER_IN_TEXT = re.compile(r"(?<=[A-Za-z_]\.)\d+\b")
 RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
 #: Codes of reasons that tell both times of a site.
 TIMED = ("expected-slower", "measured-slower")
-#: What a site's times are based on, for people.
+#: The basis of a site's times, for people.
 GROUNDS = {
     "here": "measured here",
     "shipped": "measured",

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _cause(
     name: Path, script: _Script, error: str, changed: list[str], fired: list[str], fused: list[str]
 ) -> str:
-    """What makes the script fail, and how to go on without it."""
+    """The culprit that makes the script fail, and how to go on without it."""
     out = passes = script.guilty("passes", changed) or script.guilty("passes", PASSES)
     if not passes:
         return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``check`` checks of a pattern: each step returns what passed, failed or was skipped."""
+"""The steps of ``check`` for a pattern: each returns what passed, failed or was skipped."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         model, args, kwargs = models.model_of(arguments, tokens)
         before = set(cache.user_rows())
         with torch.set_grad_enabled(arguments.train):
-            capture(model, args, kwargs, options, as_if=device)
+            capture(model, args, kwargs, options, device=device)
         _summary(cache, before, f"{args[0].shape[1]} tokens" if arguments.hf else arguments.target)
 
 

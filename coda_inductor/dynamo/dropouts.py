@@ -40,7 +40,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import inductor_config
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
-from coda_inductor.graph.nodes import arguments, fake, is_cast, place, plain
+from coda_inductor.graph.nodes import arguments, fake, is_cast, locate, plain
 from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
 from coda_inductor.matching import Hazards, bodies, erase, forward_mode
@@ -71,7 +71,7 @@ def multiply_masks(graph: Graph, record: Record) -> None:
             if dual is not None:
                 why = refuse("idiom-form", f"{dual} uses forward-mode differentiation")
             if why is not None:
-                record.refuse("adapter_dropout", place(layers[0]), why)
+                record.refuse("adapter_dropout", locate(layers[0]), why)
                 continue
             weight = fake(arguments(layers[0])["weight"])
             x = _source(call["input"], layers[0], hazards)
@@ -152,7 +152,7 @@ def _batches(dropouts: list[Node], most: int, hazards: Hazards) -> list[Sequence
     layers = [_layer(node) for node in dropouts]
     weights = [arguments(layer)["weight"] for layer in layers]
     movable = all(weight < layers[0] for weight in weights)
-    if not movable or not hazards.owned(layers) or hazards.between([*dropouts, *layers]):
+    if not movable or not hazards.private(layers) or hazards.between([*dropouts, *layers]):
         most = 1
     return [dropouts[i : i + most] for i in range(0, len(dropouts), most)]
 

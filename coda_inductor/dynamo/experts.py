@@ -37,17 +37,17 @@ from torch.fx import Graph, Node
 from coda_inductor.dynamo.packed import column_readers, half_readers
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, find_sum
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import erased, fake, is_cast, place, plain
+from coda_inductor.graph.nodes import fake, is_cast, is_erased, locate, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, chain, closure, only_reader
 from coda_inductor.matching import Hazards, bodies, erase, memory, mutates
-from coda_inductor.matching.guards import written
+from coda_inductor.matching.guards import written_nodes
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, group_rows
 
-#: Those of torch, and those of transformers where it does not use torch's.
+#: Torch's ops, and those that transformers uses instead.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: Kinds of ops that may compute a weight from a parameter.
 _DERIVED = ("names", "turns", "copies", "casts")
@@ -60,7 +60,7 @@ def raise_experts(graph: Graph, record: Record) -> None:
         if not products:
             for node in filter(_loops, body.graph.nodes):
                 text = "a Python loop over experts breaks the graph: each expert runs alone"
-                record.refuse("experts", place(node), refuse("experts-loop", text))
+                record.refuse("experts", locate(node), refuse("experts-loop", text))
             continue
         hazards = Hazards(body.graph)
         routed: list[_Route] = []
@@ -71,11 +71,11 @@ def raise_experts(graph: Graph, record: Record) -> None:
                 whole = any(find_sum(p, pairs) for p in products if _ends(p) is _ends(node))
                 _raise_up(match, routed, hazards, record, whole=whole)
         for node in products:
-            if not erased(node):
+            if not is_erased(node):
                 _raise_down(node, routed, hazards, record)
         offsets = {ends: pairs.offsets for pairs in routed for ends in pairs.pairs.offs}
         for node in products:
-            if not erased(node) and node.users:
+            if not is_erased(node) and node.users:
                 _raise_alone(node, offsets, hazards)
 
 
@@ -172,7 +172,7 @@ def _raise_up(
     a, b, offs = _operands(product)  # type: ignore[misc]
     if _changed({pairs.perm, offs}, hazards) or hazards.between((gather, product)):
         why = refuse("mutation", "memory or a mode changes between its sort and its product")
-        record.refuse("experts", place(product), why)
+        record.refuse("experts", locate(product), why)
         return
     route = next((r for r in routed if r.pairs.perm is pairs.perm), None)
     if route is None:
@@ -254,7 +254,7 @@ def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     """Is one of the tensors ``nodes`` changed in place anywhere? Other results of the same op (a
     sort's values) may be."""
     storages = {storage for node in nodes for storage in memory(node) or ()}
-    changed = {n for w in hazards.writes for n in written(w) if isinstance(fake(n), Tensor)}
+    changed = {n for w in hazards.writes for n in written_nodes(w) if isinstance(fake(n), Tensor)}
     return any(not storages.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
@@ -297,8 +297,8 @@ def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> b
     operands, target = _operands(node), _operands(product)
     if operands is None or target is None or operands[0] is not a or operands[2] is not offs:
         return False
-    w, mine = fake(operands[1]), fake(target[1])
-    fits = same(w.shape, mine.shape) and same(w.stride(), mine.stride()) and w.dtype == mine.dtype
+    w, v = fake(operands[1]), fake(target[1])
+    fits = same(w.shape, v.shape) and same(w.stride(), v.stride()) and w.dtype == v.dtype
     source = base(operands[1], lambda n: n > product and _derives_weight(n))
     return fits and source < product and not hazards.between((product, node))
 
@@ -326,12 +326,12 @@ def _raise_down(node: Node, routed: list[_Route], hazards: Hazards, record: Reco
     sum_ = find_sum(node, route.pairs)
     if sum_ is None:
         text = "the sum of its rows by token has an unsupported form"
-        record.refuse("experts", place(node), refuse("experts-sum", text))
+        record.refuse("experts", locate(node), refuse("experts-sum", text))
         return
     inputs = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]
     if hazards.between((node, *inputs), sum_.node):
         why = refuse("mutation", "memory or a mode changes between its product and its sum")
-        record.refuse("experts", place(node), why)
+        record.refuse("experts", locate(node), why)
         return
     put = Put(sum_.node)
     w = sum_.weights

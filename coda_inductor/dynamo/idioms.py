@@ -28,9 +28,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor import patterns
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import erased, fake, place
+from coda_inductor.graph.nodes import fake, is_erased, locate
 from coda_inductor.graph.read import kind
-from coda_inductor.graph.sizes import laid_out_alike
+from coda_inductor.graph.sizes import same_strides
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
     Flat,
@@ -40,7 +40,7 @@ from coda_inductor.matching import (
     erase,
     first_match,
     forward_mode,
-    ops_of,
+    match_ops,
     writes_to,
 )
 from coda_inductor.patterns import Pattern
@@ -56,10 +56,10 @@ def raise_idioms(graph: Graph, record: Record) -> None:
     loaded = patterns.load(record.options.patterns, strict=record.options.strict)
     dual = forward_mode(graph)
     for body in bodies(graph):
-        ops = {node: ops_of(node) for node in body.graph.nodes}
+        ops = {node: match_ops(node) for node in body.graph.nodes}
         for pattern in loaded:
             if _raise(body.graph, pattern, ops, record, dual):
-                ops = {node: ops_of(node) for node in body.graph.nodes}
+                ops = {node: match_ops(node) for node in body.graph.nodes}
 
 
 def _raise(
@@ -74,7 +74,7 @@ def _raise(
     fired, hazards, last = False, Hazards(graph), {idiom.op for idiom in idioms}
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(ops):
-        if erased(root) or last.isdisjoint(ops[root]):
+        if is_erased(root) or last.isdisjoint(ops[root]):
             continue
         try:  # a failure here affects only this match: the graph is unchanged
             match = first_match(idioms, root)
@@ -88,7 +88,7 @@ def _raise(
                 warn_once(f"pattern {pattern.name}", why.text)
             logger.debug("traceback", exc_info=True)
         if why is not None:
-            record.refuse(pattern.name, place(root), why)
+            record.refuse(pattern.name, locate(root), why)
         elif match is not None:
             _replace(pattern, match)
             fired = True
@@ -191,7 +191,7 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
             text = f"{name} would change from {getattr(want, name)} to {getattr(have, name)}"
             return refuse("result-dtype" if name == "dtype" else "idiom-form", text)
     # A view or an as_strided of the result relies on its strides.
-    if laid_out_alike(want, have):
+    if same_strides(want, have):
         return None
     text = f"stride would change from {want.stride()} to {have.stride()}"
     return refuse("result-layout", text)

@@ -37,7 +37,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, fake, place, plain
+from coda_inductor.graph.nodes import arguments, fake, locate, plain
 from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
@@ -146,7 +146,7 @@ def _units(product: Node) -> list[Node]:
 def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> None:
     hazards = Hazards(graph)
     for product in products:
-        if not hazards.owned([product]):
+        if not hazards.private([product]):
             continue
         for unit in _units(product):
             _expand(product, unit)
@@ -171,7 +171,7 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
     training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
     why = plan.takes(*pair) or plan.split_loses(pair[0], training)
     if why is not None:
-        record.refuse("packed projection", place(product), why)
+        record.refuse("packed projection", locate(product), why)
     return why is None
 
 

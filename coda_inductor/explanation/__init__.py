@@ -24,7 +24,7 @@ def explain(
     gpu: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What ``torch.compile(model, backend="coda")`` does with ``model(*args, **kwargs)``.
+    """Explain the effect of ``torch.compile(model, backend="coda")`` on ``model(*args, **kwargs)``.
 
     The call is traced, rewritten and fused as by torch.compile, but neither run nor compiled: the
     model, its gradients, the random state and other compiled graphs do not change. With gradients

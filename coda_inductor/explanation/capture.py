@@ -78,15 +78,15 @@ class _Backend:
 
 
 def capture(
-    function: Callable[..., Any],
+    model: Callable[..., Any],
     args: tuple,
     kwargs: dict,
     options: Options,
-    as_if: torch.device | None = None,
+    device: torch.device | None = None,
     gpu: Gpu | None = None,
 ) -> tuple[list[Captured], str]:
-    """Every graph of ``function(*args, **kwargs)``, see the module docstring, and why there is more
-    than one (empty for one). ``as_if`` and ``gpu`` as in ``Record``; sites are measured there if
+    """Every graph of ``model(*args, **kwargs)``, see the module docstring, and why there is more
+    than one (empty for one). ``device`` and ``gpu`` as in ``Record``; sites are measured there if
     ``options`` asks for it.
 
     Raises:
@@ -95,10 +95,10 @@ def capture(
     why = ""
     with _undisturbed():
         try:
-            graphs = _capture(function, args, kwargs, _Backend(options, True, as_if=as_if, gpu=gpu))
+            graphs = _capture(model, args, kwargs, _Backend(options, True, device=device, gpu=gpu))
         except (Unsupported, UserError) as error:
-            why, retry = str(error), _Backend(options, False, as_if=as_if, gpu=gpu)
-            graphs = _capture(function, args, kwargs, retry)
+            why, retry = str(error), _Backend(options, False, device=device, gpu=gpu)
+            graphs = _capture(model, args, kwargs, retry)
     if not graphs:
         reason = f". Its first break: {why}" if why else ": it computes no tensors"
         raise ExplainError(f"torch.compile captures no graph in this call{reason}")

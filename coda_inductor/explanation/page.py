@@ -17,7 +17,7 @@ from pygments.lexers import PythonLexer
 import coda_inductor
 from coda_inductor import table
 from coda_inductor.codegen.render import render
-from coda_inductor.explanation.result import Explanation, Saved, common_text, places
+from coda_inductor.explanation.result import Explanation, Saved, common_text, locations
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.table import Row
 
@@ -44,7 +44,7 @@ def page(explanation: Explanation) -> str:
         js=_read_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
         table=table,
-        places=places,
+        locations=locations,
         common_text=common_text,
         sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :func:`coda_inductor.explain` returns: plain attributes, a table, a page."""
+"""The result of :func:`coda_inductor.explain`: plain attributes, a table, a page."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Explanation:
         lines, codes = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table], set()
         for site in self.advised.values():
             advice = site[0].remedy.text
-            lines += ["", f"{places(site)}: {common_text(site)}"]
+            lines += ["", f"{locations(site)}: {common_text(site)}"]
             lines += [f"  -> {'As above.' if advice in codes else advice}"]
             codes.add(advice)
         return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
@@ -232,7 +232,7 @@ def common_text(misses: Sequence[Refusal]) -> str:
     return f"{first} (numbers of the first one)" if others else first
 
 
-def places(misses: Sequence[Refusal]) -> str:
+def locations(misses: Sequence[Refusal]) -> str:
     """``lm_head, rms_norm at model.layers.*.norm (x 16)``: where, with layers folded."""
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:

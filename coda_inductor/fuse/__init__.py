@@ -4,7 +4,7 @@
 operands     how an outside tensor covers the tile
 region       what an epilogue absorbs, and its program
 grow         grow a GEMM's epilogue
-grower       what it absorbs, in the order of the graph, and what is taken back
+grower       node after node is absorbed, in the order of the graph, or taken back
 tile         ops of the graph become steps on the tile
 fit          a region without a kernel gives up what takes most shared memory
 stores       which values leave the tile

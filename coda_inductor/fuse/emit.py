@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.fuse.sums import factors
-from coda_inductor.graph.edit import Put, replace_parts, settle
+from coda_inductor.graph.edit import Put, reorder, replace_parts
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import same
@@ -67,7 +67,7 @@ def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
     for node in sorted((*region.values, *region.reduces), reverse=True):
         node.graph.erase_node(node)
     sizes = {size for node in new for size in node.all_input_nodes if not size < end}
-    settle([*new, *sizes])  # symbolic sizes of a view in the region may stand behind it
+    reorder([*new, *sizes])  # symbolic sizes of a view in the region may stand behind it
     return call
 
 

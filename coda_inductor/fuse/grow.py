@@ -24,7 +24,7 @@ from torch.fx import Node
 from coda_inductor.fuse.grower import Bans, Grower
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import unstorable
-from coda_inductor.graph.nodes import told
+from coda_inductor.graph.nodes import label
 from coda_inductor.graph.sides import Scope
 from coda_inductor.refusal import Refused
 
@@ -58,7 +58,7 @@ def grow(
             return region
         if not first.ban(troubles):
             node, reason = next(iter(troubles.items()))
-            raise Refused(reason.within(f"{told(node)}: {{}}"))
+            raise Refused(reason.within(f"{label(node)}: {{}}"))
 
 
 def _fewer_tiles(first: Grower) -> Grower:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one region absorbs, node by node, in the order of the graph: see ``grow``."""
+"""A region absorbs one node after the other, in the order of the graph: see ``grow``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.vocabulary import REDUCTIONS
-from coda_inductor.graph.walk import closure, readers, unrolled
+from coda_inductor.graph.walk import closure, readers, unroll
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import WGRAD
@@ -34,8 +34,8 @@ __all__ = ["Bans", "Grower"]
 
 
 class Grower(Tile):
-    """Grows its region. What is banned later takes back what was decided since it was first
-    considered, and no more."""
+    """Grows its region. A later ban takes back the decisions since the node was first considered,
+    and no more."""
 
     def __init__(
         self, region: Region, scope: Scope, bans: Bans, loaded: AbstractSet[Node] = frozenset()
@@ -173,7 +173,7 @@ class Grower(Tile):
         """Absorb ``node`` into the region; None, or why it must stay outside."""
         if node.target in REDUCTIONS:
             return self._reduction(node)
-        return unrolled(self._lower(node))
+        return unroll(self._lower(node))
 
     def _recomputed_operands(self) -> None:
         """Absorb GEMM operands that the backward pass recomputes from tiles of this region, like
@@ -196,7 +196,7 @@ class Grower(Tile):
         if not reads or self._is_needed_by(node):
             return
         state = self._state()
-        lowered = all((self._misfit(n) or unrolled(self._lower(n))) is None for n in names)
+        lowered = all((self._misfit(n) or unroll(self._lower(n))) is None for n in names)
         self.extras += names
         if not lowered or self.tiles() != tiles or len(self.region.stored()) > MAX_STORES:
             self._restore(state)

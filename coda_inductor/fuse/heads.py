@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import arguments, fake, told
+from coda_inductor.graph.nodes import arguments, fake, label
 from coda_inductor.graph.vocabulary import Emit, Value
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
@@ -77,6 +77,6 @@ def _swap(x: str, region: Region, emit: Emit) -> Value | Refusal:
         else:
             node, kind = loaded[top]
             if kind in ("tile", "table", "batch", SWAPPED):
-                return refuse("heads-tile", f"{told(node)} has one value per element of the tile")
+                return refuse("heads-tile", f"{label(node)} has one value per element of the tile")
             other[top] = region.operand(node, SWAPPED) if kind == "row" else top
     return other[x]

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.gemms import routes_of
-from coda_inductor.graph.nodes import fake, told
+from coda_inductor.graph.nodes import fake, label
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.program.ir import LEAST_PART
@@ -64,18 +64,18 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
     if it can."""
     tensor = fake(node)
     if not isinstance(tensor, torch.Tensor):
-        return refuse("operand-kind", f"{told(node)} is not a tensor")
+        return refuse("operand-kind", f"{label(node)} is not a tensor")
     if tensor.dtype not in FLOATS:
-        return refuse("operand-dtype", f"{told(node)} is {tensor.dtype}, not a floating type")
+        return refuse("operand-dtype", f"{label(node)} is {tensor.dtype}, not a floating type")
     if wider(node, anchor):
-        return refuse("float64-mixed", f"{told(node)} is float64, the GEMM is not")
+        return refuse("float64-mixed", f"{label(node)} is float64, the GEMM is not")
     if tensor.device != fake(anchor).device:
-        text = f"{told(node)} is on {tensor.device}, the GEMM on {fake(anchor).device}"
+        text = f"{label(node)} is on {tensor.device}, the GEMM on {fake(anchor).device}"
         return refuse("operand-device", text)
     kind = classify(tensor.shape, full)
     if kind is not None and KINDS[kind].columns and routes_of(anchor)[0] is not None:
         return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
     if kind is None:
-        text = f"{told(node)} broadcasts over part of the leading dimensions"
+        text = f"{label(node)} broadcasts over part of the leading dimensions"
         return refuse("operand-broadcast", text)
     return None

@@ -25,8 +25,8 @@ from coda_inductor.graph.nodes import (
     aten,
     constant,
     fake,
+    label,
     renames_or_casts,
-    told,
     words_for,
 )
 from coda_inductor.graph.read import op_name
@@ -57,14 +57,14 @@ class Tile:
         self.m, self.n, _ = region.shape
         self.origin = ""
         self.reductions: dict[tuple, Reduce] = {}
-        #: What is absorbed although it does not depend on the products.
+        #: Absorbed nodes that do not depend on the products.
         self.extras: list[Node] = []
         #: Each node that was considered, with the state before; for a node, its first place there.
         self.history: list[tuple[Node, Any]] = []
         self.starts: dict[Node, int] = {}
 
     def _begin(self, node: Node, acc: Value) -> Refusal | None:
-        """What the GEMM op itself does to its product: scales (FP8), a bias."""
+        """Apply the GEMM op's own work on its product: scales (FP8), a bias."""
         shape, bias, scales = fake(node).shape, bias_of(node), scales_of(node)
         for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
             if operand is None:
@@ -110,7 +110,7 @@ class Tile:
         return reason
 
     def _parts(self) -> Iterable[Any]:
-        """What grows, at its end only."""
+        """The lists and dictionaries that grow, at their ends only."""
         region = self.region
         lists = region.values, region.copies, region.operands, region.steps
         return *lists, region.reduces, region.refusals, self.reductions, self.extras
@@ -202,7 +202,7 @@ class Tile:
         return len(new) + any(source(n) not in loads and self._loads(n, loads) for n in parts) > 1
 
     def _loads(self, node: Node, tiles: set[Node]) -> set[Node]:
-        """What computing ``node`` certainly loads besides ``tiles``."""
+        """The tiles that computing ``node`` certainly loads besides ``tiles``."""
         new: set[Node] = set()
         if not isinstance(fake(node), torch.Tensor):
             return new
@@ -277,7 +277,7 @@ class Tile:
         if (literal := constant(arg)) is not None:
             return self._check(literal, full)
         if arg in self.region.reduces or self._depends(arg):
-            return refuse("operand-depends", f"{told(arg)} depends on this GEMM")
+            return refuse("operand-depends", f"{label(arg)} depends on this GEMM")
         return operands.refusal(arg, full, self.anchor)
 
     def _depends(self, node: Node) -> bool:

@@ -26,7 +26,7 @@ from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import find_sum
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.fusing.lower import SITE, lower
-from coda_inductor.graph.collectives import ahead, overlapped
+from coda_inductor.graph.collectives import ahead, overlap
 from coda_inductor.graph.gemms import (
     GEMMS,
     WEIGHT_GRADIENT,
@@ -35,7 +35,7 @@ from coda_inductor.graph.gemms import (
     producer,
     routes_of,
 )
-from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, module_path, told
+from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, label, locate
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
@@ -66,7 +66,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
     Raises:
         FallbackError: with ``options["strict"]``, instead of any fallback caused by a failure.
     """
-    calls, fired, sites = _settle(graph, record)
+    calls, fired, sites = _fuse_rounds(graph, record)
     for site in sites:
         record.report.sites.append(site)
         logger.debug(
@@ -80,7 +80,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
         record.fire(name, times)
 
 
-def _settle(graph: Graph, record: Record) -> _Fused:
+def _fuse_rounds(graph: Graph, record: Record) -> _Fused:
     """Fuse with the best plan. If sites are measured, planning goes in rounds: sites that were
     planned without a measurement are measured and the graph is planned again, because the decision
     about one site determines what its neighbors may absorb."""
@@ -155,19 +155,19 @@ class _Planner:
         }
 
     def plan(self, anchor: Node) -> _SitePlan:
-        """What becomes of ``anchor``."""
+        """The plan for ``anchor``."""
         try:
             return self._plan(anchor)
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
-            why = failed(error).at("gemm", module_path(anchor) or anchor.name)
+            why = failed(error).at("gemm", locate(anchor))
             return _refuse_site(unfused(anchor, self.scope), why)
 
     def _plan(self, anchor: Node) -> _SitePlan:
         report = unfused(anchor, self.scope)
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
-        if (why := overlapped(anchor) or self.record.plan.legal(anchor)) is not None:
+        if (why := overlap(anchor) or self.record.plan.legal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
@@ -218,7 +218,7 @@ class _Planner:
             yield lambda bans: self._without(heads, anchor, bans)
 
     def _without(self, heads: list[Node], anchor: Node, bans: Bans) -> Region | None:
-        """What ``anchor`` can still absorb without ``heads``, the rotations of its result, if the
+        """The region of ``anchor`` without ``heads``, the rotations of its result, if the
         program with them is slower."""
         refusals = dict.fromkeys(heads, refuse("no-gemm", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**refusals, **bans})
@@ -247,7 +247,7 @@ class _Planner:
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
         names = [*(patterns if patterns == ["epilogue"] else _SITE_COUNTERS.intersection(patterns))]
-        names += [f"{GEMM}{module_path(anchor) or anchor.name}" for anchor in region.anchors]
+        names += [f"{GEMM}{locate(anchor)}" for anchor in region.anchors]
         if off := [name for name in names if not self.record.enabled(name)]:
             return _disabled(off[0])
         site = replace(site, choice=self.record.plan.judge(site))
@@ -296,7 +296,7 @@ def unfused(gemm: Node, scope: Scope) -> SiteReport:
     traffic = bytes_plain(gemm)
     role = "weight gradient" if _is_wgrad(gemm) else "input gradient"
     return SiteReport(
-        module_path(gemm) or gemm.name,
+        locate(gemm),
         shape,
         bytes_before=traffic,
         bytes_after=traffic,
@@ -330,7 +330,7 @@ def _op_names(region: Region) -> tuple[str, ...]:
 
 def _name(anchors: tuple[Node, ...]) -> str:
     """``mlp.gate_proj``, or ``mlp.gate_proj + up_proj`` for a pair; node names without modules."""
-    first, *others = (module_path(anchor) or anchor.name for anchor in anchors)
+    first, *others = (locate(anchor) for anchor in anchors)
     return " + ".join([first, *(other.rpartition(".")[2] for other in others)])
 
 
@@ -348,7 +348,7 @@ def _short(node: Node) -> str:
 def _idle_reason(region: Region) -> Refusal:
     """Why nothing was absorbed: the first neighbor's reason."""
     for node, why in region.refusals.items():
-        text = f"nothing to absorb: {told(consumer(node))} reads it ({{}})"
+        text = f"nothing to absorb: {label(consumer(node))} reads it ({{}})"
         return _stop(node, why).within(text)
     return refuse("no-neighbours", "its result is not used")
 

@@ -57,7 +57,7 @@ def ahead(node: Node) -> Node | None:
     return None
 
 
-def overlapped(gemm: Node) -> Refusal | None:
+def overlap(gemm: Node) -> Refusal | None:
     """Why ``gemm`` is left alone, or None: Inductor's asynchronous tensor parallelism, if it is on,
     splits the GEMM to overlap it with a collective."""
     if not micro_pipeline():

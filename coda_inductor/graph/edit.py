@@ -13,7 +13,7 @@ from torch.fx import Graph, Node, symbolic_trace
 from torch.fx.node import map_arg
 
 from coda_inductor.compat import enable_python_dispatcher, storage, tree_leaves
-from coda_inductor.graph.nodes import DYNAMO, arguments, aten, erased, fake, prims
+from coda_inductor.graph.nodes import DYNAMO, arguments, aten, fake, is_erased, prims
 from coda_inductor.graph.walk import closure
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
@@ -23,7 +23,7 @@ META_KEYS = (
 )  # fmt: skip
 
 
-def put_into(graph: Graph) -> list[Node]:
+def insertions(graph: Graph) -> list[Node]:
     """The nodes that :class:`Put` and ``splice`` have put into ``graph`` so far, in that order."""
     return vars(graph).setdefault("coda_put", [])
 
@@ -36,7 +36,7 @@ def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def computed(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
+def evaluate(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
     """The result of a call of ``target`` for the recorded values of its arguments."""
     mode = fake_mode(args) or fake_mode((like,)) or contextlib.nullcontext()
     # As Dynamo does: in C++, torch 2.11's matmul asks for numbers where sizes are symbolic.
@@ -74,14 +74,14 @@ class Put:
         reshapes: it would save a tensor and its view as two, and let the backward pass overwrite
         one while the other is still needed (seen in GPT-2 on a CPU, torch 2.13).
         """
-        graph, value = self.like.graph, computed(target, args, kwargs, like=self.like)
+        graph, value = self.like.graph, evaluate(target, args, kwargs, like=self.like)
         with graph.inserting_before(self.before):
             create = graph.call_method if isinstance(target, str) else graph.call_function
             node = create(target, args, kwargs)
         if self.on_dynamo:
             node.meta = {**self.like.meta, DYNAMO: value}
             return node
-        put_into(graph).append(node)
+        insertions(graph).append(node)
         node.meta = {key: self.like.meta[key] for key in META_KEYS if key in self.like.meta}
         node.meta["val"] = value
         if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
@@ -143,7 +143,7 @@ class Put:
         ]
 
 
-def settle(nodes: Sequence[Node]) -> None:
+def reorder(nodes: Sequence[Node]) -> None:
     """Move readers of ``nodes`` that are placed before them after them, with their own readers.
     This is cheaper than sorting the whole graph for each rewrite.
 
@@ -186,7 +186,7 @@ def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure)
     while todo:
         node = todo.pop()
         is_call = node.op in ("call_function", "call_method")
-        if erased(node) or node.users or not is_call or keeps(node):
+        if is_erased(node) or node.users or not is_call or keeps(node):
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)

@@ -109,26 +109,26 @@ def module_path(node: Node) -> str:
     return re.sub(r"\['?([^]']*)'?\]", r".\1", path).lstrip(".")
 
 
-def place(node: Node) -> str:
+def locate(node: Node) -> str:
     """Where ``node`` is, for people: its module's path, or its own name without one."""
     return module_path(node) or node.name
 
 
 def words_for(node: Node) -> str:
-    """What ``node`` does, for people: "attention", "a reshape", or the name of its op."""
+    """The work of ``node``, for people: "attention", "a reshape", or the name of its op."""
     if node.op != "call_function":
         return {"output": "the caller", "placeholder": "an input"}.get(node.op, node.op)
     name = getattr(node.target, "__name__", "").split(".")[0] or str(node.target)
     return next((words for part, words in _WORDS.items() if part in name), name)
 
 
-def told(node: Node) -> str:
+def label(node: Node) -> str:
     """``node`` for people: "attention in blocks.0.attn", a product by its module alone."""
     path, words = module_path(node), words_for(node)
     return words if not path else path if words == "a product" else f"{words} in {path}"
 
 
-def erased(node: Node) -> bool:
+def is_erased(node: Node) -> bool:
     """Was it erased from its graph? Then its neighbors no longer point to it."""
     return node.prev.next is not node
 

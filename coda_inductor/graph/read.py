@@ -69,7 +69,7 @@ _LITERALS: dict[type, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Call:
-    """What ``node`` calls: ``op`` of ``args``, in the signature's order, defaults filled in.
+    """The call of ``node``: ``op`` of ``args``, in the signature's order, defaults filled in.
     ``through``: nodes between ``node`` and its arguments that are part of the op."""
 
     node: Node
@@ -77,7 +77,7 @@ class Call:
     args: dict[str, Any]
     through: tuple[Node, ...] = ()
 
-    def be(self, op: str, *through: Node, **args: Any) -> Call:
+    def to(self, op: str, *through: Node, **args: Any) -> Call:
         """The call of the same node in another form: ``op`` with ``args``."""
         return Call(self.node, op, args, through)
 
@@ -90,7 +90,7 @@ class Call:
 
 
 def read(node: Any) -> Call | None:
-    """What ``node`` calls; None if it calls nothing, or if no signature allows the call."""
+    """The call of ``node``; None if it calls nothing, or if no signature allows the call."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     name, signatures = _signatures(node.target)
@@ -119,7 +119,7 @@ def change(node: Node, **new: Any) -> None:
 
 
 def called(node: Any, *ops: str) -> Call | None:
-    """What ``node`` calls, if that is one of ``ops``."""
+    """The call of ``node``, if it calls one of ``ops``."""
     call = read(node)
     return call if call is not None and call.op in ops else None
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import put_into
+from coda_inductor.graph.edit import insertions
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import erased
+from coda_inductor.graph.nodes import is_erased
 from coda_inductor.graph.walk import closure
 
 #: Meta key of a node that the forward pass computes although none of its outputs needs the result,
@@ -39,7 +39,7 @@ class Scope:
         self.eager = eager
         self.forward: set[Node] = set()
         self.graded: set[Node] = set()
-        self._put = put_into(graph)
+        self._put = insertions(graph)
         self._count = len(self._put)
         #: The products that a node is computed from, as bits: DFS of each pair would take n**2.
         self._above: dict[Node, int] = {}
@@ -57,7 +57,7 @@ class Scope:
     def refresh(self) -> None:
         """Add the nodes that a pass has put into the graph. One that depends on forward values
         alone belongs to the forward pass, unless one of its inputs is recomputed."""
-        new = sorted(node for node in self._put[self._count :] if not erased(node))
+        new = sorted(node for node in self._put[self._count :] if not is_erased(node))
         self._count = len(self._put)
         for node in new:
             self._grade(node)

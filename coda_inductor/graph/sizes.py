@@ -21,7 +21,7 @@ def same(left: Any, right: Any) -> bool:
     return statically_known_true(left == right)
 
 
-def laid_out_alike(left: Tensor, right: Tensor) -> bool:
+def same_strides(left: Tensor, right: Tensor) -> bool:
     """Do two tensors of one shape have equal strides for certain, in dimensions longer than 1?"""
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(same(n, 1) or same(a, b) for n, a, b in sizes)

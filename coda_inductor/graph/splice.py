@@ -24,7 +24,7 @@ from coda_inductor.compat import (
     tree_flatten,
     tree_unflatten,
 )
-from coda_inductor.graph.edit import META_KEYS, computed, fake_mode, put_into
+from coda_inductor.graph.edit import META_KEYS, evaluate, fake_mode, insertions
 from coda_inductor.graph.nodes import fake
 
 #: Attribute of a fake mode: the traces under it, by function and arguments. A dictionary outside of
@@ -73,7 +73,7 @@ def splice(
                 raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
             else:
                 copy = env[node] = graph.node_copy(node, env.__getitem__)
-                put_into(graph).append(copy)
+                insertions(graph).append(copy)
                 copy.meta = {**node.meta, **extra}
                 if cached:
                     copy.meta["val"] = _new_value(copy, mode)
@@ -94,7 +94,7 @@ def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> Graph:
 
 
 def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable | None:
-    """What the trace depends on; None if that is uncertain: sizes are symbolic, or two tensors
+    """The key of the trace; None if it is uncertain, because sizes are symbolic, or two tensors
     share memory, which a function may test."""
     parts: list[Hashable] = [function, spec]
     storages = []
@@ -120,7 +120,7 @@ def _new_value(node: Node, mode: Any) -> Any:
     old, op_schema = node.meta["val"], schema(node.target)
     views = op_schema is None or any(a.alias_info is not None for a in op_schema.arguments)
     if views or not isinstance(old, torch.Tensor):
-        return computed(node.target, node.args, node.kwargs, like=node)
+        return evaluate(node.target, node.args, node.kwargs, like=node)
     with mode:
         new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
         return new.requires_grad_(old.requires_grad)

@@ -35,8 +35,8 @@ def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[
     return visited
 
 
-def unrolled(start: Generator[Any, Any, Any]) -> Any:
-    """What ``start`` returns: a recursion of generators, each of which yields the calls that it
+def unroll(start: Generator[Any, Any, Any]) -> Any:
+    """The result of ``start``: a recursion of generators, each of which yields the calls that it
     makes. A chain of ops may be longer than Python's stack is deep."""
     stack, result = [start], None
     while stack:
@@ -69,7 +69,7 @@ def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
 
 
 def bare(node: Any) -> Any:
-    """What ``node`` is a view or a cast of, or a view of a cast, and so on."""
+    """The tensor under all views and casts of ``node``."""
     return base(node, renames_or_casts)
 
 

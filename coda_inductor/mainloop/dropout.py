@@ -47,7 +47,7 @@ def _dropout_forward(
     DROPPED: tl.constexpr, SCALE: tl.constexpr, RANK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    mine = tl.program_id(0) % count
+    mask = tl.program_id(0) % count
     rows = tl.program_id(0) // count * ROWS + tl.arange(0, ROWS)
     start, key, ranks = tl.program_id(1) * span, tl.load(seed), tl.arange(0, RANK)
     wide = rows.to(tl.int64)
@@ -55,15 +55,15 @@ def _dropout_forward(
     for at in range(start, tl.minimum(start + span, k), COLUMNS):
         columns = at + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < m) & (columns[None, :] < k)
-        own = tl.load(x + wide[:, None] * stride + columns[None, :], inside, 0.0)
+        values = tl.load(x + wide[:, None] * stride + columns[None, :], inside, 0.0)
         inside = (columns[:, None] < k) & (ranks[None, :] < rank)
-        by = tl.load(weight + (mine * rank + ranks)[None, :] * k + columns[:, None], inside, 0.0)
-        keep = _keep(key, rows, at, first + mine, DROPPED, ROWS, COLUMNS)
-        kept = tl.where(keep, own, 0.0).to(by.dtype)
-        total = tl.dot(kept, by, total, input_precision=PRECISION)
-    place = (tl.program_id(1).to(tl.int64) * m + wide)[:, None] * (count * rank) + mine * rank
+        by = tl.load(weight + (mask * rank + ranks)[None, :] * k + columns[:, None], inside, 0.0)
+        keep = _keep(key, rows, at, first + mask, DROPPED, ROWS, COLUMNS)
+        masked = tl.where(keep, values, 0.0).to(by.dtype)
+        total = tl.dot(masked, by, total, input_precision=PRECISION)
+    offset = (tl.program_id(1).to(tl.int64) * m + wide)[:, None] * (count * rank) + mask * rank
     inside = (rows[:, None] < m) & (ranks[None, :] < rank)
-    tl.store(out + place + ranks[None, :], (total * SCALE).to(out.dtype.element_ty), inside)
+    tl.store(out + offset + ranks[None, :], (total * SCALE).to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -82,38 +82,38 @@ def _dropout_backward(
     for row in range(start, tl.minimum(start + span, m), ROWS):
         rows = row + tl.arange(0, ROWS)
         inside, wide = (rows[:, None] < m) & (columns[None, :] < k), rows.to(tl.int64)[:, None]
-        own = tl.load(x + wide * stride + columns[None, :], inside, 0.0)
+        values = tl.load(x + wide * stride + columns[None, :], inside, 0.0)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         news = ()  # type: tuple[Any, ...]
         for i in tl.static_range(COUNT):
-            place = wide * (COUNT * rank) + i * rank + ranks[None, :]
-            d = tl.load(dt + place, (rows[:, None] < m) & (ranks[None, :] < rank), 0.0)
+            offset = wide * (COUNT * rank) + i * rank + ranks[None, :]
+            d = tl.load(dt + offset, (rows[:, None] < m) & (ranks[None, :] < rank), 0.0)
             keep = _keep(key, rows, at, first + i, DROPPED, ROWS, COLUMNS)
             if DX:
                 by = tl.load(weight + (i * rank + ranks)[:, None] * k + columns, of_weight, 0.0)
                 total += tl.where(keep, tl.dot(d, by, input_precision=PRECISION), 0.0)
             if DW:
-                kept = tl.where(keep, own, 0.0).to(d.dtype)
-                news += (tl.dot(tl.trans(d), kept, sums[i], input_precision=PRECISION),)
+                masked = tl.where(keep, values, 0.0).to(d.dtype)
+                news += (tl.dot(tl.trans(d), masked, sums[i], input_precision=PRECISION),)
         if DX:
             tl.store(dx + wide * k + columns, (total * SCALE).to(dx.dtype.element_ty), inside)
         if DW:
             sums = news
     if DW:
         for i in tl.static_range(COUNT):
-            place = ((tl.program_id(1) * COUNT + i) * rank + ranks).to(tl.int64)[:, None] * k
-            found = (sums[i] * SCALE).to(dweight.dtype.element_ty)
-            tl.store(dweight + place + columns, found, of_weight)
+            offset = ((tl.program_id(1) * COUNT + i) * rank + ranks).to(tl.int64)[:, None] * k
+            result = (sums[i] * SCALE).to(dweight.dtype.element_ty)
+            tl.store(dweight + offset + columns, result, of_weight)
 
 
 @triton.jit
 def _dropout_sum(parts, out, n, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for _ in range(count):
-        total += tl.load(parts + place, place < n, 0.0)
+        total += tl.load(parts + offset, offset < n, 0.0)
         parts += n
-    tl.store(out + place, total.to(out.dtype.element_ty), place < n)
+    tl.store(out + offset, total.to(out.dtype.element_ty), offset < n)
 
 
 def dropout_linear(

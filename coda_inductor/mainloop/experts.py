@@ -35,19 +35,19 @@ _TILES, _MANY_COLUMNS = {"few": (128, 256, 2, False), "many": (128, 192, 2, True
 
 
 @triton.jit
-def _own(ids, place, m, EXPERTS: tl.constexpr):
+def _expert(ids, pair, m, EXPERTS: tl.constexpr):
     """The expert of each pair; EXPERTS for none, and beyond the last pair more than that."""
-    own = tl.load(ids + place, place < m, -1)
-    own = tl.where((own >= 0) & (own < EXPERTS), own, EXPERTS).to(tl.int32)
-    return tl.where(place < m, own, EXPERTS + 1)
+    expert = tl.load(ids + pair, pair < m, -1)
+    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
+    return tl.where(pair < m, expert, EXPERTS + 1)
 
 
 @triton.jit
 def _count(ids, counts, m, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     block, kinds = tl.program_id(0), tl.arange(0, WIDTH)
-    own = _own(ids, block * BLOCK + tl.arange(0, BLOCK), m, EXPERTS)
-    found = tl.sum((own[:, None] == kinds[None, :]).to(tl.int32), 0)
-    tl.store(counts + kinds * blocks + block, found, kinds <= EXPERTS)
+    expert = _expert(ids, block * BLOCK + tl.arange(0, BLOCK), m, EXPERTS)
+    sums = tl.sum((expert[:, None] == kinds[None, :]).to(tl.int32), 0)
+    tl.store(counts + kinds * blocks + block, sums, kinds <= EXPERTS)
 
 
 @triton.jit
@@ -55,15 +55,15 @@ def _scan(counts, totals, blocks, SPAN: tl.constexpr):
     """For one expert: the number of its pairs before each block, in place, and in total."""
     row, total = counts + tl.program_id(0) * blocks, 0
     for start in range(0, blocks, SPAN):
-        place = start + tl.arange(0, SPAN)
-        count = tl.load(row + place, place < blocks, 0)
-        tl.store(row + place, total + tl.cumsum(count, 0) - count, place < blocks)
+        offset = start + tl.arange(0, SPAN)
+        count = tl.load(row + offset, offset < blocks, 0)
+        tl.store(row + offset, total + tl.cumsum(count, 0) - count, offset < blocks)
         total += tl.sum(count, 0)
     tl.store(totals + tl.program_id(0), total)
 
 
 @triton.jit
-def _place(
+def _position(
     ids, counts, totals, rows, perm, inverse, offsets, m, blocks,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
@@ -74,13 +74,13 @@ def _place(
         tl.store(offsets + kinds, first, kinds <= EXPERTS)
     first += tl.load(counts + kinds * blocks + block, kinds <= EXPERTS, 0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
-    own = _own(ids, pair, m, EXPERTS)
-    is_own = own[:, None] == kinds[None, :]
-    rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
-    place = tl.sum(tl.where(is_own, rank + first[None, :], 0), 1)
-    tl.store(inverse + pair, place, pair < m)
-    tl.store(perm + place, pair, pair < m)
-    tl.store(rows + place, pair // TOP_K, pair < m)
+    expert = _expert(ids, pair, m, EXPERTS)
+    matches = expert[:, None] == kinds[None, :]
+    rank = tl.cumsum(matches.to(tl.int32), 0) - 1
+    position = tl.sum(tl.where(matches, rank + first[None, :], 0), 1)
+    tl.store(inverse + pair, position, pair < m)
+    tl.store(perm + position, pair, pair < m)
+    tl.store(rows + position, pair // TOP_K, pair < m)
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,7 +105,7 @@ def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor
     with torch.cuda.device(ids.device):
         _count[(blocks,)](ids, counts, m, blocks, **sizes)
         _scan[(experts + 1,)](counts, totals, blocks, SPAN=1024)
-        _place[(blocks,)](
+        _position[(blocks,)](
             ids, counts, totals, rows, perm, inverse, offsets, m, blocks, **sizes, TOP_K=top_k
         )
     return rows, perm, inverse, offsets
@@ -121,9 +121,9 @@ def _sum(
     end = tl.load(offsets + experts)
     total = tl.zeros((COLUMNS,), tl.float32)
     for i in tl.static_range(TOP_K):
-        place = tl.load(inverse + token * TOP_K + i).to(tl.int64)
-        inside = (column < d) & (place < end)
-        value = tl.load(y + place * stride + column, inside, 0.0).to(tl.float32)
+        row = tl.load(inverse + token * TOP_K + i).to(tl.int64)
+        inside = (column < d) & (row < end)
+        value = tl.load(y + row * stride + column, inside, 0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * TOP_K + i).to(tl.float32)
         total += value
@@ -178,9 +178,9 @@ def _gradient(
     a: Tensor, rows: Tensor | None, b: Tensor, offsets: Tensor, out: Tensor, size: str
 ) -> None:
     tile_m, tile_n, cluster, pingpong = _TILES[size]
-    turned = "turned" if out.stride(1) == 1 else ""
+    variant = "turned" if out.stride(1) == 1 else ""
     with store.named(
-        _gradient_name(f"{WGRAD.name()} {dtype_name(a.dtype)}", size, turned, a.device)
+        _gradient_name(f"{WGRAD.name()} {dtype_name(a.dtype)}", size, variant, a.device)
     ):
         quack.gemm.gemm(
             a.mT, b.mT, out, None, None, tile_m, tile_n, cluster, 1,

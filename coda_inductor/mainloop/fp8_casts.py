@@ -43,7 +43,7 @@ _WARPS = {True: 2, False: 8}
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 #: The most launches that are remembered, because sizes may change all the time.
 _MOST = 1024
-#: What a launch depends on -> a function that launches the kernel for other tensors.
+#: A launch's key -> a function that launches the kernel for other tensors.
 _launchers: dict[Hashable, Callable[..., Any]] = {}
 
 
@@ -122,8 +122,8 @@ def _cast_kernel(
         else:
             value = _times(value, scale_t, SCALE_T, rows, columns, m, k, True)
         inside = (columns[:, None] < k) & (rows[None, :] < m)
-        turned = value.to(qt.dtype.element_ty)
-        tl.store(qt + wide_columns[:, None] * m + rows[None, :], turned, inside)
+        transposed = value.to(qt.dtype.element_ty)
+        tl.store(qt + wide_columns[:, None] * m + rows[None, :], transposed, inside)
 
 
 @triton.jit

@@ -112,26 +112,26 @@ class BatchLoad(RowVecLoad):
         second = min(first + 1, parts - 1)
         layout = cute.make_layout(ctx.tile_N)
         halves = [cute.make_tensor(smem_tensor.iterator + i * ctx.tile_N, layout) for i in (0, 1)]
-        own = RowVecLoad.begin(self, gemm, param[first, None], halves[0], ctx)
-        other = RowVecLoad.begin(self, gemm, param[second, None], halves[1], ctx)
+        row_a = RowVecLoad.begin(self, gemm, param[first, None], halves[0], ctx)
+        row_b = RowVecLoad.begin(self, gemm, param[second, None], halves[1], ctx)
         tile = ctx.partition_for_epilogue_fn(cute.make_identity_tensor((ctx.tile_M, ctx.tile_N)))
         if const_expr(ctx.tiled_copy_t2r is not None):
             tile = ctx.tiled_copy_r2s.retile(tile)
-        found = cute.make_rmem_tensor(ctx.tRS_rD_layout, gemm.acc_dtype)
-        return own, other, tile, (first + 1) * size - start, found
+        fragment = cute.make_rmem_tensor(ctx.tRS_rD_layout, gemm.acc_dtype)
+        return row_a, row_b, tile, (first + 1) * size - start, fragment
 
     @cute.jit
     def begin_loop(self, gemm, state, epi_coord):
-        own, other, tile, rows, found = state
-        first = RowVecLoad.begin_loop(self, gemm, own, epi_coord)
-        second = RowVecLoad.begin_loop(self, gemm, other, epi_coord)
+        row_a, row_b, tile, rows, fragment = state
+        first = RowVecLoad.begin_loop(self, gemm, row_a, epi_coord)
+        second = RowVecLoad.begin_loop(self, gemm, row_b, epi_coord)
         coords = cute.group_modes(tile, 3, cute.rank(tile))[None, None, None, epi_coord]
         stride = cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(1, 0))
         offsets = cute.composition(stride, coords.layout)
         rows_here = rows - coords[0][0]
-        for i in cutlass.range(cute.size(found), unroll_full=True):
-            found[i] = first[i] if cute.crd2idx(i, offsets) < rows_here else second[i]
-        return found
+        for i in cutlass.range(cute.size(fragment), unroll_full=True):
+            fragment[i] = first[i] if cute.crd2idx(i, offsets) < rows_here else second[i]
+        return fragment
 
 
 class Distance(EpiOp):

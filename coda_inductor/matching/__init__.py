@@ -21,11 +21,11 @@ from coda_inductor.matching.guards import (
     writes_to,
 )
 from coda_inductor.matching.hazards import Hazards
-from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
+from coda_inductor.matching.match import Flat, Idiom, Match, first_match, match_ops
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "erase",
-    "first_match", "forward_mode", "memory", "mutates", "normalize", "ops_of", "value",
+    "first_match", "forward_mode", "match_ops", "memory", "mutates", "normalize", "value",
     "writes_to",
 ]  # fmt: skip

@@ -42,39 +42,39 @@ def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
     callers: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if op_name(node) in _REGIONS:
-            for target in nested(node):
+            for target in subgraphs(node):
                 callers.setdefault(target, []).append(node)
     for target, calls in callers.items():
         child = getattr(gm, target, None)
         if isinstance(child, GraphModule):
-            outer = passed(calls[0], child) if len(calls) == 1 else None
+            outer = bindings(calls[0], child) if len(calls) == 1 else None
             yield from bodies(child.graph, Body(child, body, outer or {}))
 
 
-def nested(node: Node) -> dict[str, GraphModule | None]:
+def subgraphs(node: Node) -> dict[str, GraphModule | None]:
     """The graphs that a call takes, by their names in the module around it; None for a name that
     the module does not have."""
     names = [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    found = {name: _attribute(node.graph.owning_module, name) for name in names}
+    graphs = {name: _attribute(node.graph.owning_module, name) for name in names}
     return {
         name: child if isinstance(child, GraphModule) else None
-        for name, child in found.items()
+        for name, child in graphs.items()
         if isinstance(child, GraphModule | None)  # else a tensor
     }
 
 
 def _attribute(module: object, name: str) -> object:
-    """What ``module`` has under a name that may have dots: None if nothing."""
+    """The attribute of ``module`` under a name that may have dots; None without one."""
     for part in name.split("."):
         module = getattr(module, part, None)
     return module
 
 
-def passed(call: Node, child: GraphModule) -> dict[Node, Node] | None:
+def bindings(call: Node, child: GraphModule) -> dict[Node, Node] | None:
     """Placeholders of ``child`` -> what ``call`` passes for each; None if that is uncertain. Only
     calls of checkpointed regions are certain."""
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
-    given = call.args[1:]
-    if op_name(call) not in _CHECKPOINTS or len(given) != len(placeholders):
+    args = call.args[1:]
+    if op_name(call) not in _CHECKPOINTS or len(args) != len(placeholders):
         return None
-    return {p: a for p, a in zip(placeholders, given, strict=True) if isinstance(a, Node)}
+    return {p: a for p, a in zip(placeholders, args, strict=True) if isinstance(a, Node)}

@@ -23,22 +23,22 @@ from coda_inductor.graph.sizes import same
 
 
 def item(call: Call) -> Call | None:
-    """``source[index]``: columns of ``source``, or of what it shows in another form; or None. What
-    is recorded tells, however it is written; in an idiom, where nothing is, ``x[..., a:b:c]``."""
+    """``source[index]``: columns of ``source``, or of the tensor of which it is a view; or None.
+    Recorded values decide, in any spelling; an idiom, which has none, spells ``x[..., a:b:c]``."""
     source, part = call["input"], fake(call.node)
     if part is None:
         index = call.get("index")
         if not isinstance(index, tuple) or index[:-1] != (Ellipsis,):
             return None
-        at = index[-1]
-        if not isinstance(at, slice):
+        cut = index[-1]
+        if not isinstance(cut, slice):
             return None
-        return call.be("columns", input=source, **_columns(at.start or 0, at.stop, at.step or 1))
+        return call.to("columns", input=source, **_columns(cut.start or 0, cut.stop, cut.step or 1))
     through: list[Node] = []
     while isinstance(part, Tensor):
         whole, above = fake(source), read(source)
-        if isinstance(whole, Tensor) and (taken := _taken(part, whole)) is not None:
-            return call.be("columns", *through, input=source, **taken)
+        if isinstance(whole, Tensor) and (span := _span(part, whole)) is not None:
+            return call.to("columns", *through, input=source, **span)
         if above is None or kind(source) not in ("names", "parts"):
             break
         through.append(source)
@@ -50,9 +50,9 @@ def _columns(start: Any, stop: Any, step: Any) -> dict[str, Any]:
     return {"start": start, "stop": stop, "step": step}
 
 
-def _taken(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
-    """Start, stop and step of the columns of ``whole`` that ``part`` is a view of, or None. The
-    stop is None if they go on to the end, and do not begin there too."""
+def _span(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
+    """Start, stop and step of the columns of ``whole`` if ``part`` is a view of such columns, else
+    None. The stop is None if they go on to the end, and do not begin there too."""
     strided = part.layout == whole.layout == torch.strided
     if not strided or part.dim() != whole.dim() or not part.dim() or part.dtype != whole.dtype:
         return None
@@ -66,8 +66,8 @@ def _taken(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
     unit, n, width = whole.stride(-1), part.shape[-1], whole.shape[-1]
     numbers = all(isinstance(x, int) for x in (unit, first, n, width, part.stride(-1)))
     rows = zip(part.shape[:-1], part.stride(), whole.stride(), strict=False)
-    alike = all(same(size, 1) or same(mine, theirs) for size, mine, theirs in rows)
-    if not numbers or not alike or not unit or not n:
+    same_rows = all(same(size, 1) or same(a, b) for size, a, b in rows)
+    if not numbers or not same_rows or not unit or not n:
         return None
     (start, odd), (step, rest) = divmod(first, unit), divmod(part.stride(-1), unit)
     if odd or rest or not step:
@@ -77,7 +77,7 @@ def _taken(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
     return _columns(start, None if ends else last + 1, step)
 
 
-def joined(call: Call) -> Call | None:
+def join(call: Call) -> Call | None:
     """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors.
     Empty parts of a ``cat`` are left out."""
     tensors, dim = call["tensors"], _from_end(call["dim"], call.node)
@@ -85,43 +85,43 @@ def joined(call: Call) -> Call | None:
         return None
     if call.op == "cat":
         tensors = [part for part in tensors if not _empty(part, dim)]
-    return call.be(call.op, dim=dim, **{str(i): part for i, part in enumerate(tensors)})
+    return call.to(call.op, dim=dim, **{str(i): part for i, part in enumerate(tensors)})
 
 
-def merged(call: Call) -> Call | None:
+def merge(call: Call) -> Call | None:
     """A stack, or the two parts of complex numbers, with the last two dimensions merged; None for
     any other ``flatten``, ``view`` or ``reshape``."""
     source = read(call["input"])
-    written = (call.get("start_dim"), call.get("end_dim")) == (-2, -1)
-    if source is None or not _unfolds(call.node, source.node, written):
+    literal = (call.get("start_dim"), call.get("end_dim")) == (-2, -1)
+    if source is None or not _unfolds(call.node, source.node, literal):
         return None
     if source.op == "view_as_real":
-        return call.be("complex_as_columns", source.node, input=source["input"])
-    stacked = joined(source) if source.op == "stack" else None
+        return call.to("complex_as_columns", source.node, input=source["input"])
+    stacked = join(source) if source.op == "stack" else None
     if stacked is None or stacked["dim"] not in (-1, -2):
         return None
     tensors = {name: part for name, part in stacked.args.items() if name != "dim"}
     if stacked["dim"] == -1:
-        return call.be("interleave", source.node, **tensors)
-    return call.be("cat", source.node, dim=-1, **tensors)
+        return call.to("interleave", source.node, **tensors)
+    return call.to("cat", source.node, dim=-1, **tensors)
 
 
 def complex_columns(call: Call) -> Call:
     """``view_as_complex`` of columns as pairs."""
     view = called(call["input"], "view", "unflatten")
     if view is not None:
-        written = (view.get("dim"), view.get("sizes")) == (-1, (-1, 2))
-        if _unfolds(view["input"], view.node, written):
-            return call.be("columns_as_complex", view.node, input=view["input"])
-    return call.be("view_as_complex", input=call["input"])
+        literal = (view.get("dim"), view.get("sizes")) == (-1, (-1, 2))
+        if _unfolds(view["input"], view.node, literal):
+            return call.to("columns_as_complex", view.node, input=view["input"])
+    return call.to("view_as_complex", input=call["input"])
 
 
-def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
-    """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size? Of nodes
-    of an idiom, of which nothing is recorded, ``written`` tells."""
+def _unfolds(folded: Any, unfolded: Node, literal: bool) -> bool:
+    """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size? For the
+    nodes of an idiom, which have no recorded values, ``literal`` is the answer."""
     before, after = fake(folded), fake(unfolded)
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        return written
+        return literal
     if before.dtype != after.dtype or not before.dim() or after.dim() != before.dim() + 1:
         return False
     static = all(isinstance(size, int) for size in (before.shape[-1], *after.shape[-2:]))
@@ -129,13 +129,13 @@ def _unfolds(folded: Any, unfolded: Node, written: bool) -> bool:
 
 
 def _empty(part: Any, dim: int) -> bool:
-    known = fake(part)
-    return isinstance(known, Tensor) and known.dim() >= -dim and same(known.shape[dim], 0)
+    value = fake(part)
+    return isinstance(value, Tensor) and value.dim() >= -dim and same(value.shape[dim], 0)
 
 
 def _from_end(dim: Any, tensor: Any) -> int | None:
     """``dim`` counted from the last dimension of ``tensor``; None if its rank is unknown."""
     if not isinstance(dim, int) or dim < 0:
         return dim if isinstance(dim, int) else None
-    known = fake(tensor)
-    return dim - known.dim() if isinstance(known, Tensor) else None
+    value = fake(tensor)
+    return dim - value.dim() if isinstance(value, Tensor) else None

@@ -22,7 +22,7 @@ from coda_inductor.graph.edit import prune
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
-from coda_inductor.matching.bodies import bodies, nested, passed
+from coda_inductor.matching.bodies import bindings, bodies, subgraphs
 
 _STATE = frozenset(
     {
@@ -68,13 +68,13 @@ def mutates(node: Node) -> bool:
 
 def _mutable(op: object) -> bool:
     """May an overload change its arguments? True if it has no schema."""
-    said = schema(op)
-    return said is None or said.is_mutable
+    op_schema = schema(op)
+    return op_schema is None or op_schema.is_mutable
 
 
-def written(node: Node) -> set[Node]:
-    """What a node that ``mutates`` may write to: its tensors (for a Python operator or a method,
-    the first one) and what those may be views of."""
+def written_nodes(node: Node) -> set[Node]:
+    """The nodes that a node that ``mutates`` may write to: its tensors (for a Python operator or a
+    method, the first one) and the tensors of which these may be views."""
     if isinstance(node.target, HigherOrderOperator):
         inputs = _written_inside(node)
     elif node.op == "call_method" or node.target in _INPLACE_OPERATORS:
@@ -90,7 +90,7 @@ def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
     graph that shares its memory."""
     if not mutates(node):
         return False
-    changed = written(node)
+    changed = written_nodes(node)
     storages = {s for n in changed for s in memory(n) or ()}
     return any(
         base in changed or not storages.isdisjoint(memory(base) or ())
@@ -116,23 +116,23 @@ def _bases(node: Node) -> set[Node]:
 
 
 def _written_inside(node: Node) -> set[Node]:
-    """What a call of a higher-order operator changes: what its graphs change. If it has none (a
-    Triton kernel, for example), or they are unknown, everything that it reads."""
-    children, found = nested(node), set()
+    """The nodes that the graphs of a higher-order operator change. If it has no graphs (a Triton
+    kernel, for example), or they are unknown, everything that it reads."""
+    children, result = subgraphs(node), set()
     for child in children.values():
         if child is None:
             return set(node.all_input_nodes)
         changed = {n for n in changes(child.graph) if n.op == "placeholder"}
-        outer = passed(node, child)
+        outer = bindings(node, child)
         if changed and outer is None:
             return set(node.all_input_nodes)
-        found |= {(outer or {})[n] for n in changed if n in (outer or {})}
-    return found if children else set(node.all_input_nodes)
+        result |= {(outer or {})[n] for n in changed if n in (outer or {})}
+    return result if children else set(node.all_input_nodes)
 
 
 def forward_mode(graph: Graph) -> str | None:
     """The node of ``graph``, or of a checkpointed region in it, that starts forward-mode
-    differentiation (``make_dual``, ``torch.func.jvp``); None if there is none."""
+    differentiation (``make_dual``, ``torch.func.jvp``); None if no node does."""
     nodes = (node for body in bodies(graph) for node in body.graph.nodes)
     named = ((n.name, getattr(n.target, "__name__", "")) for n in nodes)
     starts = re.compile("enter_dual_level|make_dual|jvp_increment")
@@ -141,21 +141,21 @@ def forward_mode(graph: Graph) -> str | None:
 
 def changes(graph: Graph) -> set[Node]:
     """All nodes of ``graph`` that in-place ops of it may write to."""
-    return {n for node in graph.nodes if mutates(node) for n in written(node)}
+    return {n for node in graph.nodes if mutates(node) for n in written_nodes(node)}
 
 
 def _may_view(node: Node, source: Node) -> bool:
     """May ``node`` share memory with ``source``, which it reads? True if in doubt."""
-    mine, theirs = memory(node), memory(source)
-    return mine is None or theirs is None or not mine.isdisjoint(theirs) or mutates(node)
+    outputs, inputs = memory(node), memory(source)
+    return outputs is None or inputs is None or not outputs.isdisjoint(inputs) or mutates(node)
 
 
 def memory(node: Node) -> set[int] | None:
     """The storages of the recorded value, which views share; None without one."""
-    known = fake(node)
-    if known is None:
+    value = fake(node)
+    if value is None:
         return None
     try:
-        return {storage(t) for t in tree_leaves(known) if isinstance(t, torch.Tensor)}
+        return {storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
     except NotImplementedError:  # sparse tensors have none
         return None

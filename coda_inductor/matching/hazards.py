@@ -26,7 +26,7 @@ _EXIT = ("_exit_autocast", "_exit_inference_mode")
 
 
 class Hazards:
-    """What happens in ``graph`` between its nodes.
+    """The changes of memory and of modes between the nodes of ``graph``.
 
     Attributes:
         writes: the nodes that change memory, in order.
@@ -48,10 +48,10 @@ class Hazards:
         touched = {*nodes}.union(*(node.all_input_nodes for node in nodes)) if writes else ()
         return any(writes_to(node, touched) for node in writes)
 
-    def owned(self, nodes: Iterable[Node]) -> bool:
-        """Is the memory of each of ``nodes`` known, never changed in place, and not an output's?"""
-        own = [memory(node) for node in nodes]
-        return all(each is not None and each.isdisjoint(self._shared) for each in own)
+    def private(self, nodes: Iterable[Node]) -> bool:
+        """Is the memory of all ``nodes`` known, never changed in place, and no output's?"""
+        storages = [memory(node) for node in nodes]
+        return all(s is not None and s.isdisjoint(self._shared) for s in storages)
 
     @functools.cached_property
     def _shared(self) -> set[int]:
@@ -74,7 +74,7 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
     gradients = True if any(map(_differentiated, before)) else None
     regions: list[tuple[Any, Hashable]] = []
     others = 0
-    found: list[tuple[Node, Hashable]] = [(nodes[0], (gradients, (), others))]
+    modes: list[tuple[Node, Hashable]] = [(nodes[0], (gradients, (), others))]
     for node in changing:
         name = getattr(node.target, "__name__", "")
         if name in _GRADIENTS and isinstance(enabled := arguments(node).get("input"), bool):
@@ -85,12 +85,12 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
             regions.pop()
         else:
             others += 1
-        found.append((node, (gradients, tuple(how for _, how in regions), others)))
-    return found
+        modes.append((node, (gradients, tuple(call for _, call in regions), others)))
+    return modes
 
 
 def _differentiated(node: Node) -> bool:
     """Is ``node`` computed with a gradient? Then gradients are enabled there."""
-    known = fake(node)
-    computed = isinstance(known, torch.Tensor) and node.op in ("call_function", "call_method")
-    return computed and known.requires_grad and not known.is_leaf
+    value = fake(node)
+    computed = isinstance(value, torch.Tensor) and node.op in ("call_function", "call_method")
+    return computed and value.requires_grad and not value.is_leaf

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake, is_cast, is_view
 from coda_inductor.graph.walk import base, chain
-from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
+from coda_inductor.matching.normalize import COMMUTATIVE, literal_call, normalize
 
 
 @dataclass
@@ -48,34 +48,34 @@ class Idiom:
         graph = torch.fx.symbolic_trace(function).graph
         self.root: Node = graph.output_node().args[0]
         self.parameters = {n: n.target for n in graph.nodes if n.op == "placeholder"}
-        self.known = {n: normalize(n) for n in graph.nodes}
-        call = self.known[base(self.root, self._is_cast)]
+        self.calls = {n: normalize(n) for n in graph.nodes}
+        call = self.calls[base(self.root, self._is_cast)]
         self.op = None if call is None else call.op
         self.ops = self._needed()
 
     def _needed(self) -> frozenset[str | None]:
         """The ops that every occurrence has; None for one that no node can be."""
-        found, left = set(), [self.root]
-        while left:
-            node = base(left.pop(), self._is_cast)
+        ops, todo = set(), [self.root]
+        while todo:
+            node = base(todo.pop(), self._is_cast)
             if node not in self.parameters and self._negated(node) is None:
-                call = self.known[node]
-                found.add(None if call is None else call.op)
-                left += [n for n in call.args.values() if isinstance(n, Node)] if call else []
-        return frozenset(found)
+                call = self.calls[node]
+                ops.add(None if call is None else call.op)
+                todo += [n for n in call.args.values() if isinstance(n, Node)] if call else []
+        return frozenset(ops)
 
     def match(self, root: Node) -> Match | None:
         """The occurrence of this idiom whose result is ``root``, or None."""
         if is_cast(root):
             return None  # the idiom ends at the op; a cast after it stays in the graph
-        found = Match(root)
-        return found if self._all([(self.root, root)], found) else None
+        match = Match(root)
+        return match if self._all([(self.root, root)], match) else None
 
     def _is_cast(self, pattern: Any) -> bool:
-        call = self.known[pattern] if isinstance(pattern, Node) else None
+        call = self.calls[pattern] if isinstance(pattern, Node) else None
         return call is not None and call.op == "cast"
 
-    def _all(self, pairs: list[tuple[Any, Any]], found: Match) -> bool:
+    def _all(self, pairs: list[tuple[Any, Any]], match: Match) -> bool:
         """Do all ``pairs`` (pattern, target) match, in this order? If one order of a commutative
         op's arguments makes a later pair fail, its bindings are undone and the other is tried."""
         if not pairs:
@@ -83,56 +83,56 @@ class Idiom:
         (pattern, target), *rest = pairs
         pattern = base(pattern, self._is_cast)
         if not isinstance(pattern, Node):
-            return not isinstance(target, Node) and pattern == target and self._all(rest, found)
+            return not isinstance(target, Node) and pattern == target and self._all(rest, match)
         if pattern in self.parameters:
-            fits = self._parameter(self.parameters[pattern], target, found)
-            return fits and self._all(rest, found)
+            fits = self._parameter(self.parameters[pattern], target, match)
+            return fits and self._all(rest, match)
         if not isinstance(target, Node):
-            return self._minus(pattern, target, found) and self._all(rest, found)
+            return self._minus(pattern, target, match) and self._all(rest, match)
         *casts, target = chain(target, is_cast)
-        found.casts.update(dict.fromkeys(casts))
-        want, have = self.known[pattern], normalize(target)
+        match.casts.update(dict.fromkeys(casts))
+        want, have = self.calls[pattern], normalize(target)
         if want is not None and have is not None and want.op != have.op:
-            have = as_written(target, have)
+            have = literal_call(target, have)
         if want is None or have is None or (want.op, {*want.args}) != (have.op, {*have.args}):
             return False
-        found.nodes.update(dict.fromkeys((target, *have.through)))
+        match.nodes.update(dict.fromkeys((target, *have.through)))
         orders = [[(want[name], have[name]) for name in want.args]]
         if want.op in COMMUTATIVE:
             orders.append([(want["input"], have["other"]), (want["other"], have["input"])])
         for pairs in orders:
-            saved = [dict(d) for d in (found.bound, found.nodes, found.casts, found.twins)]
-            if self._all([*pairs, *rest], found):
+            saved = [dict(d) for d in (match.bound, match.nodes, match.casts, match.twins)]
+            if self._all([*pairs, *rest], match):
                 return True
-            found.bound, found.nodes, found.casts, found.twins = saved
+            match.bound, match.nodes, match.casts, match.twins = saved
         return False
 
     def _negated(self, pattern: Node) -> str | None:
         """The parameter that ``pattern`` negates, or None. If the parameter is a number, the graph
         has the negated number."""
-        call = self.known[pattern]
+        call = self.calls[pattern]
         return self.parameters.get(call["input"]) if call and call.op == "neg" else None
 
-    def _minus(self, pattern: Node, target: Any, found: Match) -> bool:
+    def _minus(self, pattern: Node, target: Any, match: Match) -> bool:
         name = self._negated(pattern)
         number = isinstance(target, (int, float)) and not isinstance(target, bool)
-        return name is not None and number and self._parameter(name, -target, found)
+        return name is not None and number and self._parameter(name, -target, match)
 
-    def _parameter(self, name: str, target: Any, found: Match) -> bool:
+    def _parameter(self, name: str, target: Any, match: Match) -> bool:
         # A cast to a wider dtype before the idiom belongs to it (x.float()); one to a narrower
         # dtype is the user's rounding of an input and stays.
         *casts, target = chain(target, _widens)
-        found.casts.update(dict.fromkeys(casts))
-        if name in found.bound:
-            return _same(found.bound[name], target, found.twins)
-        found.bound[name] = target
+        match.casts.update(dict.fromkeys(casts))
+        if name in match.bound:
+            return _same(match.bound[name], target, match.twins)
+        match.bound[name] = target
         return True
 
 
-def ops_of(node: Node) -> set[str]:
+def match_ops(node: Node) -> set[str]:
     """The ops that ``node`` may be matched as: no idiom with another op ends there."""
     call = normalize(node)
-    return {each.op for each in (call, as_written(node, call)) if each is not None}
+    return {form.op for form in (call, literal_call(node, call)) if form is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:

@@ -32,8 +32,8 @@ def normalize(node: Any) -> Call | None:
         return None
     op = "cast" if kind(node) == "casts" else call.op
     special = _SPECIAL.get(op)
-    found = None if special is None else special(call)
-    return _plain(call) if special is None or (op == "sum" and found is None) else found
+    result = None if special is None else special(call)
+    return _plain(call) if special is None or (op == "sum" and result is None) else result
 
 
 def _plain(call: Call) -> Call | None:
@@ -41,19 +41,19 @@ def _plain(call: Call) -> Call | None:
     for option, nothing in _NOTHING.items():
         if args.pop(option, nothing) != nothing:
             return None
-    return call.be(call.op, **args)
+    return call.to(call.op, **args)
 
 
-def as_written(node: Node, normal: Call | None) -> Call | None:
+def literal_call(node: Node, normal: Call | None) -> Call | None:
     """``node``, whose normal form is ``normal``, without the steps that :func:`normalize` skips,
     because an idiom may have only the last of several ops, or write dimensions in another way. None
     if there is no difference."""
     if normal is None or not normal.through or (call := read(node)) is None:
         return None
     if normal.op == "rsqrt":
-        return call.be("reciprocal", input=normal.through[0])
+        return call.to("reciprocal", input=normal.through[0])
     if call.op == "view":
-        return _view_as_written(call)
+        return _literal_view(call)
     return _plain(call) if call.op in ("flatten", "view_as_complex") else None
 
 
@@ -61,14 +61,14 @@ def _cast(call: Call) -> Call | None:
     """A cast between floating types; of an idiom, of which nothing is recorded, any. Not from or to
     eight bits: that is quantization, and torch does not promote these types."""
     if fake(call.node) is None and call.get("memory_format") is None:
-        return call.be("cast", input=call["input"])
-    return call.be("cast", input=call["input"]) if is_cast(call.node) else None
+        return call.to("cast", input=call["input"])
+    return call.to("cast", input=call["input"]) if is_cast(call.node) else None
 
 
 def _sum(call: Call) -> Call | None:
     """``add`` and ``sub`` without ``alpha``."""
-    one = call.get("alpha") in (None, 1)
-    return call.be(call.op, input=call["input"], other=call["other"]) if one else None
+    unscaled = call.get("alpha") in (None, 1)
+    return call.to(call.op, input=call["input"], other=call["other"]) if unscaled else None
 
 
 def _pow(call: Call) -> Call:
@@ -76,7 +76,7 @@ def _pow(call: Call) -> Call:
     if not isinstance(exponent, Node) and exponent == -1:
         return _inverse(call, x)
     function = None if isinstance(exponent, Node) else _POWERS.get(exponent)
-    return call.be(function, input=x) if function else call.be("pow", input=x, exponent=exponent)
+    return call.to(function, input=x) if function else call.to("pow", input=x, exponent=exponent)
 
 
 #: As torch computes them.
@@ -88,25 +88,25 @@ def _div(call: Call) -> Call | None:
     if call.get("rounding_mode") is not None:
         return None
     left, right = call["input"], call["other"]
-    one = not isinstance(left, (Node, bool)) and left == 1
-    if one and isinstance(right, Node):
+    is_one = not isinstance(left, (Node, bool)) and left == 1
+    if is_one and isinstance(right, Node):
         return _inverse(call, right)
-    return call.be("div", input=left, other=right)
+    return call.to("div", input=left, other=right)
 
 
 def _mul(call: Call) -> Call:
     left, right = call["input"], call["other"]
     if left is right:
-        return call.be("square", input=left)
-    return call.be("mul", input=left, other=right)
+        return call.to("square", input=left)
+    return call.to("mul", input=left, other=right)
 
 
 def _inverse(call: Call, x: Node) -> Call:
     """``call`` is 1 / ``x``, where ``x`` may be a square root."""
     root = normalize(x) if isinstance(x, Node) else None
     if root is not None and root.op == "sqrt":
-        return call.be("rsqrt", x, *root.through, input=root["input"])
-    return call.be("reciprocal", input=x)
+        return call.to("rsqrt", x, *root.through, input=root["input"])
+    return call.to("reciprocal", input=x)
 
 
 def _norm(*names: str) -> Callable[[Call], Call | None]:
@@ -114,19 +114,19 @@ def _norm(*names: str) -> Callable[[Call], Call | None]:
 
     def normal(call: Call) -> Call | None:
         shape = call["normalized_shape"]
-        one = isinstance(shape, (list, tuple)) and len(shape) == 1
-        return call.be(call.op, **{name: call[name] for name in names}) if one else None
+        single = isinstance(shape, (list, tuple)) and len(shape) == 1
+        return call.to(call.op, **{name: call[name] for name in names}) if single else None
 
     return normal
 
 
-def _view_as_written(call: Call) -> Call | None:
+def _literal_view(call: Call) -> Call | None:
     """``view``, ``reshape``: the tensor, then the sizes one by one."""
     sizes = call.get("size")
     if sizes is None:
         return None  # the same bits as numbers of another type
     sizes = sizes if isinstance(sizes, (tuple, list)) else [sizes]
-    return call.be("view", input=call["input"], **{str(i): n for i, n in enumerate(sizes)})
+    return call.to("view", input=call["input"], **{str(i): n for i, n in enumerate(sizes)})
 
 
 def _loss(call: Call) -> Call | None:
@@ -136,22 +136,22 @@ def _loss(call: Call) -> Call | None:
     if weighted or isinstance(call["reduction"], int):  # as the aten op has it
         return None
     names = ("input", "target", "ignore_index", "reduction", "label_smoothing")
-    return call.be(call.op, **{name: call[name] for name in names if name in call.args})
+    return call.to(call.op, **{name: call[name] for name in names if name in call.args})
 
 
 def _reduction(call: Call) -> Call | None:
     """A reduction over the last dimension only, with ``keepdim``."""
-    kept = call.get("keepdim") is True and call.get("dtype") is None
-    last = kept and is_last(call["dim"], call["input"])
-    return call.be(f"{call.op}_last", input=call["input"]) if last else None
+    keeps = call.get("keepdim") is True and call.get("dtype") is None
+    last = keeps and is_last(call["dim"], call["input"])
+    return call.to(f"{call.op}_last", input=call["input"]) if last else None
 
 
 def is_last(dim: Any, x: Any) -> bool:
     """Is ``dim`` exactly the last dimension of ``x``?"""
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
         dim = dim[0]
-    known = fake(x)
-    last = (-1,) if known is None else (-1, known.dim() - 1)
+    tensor = fake(x)
+    last = (-1,) if tensor is None else (-1, tensor.dim() - 1)
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
 
 
@@ -159,20 +159,20 @@ def _var(call: Call) -> Call | None:
     """Only the biased variance over the last dimension that keeps it."""
     biased = call.get("correction") == 0 or call.get("unbiased") is False
     last = biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
-    return call.be("var_last", input=call["input"]) if last else None
+    return call.to("var_last", input=call["input"]) if last else None
 
 
 def _log_softmax(call: Call) -> Call | None:
     """Only over the last dimension; its ``dtype`` argument is a cast."""
     last = is_last(call["dim"], call["input"])
-    return call.be("log_softmax_last", input=call["input"]) if last else None
+    return call.to("log_softmax_last", input=call["input"]) if last else None
 
 
 _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
     "cast": _cast,
-    "cat": columns.joined,
-    "stack": columns.joined,
-    "flatten": lambda call: columns.merged(call) or _plain(call),
+    "cat": columns.join,
+    "stack": columns.join,
+    "flatten": lambda call: columns.merge(call) or _plain(call),
     **dict.fromkeys(("getitem", "select", "slice"), columns.item),
     "view_as_complex": columns.complex_columns,
     "add": _sum,
@@ -186,7 +186,7 @@ _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
     "sum": _reduction,
     "rms_norm": _norm("input", "weight", "eps"),
     "layer_norm": _norm("input", "weight", "bias", "eps"),
-    "view": lambda call: columns.merged(call) or _view_as_written(call),
+    "view": lambda call: columns.merge(call) or _literal_view(call),
     "cross_entropy": _loss,
     "nll_loss": _loss,
     "log_softmax": _log_softmax,

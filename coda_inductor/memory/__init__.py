@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forward pass keeps for the backward pass, and what is computed again.
+"""The choice of tensors that are kept for the backward pass, or computed again.
 
 - ``costs``: FLOP of our ops, for torch's FLOP counter; expected milliseconds of any node
 - ``limit``: how much memory the user allows: by an option, by torch's budget, by a policy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops cost: FLOP for ``torch.utils.flop_counter``, milliseconds for the planner.
+"""Costs of ops: FLOP for ``torch.utils.flop_counter``, milliseconds for the planner.
 
 A fused GEMM counts the FLOP of its products and nothing for its epilogue, as torch counts ``mm``
 and nothing for elementwise ops. So model FLOP utilization is the same with and without us, and the
@@ -27,10 +27,10 @@ from coda_inductor.semantic import dropout
 from coda_inductor.semantic.experts import WGRAD
 from coda_inductor.semantic.loss import SLICE_BYTES
 
-#: What a training step sustains at the power limit, of what a product alone reaches (H200, Llama of
+#: Share of a single product's rate that a step sustains at the power limit (H200, Llama of
 #: 8B widths: recomputing 9.6 ms by the rate of single products took 10.6, 19.5 took 23.6).
 _SUSTAINED = 0.85
-#: Attention reaches this share of what large products reach (FlashAttention 2 on an H100).
+#: Attention reaches this share of the rate of large products (FlashAttention 2 on an H100).
 _ATTENTION = 0.55
 
 

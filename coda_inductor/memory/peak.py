@@ -98,9 +98,9 @@ class Timeline:
         done: set[Node] = set()
         for node in self.stash.backward:
             if self._runs(node) and (node not in self._lazy or node in self.results):
-                for each in (*self._missing(node, drop, done), node):
-                    again = each in self.stash.forward
-                    kernels.append(self._kernel(each, self._values(each, saved), again))
+                for origin in (*self._missing(node, drop, done), node):
+                    again = origin in self.stash.forward
+                    kernels.append(self._kernel(origin, self._values(origin, saved), again))
         return kernels
 
     def _missing(self, node: Node, drop: Drop, done: set[Node]) -> list[Node]:
@@ -125,7 +125,7 @@ class Timeline:
         return kernels
 
     def _values(self, node: Node, saved: Collection[Node]) -> list[_Value]:
-        """What ``node`` reads where it runs in the backward pass."""
+        """The values that ``node`` reads where it runs in the backward pass."""
         forward = self.stash.forward
         return [(source, source in forward and source not in saved) for source in self._reads(node)]
 
@@ -159,11 +159,11 @@ class Timeline:
             todo = [owner(n) for n in node.all_input_nodes]
             visited = set(todo)
             while todo:
-                each = todo.pop()
-                if self._is_stored(each):
-                    values[each] = None
+                top = todo.pop()
+                if self._is_stored(top):
+                    values[top] = None
                 else:
-                    new = {owner(n) for n in each.all_input_nodes} - visited
+                    new = {owner(n) for n in top.all_input_nodes} - visited
                     visited |= new
                     todo += sorted(new)
             self._read_cache[node] = tuple(values)

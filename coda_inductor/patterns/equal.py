@@ -74,10 +74,10 @@ def _counterexample(left: Any, right: Any) -> str | None:
             continue
         tried += 1
         if abs(a - b) > _TOLERANCE * (1 + abs(a)):
-            place = ", ".join(f"{s} = {float(v):g}" for s, v in point.items()) or "always"
+            where = ", ".join(f"{s} = {float(v):g}" for s, v in point.items()) or "always"
             rest = _short(sympy.factor_terms(left - right))
             return (
-                f"they differ: {float(a):.9g} against {float(b):.9g} at {place}; "
+                f"they differ: {float(a):.9g} against {float(b):.9g} at {where}; "
                 f"the difference is {rest}"
             )
     return None if tried else "neither side is a real number at any point that was tried"

@@ -88,7 +88,7 @@ class Exact(Tensor):
 
     @property
     def elements(self) -> list[Any]:
-        """What it holds, row by row."""
+        """Its elements, row by row."""
         return [self.cells[i] for i in self.at.flatten().tolist()]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -115,7 +115,7 @@ class Exact(Tensor):
         result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
             names = ", ".join(sorted(FORMULAS))
-            raise PatternError(f"the prover has no formula for {func}. It has those of {names}")
+            raise PatternError(f"the prover has no formula for {func}. It has formulas of {names}")
         return result
 
     @classmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's elementwise functions do to one element, as sympy expressions.
+"""Torch's elementwise functions of one element, as sympy expressions.
 
 Numbers are exact: 0.1 is 1/10, and the few irrational constants in activations are recognized. The
 formulas are the real functions; where torch switches formulas for floating point (softplus beyond

@@ -148,8 +148,8 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
     Raises:
         PatternError: a file or folder of ``extra`` does not exist.
     """
-    own = [file for path in extra for file in expand(Path(path))]
-    ordered = (*own, *_registered, *sorted(builtin_folder().glob("*.py")))
+    extras = [file for path in extra for file in expand(Path(path))]
+    ordered = (*extras, *_registered, *sorted(builtin_folder().glob("*.py")))
     unique: dict[Path, Path] = {}
     for file in ordered:
         unique.setdefault(file.resolve(), file)

@@ -22,5 +22,5 @@ from torch import Tensor, cat
 def swap(x: Tensor, head: int, width: int, distance: int) -> Tensor:
     """(..., N) with columns exchanged, see the module docstring; N is a multiple of ``head``."""
     heads = x.unflatten(-1, (-1, head))
-    turned = heads[..., :width].unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
-    return cat((turned, heads[..., width:]), -1).flatten(-2)
+    swapped = heads[..., :width].unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
+    return cat((swapped, heads[..., width:]), -1).flatten(-2)

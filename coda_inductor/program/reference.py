@@ -218,8 +218,8 @@ def fp8_product(
     aligned = a.stride(1) == 1 and b.stride(0) == 1 and not (b.shape[0] % 16 or b.shape[1] % 16)
     readable = {dtype_name(a.dtype), dtype_name(b.dtype)} in ({FP8[0]}, {*FP8})
     if a.is_cuda and aligned and readable:
-        one = torch.ones((), device=a.device)
-        return scaled_mm(a, b, *(scales or (one, one)), out_dtype=out, use_fast_accum=fast)
+        unit = torch.ones((), device=a.device)
+        return scaled_mm(a, b, *(scales or (unit, unit)), out_dtype=out, use_fast_accum=fast)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     product = a.to(wide) @ b.to(wide)
     if scales is not None:
@@ -230,8 +230,8 @@ def fp8_product(
 def _round_fp8(program, scale, a: Tensor, b: Tensor, env: dict[str, Tensor]) -> Tensor:
     """A product as in unfused graphs: with its scales, then rounded. cuBLAS takes one number per
     operand, or one per row and per column."""
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    numbers = [env[name] for name in scale.scalars] + [one, one]
+    unit = torch.ones((), dtype=torch.float32, device=a.device)
+    numbers = [env[name] for name in scale.scalars] + [unit, unit]
     scales = numbers[0], numbers[1]
     if scale.col is not None or scale.row is not None:
         col = env[scale.col] if scale.col is not None else numbers.pop(0)

@@ -10,7 +10,7 @@ kernel combines the two, the difference can dominate the result: for a confident
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc
                                                reduce part0 = logsumexp over N of acc_r
 
-What is stored in float32 is read as it is, also if it was computed from something that is stored
+A value stored in float32 is read as it is, even if it was computed from a value that is stored
 rounded: the gradient of a row's maximum looks for it among the stored values.
 
 ``verify`` refuses a sum, maximum or log-sum-exp of a row that reads an unrounded value.
@@ -58,7 +58,7 @@ class _Rounding:
         self._by_name = {step.name: step for step in program.steps}
         self._cache: dict[str, str] = {}
         self._stored = {s.value: ROUNDING[s.dtype] for s in program.stores if s.dtype in ROUNDING}
-        #: What is in memory as it is, whatever it was computed from.
+        #: Values that are stored unrounded, whatever they were computed from.
         self._exact = {s.value for s in program.stores} - self._stored.keys()
 
     def __call__(self, value: str) -> str:

@@ -15,5 +15,5 @@ recompute  the backward pass recomputes elementwise values
 tables     sines and cosines are computed once
 views      recorded values of views share memory like the real ones
 experts    grouped products that no epilogue absorbed
-borders    what one checkpointed block passes to the next is saved
+borders    the tensors that one checkpointed block passes to the next are saved
 """

@@ -58,11 +58,11 @@ def _scale_products(scaled: Node) -> None:
     names, products = readers(scaled, lambda n: renames(n) or is_transpose(n))
     if fake(x).dtype != fake(scaled).dtype or not products:
         return
-    most = hint(fake(scaled).numel()) // _SMALLER
+    limit = hint(fake(scaled).numel()) // _SMALLER
     for product in products:
         mm = product.target is aten.mm.default
         once = mm and sum(factor in names for factor in gemm_inputs(product)) == 1
-        if not once or hint(fake(product).numel()) > most:
+        if not once or hint(fake(product).numel()) > limit:
             return
     scaled.replace_all_uses_with(x)
     for product in products:
@@ -74,13 +74,13 @@ def _scale_products(scaled: Node) -> None:
 def _full_rank_first(total: Node) -> None:
     """Let ``total`` begin with its terms of full rank."""
     reader = only_reader(total)
-    if reader is not None and addends(reader) and _alike(total, reader):
+    if reader is not None and addends(reader) and _joins(total, reader):
         return  # a part of a longer sum
     terms = _terms(total, total)
     products = [t for t in terms if base(t).target is aten.mm.default]
     full = [t for t in products if not low_rank(base(t))]  # a term may occur several times
-    late = len(full) < len(products) or any(map(_dropped, terms))
-    if len({*full}) < 2 or not late or terms[: len(full)] == full:
+    mixed = len(full) < len(products) or any(map(_dropped, terms))
+    if len({*full}) < 2 or not mixed or terms[: len(full)] == full:
         return
     first, *rest = full + [t for t in terms if t not in full]
     for term in rest:
@@ -95,21 +95,21 @@ def _dropped(term: Node) -> bool:
 
 
 def _terms(node: Node, total: Node) -> list[Node]:
-    """What is summed in ``node``, from left to right."""
-    found: list[Node] = []
+    """The terms of the sum ``node``, from left to right."""
+    terms: list[Node] = []
     todo = addends(node)[::-1]
     while todo:
         term = todo.pop()
-        if (inner := addends(term)) and len(term.users) == 1 and _alike(term, total):
+        if (inner := addends(term)) and len(term.users) == 1 and _joins(term, total):
             todo += reversed(inner)
         else:
-            found.append(term)
-    return found
+            terms.append(term)
+    return terms
 
 
-def _alike(part: Node, total: Node) -> bool:
-    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? What one node reads
-    alone lies on the same side of the graph."""
-    one, other = fake(part), fake(total)
-    same_kind = one.dtype == other.dtype and one.shape == other.shape
+def _joins(part: Node, total: Node) -> bool:
+    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? A node with one
+    reader lies on its reader's side of the graph."""
+    a, b = fake(part), fake(total)
+    same_kind = a.dtype == b.dtype and a.shape == b.shape
     return same_kind and checkpoint(part) == checkpoint(total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one checkpointed block passes to the next is saved.
+"""The tensors that one checkpointed block passes to the next are saved.
 
 Before::
 
@@ -30,7 +30,7 @@ from coda_inductor.graph.nodes import renames
 from coda_inductor.graph.walk import chain
 from coda_inductor.record import Record
 
-_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_MARKS = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def save_borders(graph: Graph, _record: Record) -> None:
@@ -53,10 +53,10 @@ def _renames(node: Node) -> bool:
 
 
 def _recomputed(node: Node) -> bool:
-    return node.meta.get("recompute") in _AGAIN
+    return node.meta.get("recompute") in _MARKS
 
 
 def _is_later(user: Node, node: Node) -> bool:
     """Does ``user`` lie in a later checkpoint than ``node``?"""
-    theirs, ours = user.meta.get("ac_graph_id"), node.meta.get("ac_graph_id")
-    return _recomputed(user) and theirs is not None and ours is not None and theirs > ours
+    reader, writer = user.meta.get("ac_graph_id"), node.meta.get("ac_graph_id")
+    return _recomputed(user) and reader is not None and writer is not None and reader > writer

@@ -49,8 +49,8 @@ from coda_inductor.record import Record
 
 def merge_collectives(graph: Graph, record: Record) -> None:
     """Apply the rewrite wherever it is valid, in place; counts each collective that is saved."""
-    found = any(node.target in COLLECTIVES for node in graph.nodes)
-    if not found or not record.enabled("collective"):
+    present = any(node.target in COLLECTIVES for node in graph.nodes)
+    if not present or not record.enabled("collective"):
         return
     scope = Scope(graph)
     saved = _merge_equal(graph, scope)
@@ -64,18 +64,18 @@ def merge_collectives(graph: Graph, record: Record) -> None:
 def _merge_equal(graph: Graph, scope: Scope) -> int:
     """Keep the first of equal collectives, and of what waits for it or moves its result."""
     first: dict[tuple[Any, ...], Node] = {}
-    gone: list[Node] = []
-    moved: set[Node] = set()  # collectives, and what only moves their results
+    copies: list[Node] = []
+    chain: set[Node] = set()  # collectives, and what only moves their results
     for node in graph.nodes:
-        if node.target not in COLLECTIVES and not (moves(node) and moved & {*node.all_input_nodes}):
+        if node.target not in COLLECTIVES and not (moves(node) and chain & {*node.all_input_nodes}):
             continue
-        moved.add(node)
-        known = first.setdefault(_key(node, scope), node)
-        if known is not node and not _leaves(node):
-            node.replace_all_uses_with(known)
-            gone.append(node)
-    saved = sum(node.target in COLLECTIVES for node in gone)
-    for node in reversed(gone):
+        chain.add(node)
+        original = first.setdefault(_key(node, scope), node)
+        if original is not node and not _leaves(node):
+            node.replace_all_uses_with(original)
+            copies.append(node)
+    saved = sum(node.target in COLLECTIVES for node in copies)
+    for node in reversed(copies):
         graph.erase_node(node)
     return saved
 
@@ -86,31 +86,31 @@ def _leaves(node: Node) -> bool:
 
 
 def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
-    """What ``node`` computes, on which side and in which checkpoint."""
-    what = node.target, str(node.args), str(node.kwargs)  # nodes' names are unique
-    return (*what, node in scope.forward, scope.recomputed(node), checkpoint(node))
+    """The call of ``node``, its side and its checkpoint: equal for equal results."""
+    call = node.target, str(node.args), str(node.kwargs)  # nodes' names are unique
+    return (*call, node in scope.forward, scope.recomputed(node), checkpoint(node))
 
 
 def _merge_sum(total: Node, scope: Scope) -> bool:
     """Replace ``total``: add first, then reduce over ranks. True if that was possible."""
-    names = [_unnamed(term) for term in addends(total)]
+    names = [_sole_wait(term) for term in addends(total)]
     waits = [term for term in names if term is not None]
     if len(waits) < 2 or not same(*(fake(wait).shape for wait in waits)):
         return False
     left, right = (wait.all_input_nodes[0] for wait in waits)
     if left.target not in SUMS or left.target is not right.target:
         return False
-    hows = [arguments(each) for each in (left, right)]
-    terms = [how.pop("input") for how in hows]
-    if hows[0] != hows[1] or hows[0]["reduce_op"] not in ("sum", "avg"):
+    options = [arguments(side) for side in (left, right)]
+    terms = [o.pop("input") for o in options]
+    if options[0] != options[1] or options[0]["reduce_op"] not in ("sum", "avg"):
         return False
-    alike = scope.same_side(left, right) and checkpoint(left) == checkpoint(right)
-    if not alike or len(left.users) > 1 or len(right.users) > 1:
+    same_place = scope.same_side(left, right) and checkpoint(left) == checkpoint(right)
+    if not same_place or len(left.users) > 1 or len(right.users) > 1:
         return False
     if fake(terms[0]).dtype != fake(terms[1]).dtype or fake(total).dtype != fake(left).dtype:
         return False
     put = Put(total)
-    reduced = Put(left, total)(left.target, _added(put, *terms), **hows[0])
+    reduced = Put(left, total)(left.target, _add(put, *terms), **options[0])
     result = Put(waits[0], total)(wait_tensor, reduced)
     if not same(fake(result).shape, fake(total).shape):
         result = put.reshape(result, put.sizes(total))
@@ -119,26 +119,26 @@ def _merge_sum(total: Node, scope: Scope) -> bool:
     return True
 
 
-def _unnamed(term: Any) -> Node | None:
+def _sole_wait(term: Any) -> Node | None:
     """The wait that ``term`` is, or is another name of, if it has no other readers; else None."""
     term = base(term, lambda n: renames(n) and len(n.users) == 1)
     return term if is_wait(term) and len(term.users) == 1 else None
 
 
-def _added(put: Put, left: Node, right: Node) -> Node:
+def _add(put: Put, left: Node, right: Node) -> Node:
     """``left + right``; if both were split and joined in the same way, added before that."""
-    first, second = _rearranged(left), _rearranged(right)
+    first, second = _resharding(left), _resharding(right)
     if first is not None and second is not None:
-        (one, *how), (other, *others) = first, second
-        if how == others and same(fake(one).shape, fake(other).shape):
-            size, dim, joined = how
-            whole = put(aten.split.Tensor, put.add(one, other), size, dim)
+        (x, *form), (y, *other_form) = first, second
+        if form == other_form and same(fake(x).shape, fake(y).shape):
+            size, dim, joined = form
+            whole = put(aten.split.Tensor, put.add(x, y), size, dim)
             parts = [put(operator.getitem, whole, i) for i in range(len(fake(whole)))]
             return put(aten.cat.default, parts, joined)
     return put.add(left, right)
 
 
-def _rearranged(node: Node) -> tuple[Node, int, int, int] | None:
+def _resharding(node: Node) -> tuple[Node, int, int, int] | None:
     """(x, size, dim, joined) if ``node`` is cat(split(x, size, dim), joined), else None. DTensor
     does this to scatter another dimension than the first."""
     if node.target is not aten.cat.default or len(node.users) != 1:
@@ -150,8 +150,8 @@ def _rearranged(node: Node) -> tuple[Node, int, int, int] | None:
         return None
     if parts(whole) != dict(enumerate(tensors)):
         return None
-    given = arguments(whole)
-    size, dim = given["split_size"], given["dim"]
+    args = arguments(whole)
+    size, dim = args["split_size"], args["dim"]
     if not isinstance(size, int) or not isinstance(dim, int):
         return None
-    return given["input"], size, dim, arguments(node)["dim"]
+    return args["input"], size, dim, arguments(node)["dim"]

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias, producer
-from coda_inductor.graph.nodes import arguments, aten, fake, place
+from coda_inductor.graph.nodes import arguments, aten, fake, locate
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain
@@ -50,7 +50,7 @@ def add_products(graph: Graph, record: Record) -> None:
         if not any(map(producer, parts)):
             continue
         if (why := _refusal(gemm, parts, scope, record)) is not None:
-            record.refuse("concatenated", place(gemm), why)
+            record.refuse("concatenated", locate(gemm), why)
             continue
         _split(gemm, parts)
         record.fire("concatenated")
@@ -58,17 +58,17 @@ def add_products(graph: Graph, record: Record) -> None:
 
 
 def columns_of(a: Node) -> list[Node]:
-    """The parts that the columns of the matrix ``a`` are concatenated of; empty if it is none."""
+    """The parts whose concatenation along columns is the matrix ``a``; empty for other matrices."""
     joined = chain(a)[-1]
     if joined.target is not aten.cat.default:
         return []
-    whole, given = fake(joined), arguments(joined)
-    parts = [fake(part) for part in given["tensors"]]
-    alike = all(p.dim() == whole.dim() and p.dtype == whole.dtype for p in parts)
-    last = given["dim"] % whole.dim() == whole.dim() - 1
+    whole, args = fake(joined), arguments(joined)
+    parts = [fake(part) for part in args["tensors"]]
+    fits = all(p.dim() == whole.dim() and p.dtype == whole.dtype for p in parts)
+    last = args["dim"] % whole.dim() == whole.dim() - 1
     fixed = all(isinstance(part.shape[-1], int) for part in parts)
     whole_rows = same(whole.shape[-1], fake(a).shape[-1])
-    return list(given["tensors"]) if alike and last and fixed and whole_rows else []
+    return list(args["tensors"]) if fits and last and fixed and whole_rows else []
 
 
 def in_epilogue(parts: list[Node], scope: Scope, plan: Plan) -> bool:

@@ -52,8 +52,8 @@ _PLAIN = (aten.index_put.default, unsafe_index_put)
 def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
-        if (found := _lookup(node)) is not None and record.enabled("embedding_backward"):
-            old, args = found
+        if (lookup := _lookup(node)) is not None and record.enabled("embedding_backward"):
+            old, args = lookup
             old.replace_all_uses_with(splice(old, _gradient, args))
             prune([old])
             record.fire("embedding_backward")
@@ -74,8 +74,8 @@ def _gradient(
         tokens = torch.where(mask.squeeze(-1), tokens, 0)
         dy = torch.where(mask, dy, 0.0)
     tokens, dy = tokens.reshape(-1), dy.reshape(-1, d)
-    places = torch.arange(tokens.shape[0], device=tokens.device)
-    owner = places.new_zeros(rows).index_put((tokens,), places)[tokens]
+    positions = torch.arange(tokens.shape[0], device=tokens.device)
+    owner = positions.new_zeros(rows).index_put((tokens,), positions)[tokens]
     sums = torch.zeros_like(dy).index_put((owner,), dy, accumulate=True)
     values = sums[owner].to(dtype)
     if other is None:
@@ -86,10 +86,10 @@ def _gradient(
 def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
     """The gradient that ``node`` scatters into zeros, and the arguments of ``_gradient``, if the
     rewrite pays."""
-    given = arguments(node)
-    zeros, indices, dy = (given[name] for name in ("input", "index", "values"))
-    mask = given.get("mask")
-    if node.target in _PLAIN and not given["accumulate"]:
+    args = arguments(node)
+    zeros, indices, dy = (args[name] for name in ("input", "index", "values"))
+    mask = args.get("mask")
+    if node.target in _PLAIN and not args["accumulate"]:
         return None
     table, values = fake(node), fake(dy)
     if not is_zeros(zeros) or len(indices) != 1 or table.dim() != 2:
@@ -114,6 +114,6 @@ def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
 
 def _can_take(other: Node, result: Node) -> bool:
     """May the rows be written into the memory of ``other``?"""
-    own = other.op == "call_function" and len(other.users) == 1
-    alike = fake(other).dtype == fake(result).dtype
-    return own and alike and same(fake(other).shape, fake(result).shape)
+    free = other.op == "call_function" and len(other.users) == 1
+    same_dtype = fake(other).dtype == fake(result).dtype
+    return free and same_dtype and same(fake(other).shape, fake(result).shape)

@@ -12,8 +12,8 @@ After::
     g, u = split(grouped_mm(x, W, offsets, rows), f, 1)
     dx = grouped_mm(cat([dg, du], 1), W.mT, offsets)
 
-Why it is valid: columns of a product are those of its right factor; a sum of products is a product
-over all of their K. Gathers and products remain as ``semantic.experts`` defines them.
+Why it is valid: each column of a product depends on one column of its right factor; a sum of
+products is a product over all of their K. ``semantic.experts`` still defines gathers and products.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def finish_experts(graph: Graph, _record: Record) -> None:
 
 def _parts(split: Node) -> list[Node]:
     """The parts of ``split``, in order; empty unless all are read."""
-    found = parts(split)
-    whole = len(found) == len(fake(split)) == len(split.users)
-    return [found[i] for i in range(len(found))] if whole else []
+    by_index = parts(split)
+    whole = len(by_index) == len(fake(split)) == len(split.users)
+    return [by_index[i] for i in range(len(by_index))] if whole else []
 
 
 def _merge_columns(split: Node) -> None:
@@ -55,21 +55,21 @@ def _merge_columns(split: Node) -> None:
     products = [users[0] for users in read if len(users) == 1 and users[0].target is grouped_mm]
     if dim % 3 != 2 or len(products) != len(read) or len(products) < 2:
         return
-    alike = {(gemm_inputs(p)[0], routes_of(p)) for p in products}
-    if len(alike) != 1 or fake(weight).dim() != 3:
+    inputs = {(gemm_inputs(p)[0], routes_of(p)) for p in products}
+    if len(inputs) != 1 or fake(weight).dim() != 3:
         return
-    (a, (offsets, rows)) = alike.pop()
+    (a, (offsets, rows)) = inputs.pop()
     put = Put(min(products))
-    found = put(aten.split.Tensor, put(grouped_mm, a, weight, offsets, rows), size, 1)
+    columns = put(aten.split.Tensor, put(grouped_mm, a, weight, offsets, rows), size, 1)
     for i, product in enumerate(products):
-        product.replace_all_uses_with(put(operator.getitem, found, i))
+        product.replace_all_uses_with(put(operator.getitem, columns, i))
     prune(products)
 
 
 def _merge_terms(total: Node, terms: list[Node]) -> None:
     """Merge the sum of products with both parts of one weight's rows."""
-    turned = {gemm_inputs(t)[1]: t for t in terms}
-    halves = {n.all_input_nodes[0]: t for n, t in turned.items() if op_name(n) == "permute"}
+    by_weight = {gemm_inputs(t)[1]: t for t in terms}
+    halves = {n.all_input_nodes[0]: t for n, t in by_weight.items() if op_name(n) == "permute"}
     splits = {n for half in halves for n in half.all_input_nodes}
     split = splits.pop() if len(splits) == 1 else total
     if split.target is not aten.split.Tensor or {*halves} != {*_parts(split)} or len(halves) != 2:

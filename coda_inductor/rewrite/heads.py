@@ -39,14 +39,14 @@ from coda_inductor.graph.nodes import (
     aten,
     fake,
     is_cast,
+    label,
+    locate,
     may_view,
-    place,
     renames,
-    told,
 )
 from coda_inductor.graph.read import called, op_name
 from coda_inductor.graph.sides import Scope
-from coda_inductor.graph.sizes import laid_out_alike, same
+from coda_inductor.graph.sizes import same, same_strides
 from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import base, chain, leaves, only_reader
 from coda_inductor.record import Record
@@ -59,26 +59,26 @@ _VIEWS = ("unsqueeze", "expand", "permute")
 
 _CONTIGUOUS = torch.contiguous_format
 
-#: What is rotated: rows (..., H * d); the same as heads (..., H, d); and how these are permuted.
-Place = tuple[Node, Node, list[int]]
-#: Tables, which all layers share, by what they are computed from.
-Made = dict[Hashable, list[Node]]
+#: A tensor to rotate: rows (..., H * d); the same as heads (..., H, d); and their permutation.
+Layout = tuple[Node, Node, list[int]]
+#: Tables, which all layers share, by their sources.
+Tables = dict[Hashable, list[Node]]
 
 
 def rotate_rows(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every rotation of the forward pass where it is valid. Only a rotation
     that an epilogue absorbs counts."""
     scope = Scope(graph)
-    made: Made = {}
+    cache: Tables = {}
     for node in [n for n in graph.nodes if n.target is rotate and n in scope.forward]:
-        found = _place(arguments(node)["x"], scope, record)
-        why = found if isinstance(found, Refusal) else _rewrite(node, found, made)
+        layout = _layout(arguments(node)["x"], scope, record)
+        why = layout if isinstance(layout, Refusal) else _rewrite(node, layout, cache)
         if why is not None:
-            record.refuse("rotary", place(node), why)
+            record.refuse("rotary", locate(node), why)
         scope.refresh()
 
 
-def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
+def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
     """Where the rows of ``x``, which is rotated, are computed."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
@@ -91,41 +91,41 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("no-gemm", "no GEMM computes rows of the heads that it reads")
     if (why := record.plan.legal(gemm)) is not None:
-        return why.excused().within(f"{told(gemm)} is not fused: {{}}")
+        return why.excused().within(f"{label(gemm)} is not fused: {{}}")
     if not record.plan.absorbs(gemm, rows, scope):
-        text = f"an op between it and {told(gemm)} cannot be in an epilogue"
+        text = f"an op between it and {label(gemm)} cannot be in an epilogue"
         return refuse("no-gemm", text)
     return rows, heads, list(order)
 
 
-def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
+def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
     """Apply the rewrite to ``node``, or return why not."""
-    rows, heads, order = found
-    given, reader, size = arguments(node), only_reader(node), fake(heads).shape[-1]
-    cos, sin, *form = (given[n] for n in ("cos", "sin", "distance", "paired", "inverse"))
+    rows, heads, order = layout
+    kwargs, reader, size = arguments(node), only_reader(node), fake(heads).shape[-1]
+    cos, sin, *form = (kwargs[n] for n in ("cos", "sin", "distance", "paired", "inverse"))
     root = reader if reader is not None and is_cast(reader) else node  # what an epilogue stores
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
-    if not laid_out_alike(after, fake(root)) and not _any_layout(root):
+    if not same_strides(after, fake(root)) and not _any_layout(root):
         return refuse("no-gemm", "its readers rely on another layout of its result")
-    of_head = order.index(len(order) - 2) - len(order)
+    head_dim = order.index(len(order) - 2) - len(order)
     for table in (cos, sin):
-        if fake(table).dim() >= -of_head and not same(fake(table).shape[of_head], 1):
-            return refuse("no-gemm", f"{told(table)} differs between heads")
+        if fake(table).dim() >= -head_dim and not same(fake(table).shape[head_dim], 1):
+            return refuse("no-gemm", f"{label(table)} differs between heads")
         if fake(table).dtype == torch.float64 != fake(rows).dtype:
-            return refuse("float64-mixed", f"{told(table)} is float64, but what it rotates is not")
-    key = (_spelled(cos), _spelled(sin), *order, *form, size, str(fake(heads).shape[:-2]))
-    like = max(_spelled(cos)[0], _spelled(sin)[0])  # for its meta: all layers share the tables
+            return refuse("float64-mixed", f"{label(table)} is float64, but what it rotates is not")
+    key = (_spelling(cos), _spelling(sin), *order, *form, size, str(fake(heads).shape[:-2]))
+    like = max(_spelling(cos)[0], _spelling(sin)[0])  # for its meta: all layers share the tables
     tables = splice(node, _as_rows, (cos, sin, order), like=like)
     put, free = Put(node), Put(like, node)
     lead = _lead(put, heads)
-    if key not in made:
-        made[key] = []
+    if key not in cache:
+        cache[key] = []
         for table in splice(node, _even_odd, (*tables, size, *form), like=like):
-            each = free(aten.expand.default, table, [*lead, 1, size])
-            made[key].append(free(KEEP, free.reshape(each, [-1, size])))
+            full = free(aten.expand.default, table, [*lead, 1, size])
+            cache[key].append(free(KEEP, free.reshape(full, [-1, size])))
     if not same(fake(rows).shape[:-1], fake(heads).shape[:-2]):
         rows = put.reshape(rows, [*lead, fake(rows).shape[-1]])
-    args = (rows, *tables, *made[key], *form, given["joined"], fake(root).dtype)
+    args = (rows, *tables, *cache[key], *form, kwargs["joined"], fake(root).dtype)
     rotated = Put(node, pattern=("rotary", node.name))(rotate_heads, *args)
     new = put(aten.view.default, rotated, [*lead, *fake(heads).shape[-2:]])
     if order != sorted(order):
@@ -138,8 +138,8 @@ def _rewrite(node: Node, found: Place, made: Made) -> Refusal | None:
 def _any_layout(node: Node) -> bool:
     """Do all readers accept any layout of ``node``?"""
     todo = [node]
-    for moved in todo:
-        for user in moved.users:
+    for alias in todo:
+        for user in alias.users:
             name = str(user.target)
             if op_name(user) in _VIEWS:
                 todo.append(user)
@@ -150,19 +150,19 @@ def _any_layout(node: Node) -> bool:
     return not leaves(node)
 
 
-def _spelled(table: Node) -> tuple[Node | str, ...]:
-    """What ``table`` is a view of, and in which shape: equal for equal tables."""
-    *views, made = chain(table, may_view)
+def _spelling(table: Node) -> tuple[Node | str, ...]:
+    """The base of the view ``table``, its shape and the views between: equal for equal tables."""
+    *views, root = chain(table, may_view)
     moves = (v for v in views if not renames(v))
-    found = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)
-    return made, str(fake(table).shape), *found
+    texts = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)
+    return root, str(fake(table).shape), *texts
 
 
 def _lead(put: Put, heads: Node) -> list[Any]:
     """The leading sizes of ``heads``, as arguments of the view that makes it: tables that read a
     symbolic size from the view would depend on the GEMM before it."""
-    known = arguments(heads)["size"][: fake(heads).dim() - 2]
-    return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(known)]
+    sizes = arguments(heads)["size"][: fake(heads).dim() - 2]
+    return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(sizes)]
 
 
 def _as_rows(cos: Tensor, sin: Tensor, order: list[int]) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose
 from coda_inductor.graph.read import change
 from coda_inductor.graph.sides import is_tangent
-from coda_inductor.graph.sizes import laid_out_alike, same
+from coda_inductor.graph.sizes import same, same_strides
 from coda_inductor.graph.walk import chain, leaves
 from coda_inductor.log import logger
 from coda_inductor.record import Record
@@ -45,9 +45,9 @@ def remove_noops(graph: Graph, _record: Record) -> None:
 def _whole(joined: Node) -> Node | None:
     """The tensor of which ``joined`` concatenates all slices in their order, if there is one with
     the same strides: views of ``joined`` may need these."""
-    given = arguments(joined)
-    dim, end, whole = given["dim"] % fake(joined).dim(), 0, None
-    for piece in given["tensors"]:
+    args = arguments(joined)
+    dim, end, whole = args["dim"] % fake(joined).dim(), 0, None
+    for piece in args["tensors"]:
         cut = arguments(piece) if piece.target is aten.slice.Tensor else {}
         if cut.get("step") != 1 or cut["dim"] % fake(joined).dim() != dim:
             return None
@@ -59,25 +59,25 @@ def _whole(joined: Node) -> Node | None:
         end = end + fake(piece).shape[dim]
     if whole is None or not same(end, fake(whole).shape[dim]):
         return None
-    return whole if laid_out_alike(fake(whole), fake(joined)) else None
+    return whole if same_strides(fake(whole), fake(joined)) else None
 
 
 def _ask_inputs(graph: Graph) -> None:
-    asked = graph.find_nodes(op="call_function", target=aten.sym_size.int)
-    if not asked:
+    queries = graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    if not queries:
         return
     inputs = [
         node
         for node in graph.find_nodes(op="placeholder")
         if isinstance(fake(node), Tensor) and not is_tangent(node)  # the forward pass has none yet
     ]
-    known = [
+    sizes = [
         (node, dim, size)
         for node in inputs
         for dim, size in enumerate(fake(node).shape)
         if isinstance(size, SymInt)
     ]
-    for node in asked:
-        where = next(((n, dim) for n, dim, size in known if same(size, fake(node))), None)
-        if where is not None:
-            change(node, input=where[0], dim=where[1])
+    for node in queries:
+        source = next(((n, dim) for n, dim, size in sizes if same(size, fake(node))), None)
+        if source is not None:
+            change(node, input=source[0], dim=source[1])

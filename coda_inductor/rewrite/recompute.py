@@ -35,7 +35,7 @@ from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp
 
 #: Meta key of a node that the forward pass stores and the backward pass must not recompute.
-KEEP = "coda_keep"
+NO_RECOMPUTE = "coda_keep"
 
 _MOST_TENSORS = 2
 _EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)
@@ -51,11 +51,11 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
     for node in graph.nodes:
         if node.target is row_logsumexp:
             logits = node.all_input_nodes[0]
-            source(logits).meta[KEEP] = logits.meta[KEEP] = True
+            source(logits).meta[NO_RECOMPUTE] = logits.meta[NO_RECOMPUTE] = True
     bases = _Bases({source(n) for n in read})
     for node in graph.nodes:  # inputs first, so that nothing recurses once a node
         if node in scope.forward:
-            bases.of(node)
+            bases.bases(node)
     copies: dict[Node, Node] = {}
     for node in read:
         if bases.derivable(node):
@@ -73,8 +73,8 @@ def _backward_readers(node: Node, scope: Scope) -> list[Node]:
 
 def _compares(node: Node, scope: Scope) -> bool:
     """Does ``node``, or what the backward pass computes of it and forward values, test equality?"""
-    found = closure([node], lambda n: n.users if scope.recomputed(n) else ())
-    return any(each.target in _EQUALITY for each in found)
+    nodes = closure([node], lambda n: n.users if scope.recomputed(n) else ())
+    return any(reader.target in _EQUALITY for reader in nodes)
 
 
 def _elementwise(node: Node) -> bool:
@@ -82,11 +82,11 @@ def _elementwise(node: Node) -> bool:
 
 
 class _Bases:
-    """Which tensors a forward value is computed from, of those that the backward pass reads."""
+    """The tensors that a forward value is computed from and the backward pass reads."""
 
     def __init__(self, read: set[Node]):
         self.read = read
-        self.known: dict[Node, frozenset[Node] | None] = {}
+        self.cache: dict[Node, frozenset[Node] | None] = {}
 
     def derivable(self, node: Node) -> bool:
         """Should ``node`` be computed from others that the backward pass has?"""
@@ -95,23 +95,23 @@ class _Bases:
     def _inputs(self, node: Node) -> frozenset[Node] | None:
         """The tensors that ``node`` would be computed from; None if it should not be, or if they
         are more than the backward pass should read."""
-        if not _elementwise(node) or _is_vector(node) or node.meta.get(KEEP):
+        if not _elementwise(node) or _is_vector(node) or node.meta.get(NO_RECOMPUTE):
             return None
-        found = [self.of(n) for n in node.all_input_nodes]
-        if not found or any(f is None for f in found):
+        inputs = [self.bases(n) for n in node.all_input_nodes]
+        if not inputs or any(f is None for f in inputs):
             return None
-        union = frozenset().union(*(f for f in found if f is not None))
+        union = frozenset().union(*(f for f in inputs if f is not None))
         return union if len(union) <= _MOST_TENSORS else None
 
-    def of(self, node: Node) -> frozenset[Node] | None:
+    def bases(self, node: Node) -> frozenset[Node] | None:
         """The same for a value that others are computed from: it may also be read itself."""
-        if node not in self.known:
-            found = frozenset[Node]() if _is_vector(node) else self._inputs(node)
+        if node not in self.cache:
+            result = frozenset[Node]() if _is_vector(node) else self._inputs(node)
             # Not every input: it may be changed in place before the backward pass.
-            if found is None and source(node) in self.read:
-                found = frozenset({node})
-            self.known[node] = found
-        return self.known[node]
+            if result is None and source(node) in self.read:
+                result = frozenset({node})
+            self.cache[node] = result
+        return self.cache[node]
 
 
 def _is_vector(node: Node) -> bool:
@@ -122,13 +122,13 @@ def _is_vector(node: Node) -> bool:
 
 def _copy(graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node) -> Node:
     """``node`` computed again before ``before``, from its bases."""
-    again = closure([node], lambda n: [i for i in n.all_input_nodes if bases.derivable(i)])
-    for each in sorted(again.keys() - copies.keys()):
+    nodes = closure([node], lambda n: [i for i in n.all_input_nodes if bases.derivable(i)])
+    for origin in sorted(nodes.keys() - copies.keys()):
         with graph.inserting_before(before):
-            new = graph.node_copy(each, lambda n: copies.get(n, n) if bases.derivable(n) else n)
+            new = graph.node_copy(origin, lambda n: copies.get(n, n) if bases.derivable(n) else n)
         tags = ("recompute", "ac_graph_id", "partitioner_tag")
-        new.meta = {key: value for key, value in each.meta.items() if key not in tags}
+        new.meta = {key: value for key, value in origin.meta.items() if key not in tags}
         if "partitioner_tag" in before.meta:
             new.meta["partitioner_tag"] = before.meta["partitioner_tag"]
-        copies[each] = new
+        copies[origin] = new
     return copies[node]

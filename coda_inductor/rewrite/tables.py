@@ -46,10 +46,10 @@ def keep_tables(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint or inference graph, in place."""
     for node in [n for n in graph.nodes if n.target in _SLOW]:
         table = _end(node)
-        if table.target is KEEP or not _read_often(table):
+        if table.target is KEEP or not _is_shared(table):
             continue
-        kept = Put(table, table.next)(KEEP, table)
-        table.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+        copy = Put(table, table.next)(KEEP, table)
+        table.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def _end(node: Node) -> Node:
@@ -63,11 +63,11 @@ def _end(node: Node) -> Node:
     return node
 
 
-def _read_often(table: Node) -> bool:
-    own = hint(fake(table).numel())
+def _is_shared(table: Node) -> bool:
+    elements = hint(fake(table).numel())
     _, users = readers(table, _moves)
     sizes = [_size(user) for user in users if user.target is not rotate_heads]
-    return sum(sizes) >= LEAST_READS * own and any(size > own for size in sizes)
+    return sum(sizes) >= LEAST_READS * elements and any(size > elements for size in sizes)
 
 
 def _size(user: Node) -> int:

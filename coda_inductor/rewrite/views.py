@@ -10,13 +10,13 @@ import torch
 from torch.fx import Graph
 
 from coda_inductor.compat import storage, tree_leaves
-from coda_inductor.graph.edit import computed
+from coda_inductor.graph.edit import evaluate
 from coda_inductor.graph.nodes import fake, may_view
 from coda_inductor.record import Record
 
 
 def refresh_views(graph: Graph, _record: Record) -> None:
-    """Let the recorded value of every view share memory with that of what it is a view of now.
+    """Let the recorded value of every view share memory with its present base's value.
 
     After a node is replaced, its views still share memory with the old node's value: if an output
     is a view of a saved tensor, the two would look independent.
@@ -25,7 +25,7 @@ def refresh_views(graph: Graph, _record: Record) -> None:
         if node.op == "call_function" and may_view(node) and node.all_input_nodes:
             source, result = _storages(fake(node.all_input_nodes[0])), _storages(fake(node))
             if not result <= source:
-                node.meta["val"] = computed(node.target, node.args, node.kwargs, like=node)
+                node.meta["val"] = evaluate(node.target, node.args, node.kwargs, like=node)
 
 
 def _storages(value: Any) -> set[int]:

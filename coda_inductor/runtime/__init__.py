@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs: custom ops, and the processes that compile kernels before they are needed.
+"""Execution: custom ops, and the processes that compile kernels before they are needed.
 
 op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward

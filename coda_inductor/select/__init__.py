@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs at a site, and how long it is expected to take. No module here runs kernels.
+"""The choice at a site, and its expected time. No module here runs kernels.
 
-site          what a decision is about, and the decision
+site          the subject of a decision, and the decision
 device        which GPU a decision is for
 config        kernel configs, and which are legal for a program
 legality      can a site be a kernel at all

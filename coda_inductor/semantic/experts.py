@@ -141,7 +141,7 @@ grouped_mm = define(
 
 def group_rows_definition(x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     """For each row, the row of ``x`` (E, N) of its group: x[ids], (M, N). ``ids`` (M,) and
-    ``offsets`` (E + 1,) describe the same groups, except for rows of no expert."""
+    ``offsets`` (E + 1,) label the same groups, except for rows of no expert."""
     del offsets
     return x[ids]
 

@@ -20,7 +20,7 @@ from coda_inductor.semantic.define import define, statistics_dtype
 
 @dataclass(frozen=True)
 class Norm:
-    """What ``rewrite.norm`` asks of a norm ``y = (x - shift) * scale * weight + bias`` of rows.
+    """The properties of a norm ``y = (x - shift) * scale * weight + bias`` for ``rewrite.norm``.
 
     Attributes:
         name: what it counts as when it is deferred.

@@ -22,9 +22,9 @@ _WARM, _MOST, _FEWEST = 3, 40, 15
 _SECONDS = 0.8
 #: Spread from which on something else must be running, and how often to retry then.
 _CALM, _AGAIN = 0.02, 2
-#: What one read takes at least of an H200's memory, bytes and microseconds; and how much longer
-#: than the host with the slowest of the calls that warm up all reads take together: a busy machine
-#: is not always equally slow.
+#: One read of memory: its bytes and least microseconds (H200); and how much longer all reads
+#: together take than the host does in the slowest warm-up call: a busy machine is not always
+#: equally slow.
 _READ, _HOST_US, _AHEAD = 600e6, 150.0, 2.0
 
 

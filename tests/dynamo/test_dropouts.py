@@ -119,7 +119,7 @@ def harness_of(model, x, dynamic=None, **options):
     return harness, compiled
 
 
-def ops_of(harness):
+def match_ops(harness):
     return [n for body in bodies(harness.raised) for n in body.graph.nodes if n.target is FORWARD]
 
 
@@ -155,7 +155,7 @@ def test_a_step_is_that_of_the_same_masks(way):
     harness, compiled = harness_of(model, x, dynamic)
     names = len(how.get("names", "1"))
     assert counters["coda"]["adapter_dropout"] == 3 * names
-    assert len(ops_of(harness)) == -(-2 * names // dropouts.MOST) + -(-names // dropouts.MOST)
+    assert len(match_ops(harness)) == -(-2 * names // dropouts.MOST) + -(-names // dropouts.MOST)
     tolerance = TOLERANCE[torch.bfloat16 if flags["autocast"] else dtype]
     found = []
     for _ in range(2):
@@ -174,9 +174,9 @@ def test_every_rank():
     """A weight of rank r has at least 8 r columns."""
     for rank in (1, 5, 8):
         harness, _ = harness_of(Lora(rank=rank).double(), torch.randn(B, T, D).double())
-        assert len(ops_of(harness)) == 1
+        assert len(match_ops(harness)) == 1
     harness, _ = harness_of(Lora(rank=9).double(), torch.randn(B, T, D).double())
-    assert not ops_of(harness)
+    assert not match_ops(harness)
 
 
 def written_between(x, a):
@@ -205,7 +205,7 @@ def test_what_stays_as_it_is(why, monkeypatch):
     args = (torch.randn(8, D),) if function is written_between else ()
     with torch._inductor.config.patch(fallback_random=why == "masks of eager"):
         harness.train(function, torch.randn(B * T, D), *args)
-    assert not ops_of(harness)
+    assert not match_ops(harness)
     assert code in codes(harness)
 
 
@@ -223,12 +223,12 @@ def test_a_compiled_model_notices_what_changes(change):
     """Without dropout it is eager's; another adapter has a mask of its own."""
     layer, x = Lora(names=("one", "two")).double(), torch.randn(B, T, D).double()
     harness, compiled = harness_of(layer, x)
-    before = len(ops_of(harness))
+    before = len(match_ops(harness))
     change(layer)
     found = step(compiled, layer, x)
     masked = any(m.p for n, m in layer.dropout.items() if n in layer.names)
     masked = masked and layer.training and not (layer.disabled or layer.merged)
-    assert (before, len(ops_of(harness))) == (1, masked)
+    assert (before, len(match_ops(harness))) == (1, masked)
     if not masked:
         assert_same(found, step(layer, layer, x))
 
@@ -262,6 +262,6 @@ def test_peft_itself():
     config = peft.LoraConfig(r=4, lora_dropout=P, target_modules=["0", "2"], use_rslora=True)
     model = peft.get_peft_model(inner, config)
     harness, compiled = harness_of(model, torch.randn(B, T, D))
-    assert len(ops_of(harness)) == 2
+    assert len(match_ops(harness)) == 2
     with model.disable_adapter():
         assert_same(compiled(torch.ones(B, D)), inner(torch.ones(B, D)))

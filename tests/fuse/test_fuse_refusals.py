@@ -336,8 +336,8 @@ def test_without_tiles_to_load_the_last_store_leaves(bytes_, room):
 @pytest.mark.parametrize(
     ("how", "fast", "fits"),
     [
-        ({"as_if": torch.device("cuda", 0)}, False, False),
-        ({"as_if": torch.device("cuda", 0)}, True, True),
+        ({"device": torch.device("cuda", 0)}, False, False),
+        ({"device": torch.device("cuda", 0)}, True, True),
         ({"dry": True}, False, False),
         ({}, False, True),  # plain ops have no such limit
     ],

@@ -132,7 +132,7 @@ def plan(monkeypatch, tmp_path):
         monkeypatch.setattr("coda_inductor.plan.store_of", lambda _: store)
         monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: gpu)
         monkeypatch.setattr(pipeline, "Tuner", tuner)
-        record = Record(parse(mode, options), "test", dry=True, as_if=CUDA)
+        record = Record(parse(mode, options), "test", dry=True, device=CUDA)
         seen = []
 
         def backend(gm, inputs):

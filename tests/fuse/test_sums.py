@@ -11,7 +11,7 @@ from harness import Harness
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.fuse import columns
-from coda_inductor.graph.edit import settle
+from coda_inductor.graph.edit import reorder
 from coda_inductor.mainloop import availability
 from coda_inductor.plan import Plan
 from coda_inductor.runtime import pool
@@ -185,7 +185,7 @@ def test_a_cycle_is_an_error_and_no_endless_loop():
     second = graph.call_function(torch.cos, (first,))
     first.args = (second,)
     with pytest.raises(CycleError):
-        settle([second])
+        reorder([second])
 
 
 def test_settling_puts_every_reader_after_what_it_reads():
@@ -196,7 +196,7 @@ def test_settling_puts_every_reader_after_what_it_reads():
     for reader, read in ((0, 5), (1, 0), (2, 4), (3, 5), (4, 3), (5, 5)):
         if reader != read:
             nodes[reader].args = (nodes[read],)
-    settle([nodes[5]])
+    reorder([nodes[5]])
     graph.lint()
     assert output is list(graph.nodes)[-1]
 

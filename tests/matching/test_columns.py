@@ -8,7 +8,7 @@ from harness import Harness
 from torch.nn.attention.flex_attention import create_block_mask
 
 from coda_inductor.matching import normalize
-from coda_inductor.matching.columns import _taken
+from coda_inductor.matching.columns import _span
 
 COLUMNS = {
     "slice": (lambda x: x[..., :3], (0, 3, 1)),
@@ -61,8 +61,8 @@ def test_no_columns_of_the_input(name):
 def test_no_columns_between_columns(step, start):
     memory = torch.zeros(24)
     whole, part = memory.as_strided((2, 3), (12, 2)), ((2, 2), (12, step), start)
-    assert _taken(memory.as_strided(*part), whole) is None
-    assert _taken(memory.as_strided((2, 2), (12, 2), 2), whole) == {
+    assert _span(memory.as_strided(*part), whole) is None
+    assert _span(memory.as_strided((2, 2), (12, 2), 2), whole) == {
         "start": 1,
         "stop": None,
         "step": 1,

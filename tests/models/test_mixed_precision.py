@@ -37,7 +37,7 @@ def llama(layers, dtype=torch.float32):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(availability, "kernel_stack", lambda *_: None)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            ((found,), _) = capture(loss, (), {}, settings, as_if=CUDA)
+            ((found,), _) = capture(loss, (), {}, settings, device=CUDA)
     return found.report.sites
 
 
@@ -84,7 +84,7 @@ def test_rows_that_suit_no_kernel_are_no_failure(rows, monkeypatch):
     linear = nn.Linear(16, 24, bias=False)
     settings = parse(None, {"gate": "always"})
     with autocast():
-        ((found,), _) = capture(linear, (torch.randn(rows, 16),), {}, settings, as_if=CUDA)
+        ((found,), _) = capture(linear, (torch.randn(rows, 16),), {}, settings, device=CUDA)
     (site,) = [s for s in found.report.sites if s.role == "weight gradient"]
     assert (site.how == "kernel") == (rows % 8 == 0)
     assert site.refusal is None or (site.refusal.code, site.refusal.failure) == (

@@ -40,9 +40,9 @@ from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, place, plain
+from coda_inductor.graph.nodes import fake, locate, plain
 from coda_inductor.matching import Body, Hazards, bodies, forward_mode, writes_to
-from coda_inductor.matching.bodies import nested
+from coda_inductor.matching.bodies import subgraphs
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -81,7 +81,7 @@ def _hand(node: Node, home: Body, body: Body, inputs: Placeholders) -> Node:
 
 
 def _calls(node: Node, module: GraphModule) -> bool:
-    return node.op == "call_function" and module in nested(node).values()
+    return node.op == "call_function" and module in subgraphs(node).values()
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
                 continue
             result = _refusal(call, arguments, dual) or _site(call, arguments, body)
             if isinstance(result, Refusal):
-                record.refuse(NAME, place(call), result)
+                record.refuse(NAME, locate(call), result)
             else:
                 groups.setdefault((result.mask, *result.lengths), []).append(result)
     inputs: Placeholders = {}
@@ -127,7 +127,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             _rewrite(group, inputs, record)
         else:
             for site in group:
-                record.refuse(NAME, place(site.call), why)
+                record.refuse(NAME, locate(site.call), why)
 
 
 def _refusal(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:

@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node, symbolic_trace
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.sizes import laid_out_alike
+from coda_inductor.graph.sizes import same_strides
 
 #: Queries and keys of a block. The kernels' tiles divide it.
 BLOCK = 128
@@ -187,11 +187,11 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) 
 
 def _strided(result: Node, like: Tensor, call: Node) -> Node:
     """``result``, whose strides follow the queries', with the strides of ``like``."""
-    if laid_out_alike(fake(result), like):
+    if same_strides(fake(result), like):
         return result
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = [order.index(d) for d in range(like.dim())]
     copy = Put(call).traced(lambda t: t.permute(order).contiguous().permute(back), result)
-    assert laid_out_alike(fake(copy), like), "SDPA's result is dense"
+    assert same_strides(fake(copy), like), "SDPA's result is dense"
     return copy

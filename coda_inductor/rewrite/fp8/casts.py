@@ -12,7 +12,7 @@ After::
     q, qt2 = fp8_cast(x, None, s, ..., s2, ...)                     one read of x
     p = scaled_mm(q, w.t(), 1 / s, ...); p2 = scaled_mm(qt2, y, 1 / s2.t(), ...)
 
-Why it is valid: the maxima and the casts are those of the definition, bit for bit. A factor that a
+Why it is valid: maxima and casts equal the definition's, bit for bit. A factor that a
 product reads transposed is written transposed: tensor cores multiply FP8 along K only. If the
 backward pass quantizes a tensor of the forward pass, the forward pass computes the maximum, because
 it reads or computes the tensor anyway. The backward pass may recompute the tensor from rounded
@@ -21,7 +21,7 @@ values; what then exceeds the maximum by a rounding saturates. A norm before it 
 
 Without kernels, quantizations are left to be decomposed. So are those in inference of a tensor that
 no epilogue computes (a LayerNorm's or attention's result), because one of Inductor's kernels
-computes it and its rows' maxima; those of all of it are maxima of these. Where the tensor is a
+computes it and its rows' maxima; the maximum of all is the maximum of these. If the tensor is a
 concatenation and an epilogue computes one of its parts (FLUX's MLP beside attention), the maxima
 are of the parts. Only the cast reads the concatenation then, and Inductor makes both in one kernel.
 """
@@ -43,7 +43,7 @@ from coda_inductor.graph.walk import parts as results
 from coda_inductor.record import Record
 from coda_inductor.rewrite.concatenated import columns_of, in_epilogue
 from coda_inductor.rewrite.decompose import decompose_pointwise
-from coda_inductor.rewrite.fp8.norms import make_again, wait
+from coda_inductor.rewrite.fp8.norms import recompute, wait
 from coda_inductor.rewrite.fp8.raising import origin
 from coda_inductor.rewrite.fp8.scales import ALL, ROW, Source, scales
 from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by_rows, scaled_mm
@@ -73,7 +73,7 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
         if waiting is None:
             scope.refresh()
         else:
-            make_again(waiting)
+            recompute(waiting)
             scope = Scope(graph)  # for what the backward pass recomputes
     graph.eliminate_dead_code()
 
@@ -85,24 +85,24 @@ def _quantizations(graph: Graph) -> list[Node]:
 def _expand(nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
     x, gemm = source.x, producer(source.x)
     absorbed = gemm is not None and plan.absorbs(gemm, x, scope)
-    given = {node: arguments(node) for node in nodes}
-    kinds = {tuple(how["dims"]) for how in given.values()}
-    if not absorbed and kinds <= {ROW, ALL} and all(how["divides"] for how in given.values()):
+    calls = {node: arguments(node) for node in nodes}
+    kinds = {tuple(call["dims"]) for call in calls.values()}
+    if not absorbed and kinds <= {ROW, ALL} and all(call["divides"] for call in calls.values()):
         parts = columns_of(x)
         parts = parts if in_epilogue(parts, scope, plan) else []
-        for node, how in given.items() if parts or ALL in kinds else ():
+        for node, call in calls.items() if parts or ALL in kinds else ():
             put = Put(node)
-            own = [put.reshape(part, [-1, fake(part).shape[-1]]) for part in parts] or [x]
-            kind = [how[name] for name in KIND]
-            replace_parts(node, splice(node, quantize_by_rows, [x, own, how["dims"], *kind]))
+            rows = [put.reshape(part, [-1, fake(part).shape[-1]]) for part in parts] or [x]
+            kind = [call[name] for name in KIND]
+            replace_parts(node, splice(node, quantize_by_rows, [x, rows, call["dims"], *kind]))
         return
     put = Put(x if x.op == "call_function" else nodes[0], nodes[0])
-    scale = scales(put, nodes, source, in_epilogue=absorbed, early=x not in scope.graded)
-    places: dict[tuple, list[Node]] = {}
-    for node, how in given.items():
-        key = (node in scope.forward, node in scope.graded, checkpoint(node), how["divides"])
-        places.setdefault(key, []).append(node)
-    for same in places.values():
+    scale = scales(put, nodes, source, in_epilogue=absorbed, forward=x not in scope.graded)
+    groups: dict[tuple, list[Node]] = {}
+    for node, call in calls.items():
+        key = (node in scope.forward, node in scope.graded, checkpoint(node), call["divides"])
+        groups.setdefault(key, []).append(node)
+    for same in groups.values():
         _cast(same, source, scale)
 
 
@@ -116,18 +116,18 @@ def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
             if readers:
                 layouts[i].append((node, readers))
     for pair in itertools.zip_longest(*layouts, fillvalue=(None, ())):
-        given = [
+        specs = [
             (None, None) if node is None else (scale[node], arguments(node)["dtype"])
             for node, _ in pair
         ]
-        how = source.factor, *given[0], *given[1], divide, source.weight
-        both = put(CAST, source.read, *how)
+        args = source.factor, *specs[0], *specs[1], divide, source.weight
+        cast = put(CAST, source.read, *args)
         for i, (node, readers) in enumerate(pair):
             if node is not None:
-                one = put(operator.getitem, both, i)
-                other = put.transpose(one)
+                result = put(operator.getitem, cast, i)
+                other = put.transpose(result)
             for reader, old in readers:
-                reader.replace_input_with(old, one if is_transpose(old) == bool(i) else other)
+                reader.replace_input_with(old, result if is_transpose(old) == bool(i) else other)
     for node in nodes:
         if (inverse := results(node).get(1)) is not None:
             undoes = scale[node]
@@ -137,13 +137,13 @@ def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
 
 
 def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
-    """(reader, what it reads) of those that need rows of the result in FP8, and of those that need
-    columns: products multiply along the dimension with stride one."""
-    found: list[list[tuple[Node, Node]]] = [[], []]
+    """Pairs (reader, the node that it reads): of readers that need rows of the result in FP8, and
+    of readers that need columns. Products multiply along the dimension with stride one."""
+    pairs: list[list[tuple[Node, Node]]] = [[], []]
     if (q := results(node).get(0)) is not None:
         for name in (q, *filter(is_transpose, q.users)):
             for user in name.users:
                 right = user.target is scaled_mm and gemm_inputs(user)[name is q] is name
                 if not is_transpose(user):
-                    found[right].append((user, name))
-    return found
+                    pairs[right].append((user, name))
+    return pairs

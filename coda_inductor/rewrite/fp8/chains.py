@@ -39,7 +39,7 @@ class Chain:
 
     Attributes:
         q: the last node.
-        x: what is quantized, as the chain reads it.
+        x: the quantized tensor, as the chain reads it.
         dims: the dimensions of the amax, counted from the front; empty: everything.
         kind: the other arguments of ``quantize``.
         scale: the node that holds the scale.
@@ -74,25 +74,25 @@ def single(node: Node) -> bool:
 
 
 def chain_of(q: Node) -> Chain | None:
-    """The quantization that ends in ``q``, torchao's or ours; None if there is none."""
+    """The quantization that ends in ``q``, torchao's or ours; None if none ends there."""
     if q.target is operator.getitem and q.all_input_nodes[0].target is quantize:
-        both = q.all_input_nodes[0]
-        given = arguments(both)
-        kind = tuple(given[name] for name in KIND)
-        return Chain(q, given["x"], tuple(given["dims"]), kind, parts(both).get(1), True)
+        op = q.all_input_nodes[0]
+        args = arguments(op)
+        kind = tuple(args[name] for name in KIND)
+        return Chain(q, args["x"], tuple(args["dims"]), kind, parts(op).get(1), True)
     for power_of_two, divides, dtype in _KINDS if converts(q) else ():
         wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
-        found: dict[Node, Any] = {}
-        if not _alike(end, q, found) or (maximum := _maximum(found[amax])) is None:
+        nodes: dict[Node, Any] = {}
+        if not _matches(end, q, nodes) or (maximum := _maximum(nodes[amax])) is None:
             continue
         x, dims = maximum
-        source = found[wide]
+        source = nodes[wide]
         if converts(source) and source is not base(x):
             source = base(source.all_input_nodes[0])
         if source is base(x) and same(fake(x).shape, fake(q).shape):
             dims = _all_but_ones(dims, fake(x).shape) if divides else dims
             kind = fake(q).dtype, power_of_two, divides
-            return Chain(q, x, dims, kind, found[scale], divides)
+            return Chain(q, x, dims, kind, nodes[scale], divides)
     return None
 
 
@@ -100,7 +100,7 @@ def chain_of(q: Node) -> Chain | None:
 def _definition(
     dtype: torch.dtype, power_of_two: bool, divides: bool, maxima: torch.dtype
 ) -> list[Node]:
-    """The trace of ``quantize_by``: the nodes of x and of its maxima, and those of its results."""
+    """The trace of ``quantize_by``: the nodes of x, of its maxima, and of its results."""
 
     def chain(wide: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         return quantize_by(wide, amax, dtype, power_of_two, divides)
@@ -111,18 +111,18 @@ def _definition(
     return [*graph.find_nodes(op="placeholder"), *graph.output_node().args[0]]
 
 
-def _alike(pattern: Any, node: Any, found: dict[Node, Any]) -> bool:
-    """Is ``node`` computed like ``pattern``, up to views? ``found``: pattern node -> graph node."""
+def _matches(pattern: Any, node: Any, nodes: dict[Node, Any]) -> bool:
+    """Is ``node`` computed like ``pattern``, up to views? ``nodes``: pattern node -> graph node."""
     node = base(node)
-    if not isinstance(pattern, Node) or pattern in found:
-        return found.get(pattern, pattern) == node
-    found[pattern] = node
+    if not isinstance(pattern, Node) or pattern in nodes:
+        return nodes.get(pattern, pattern) == node
+    nodes[pattern] = node
     if pattern.op == "placeholder":
         return isinstance(node, Node)
     if not isinstance(node, Node) or node.target is not pattern.target or node.kwargs:
         return False
     pairs = zip(pattern.args, node.args, strict=False)
-    return len(pattern.args) == len(node.args) and all(_alike(*pair, found) for pair in pairs)
+    return len(pattern.args) == len(node.args) and all(_matches(*pair, nodes) for pair in pairs)
 
 
 def _all_but_ones(dims: tuple[int, ...], shape: Any) -> tuple[int, ...]:
@@ -137,9 +137,9 @@ def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:
     """(x, dims) of the node that holds the maximum of abs(x) over ``dims``, and keeps these."""
     if not isinstance(amax, Node) or amax.target not in (aten.max.default, aten.amax.default):
         return None
-    given = arguments(amax)
-    magnitude, dims = given["input"], given.get("dim") or ()
-    if magnitude.target is not aten.abs.default or bool(dims) != bool(given.get("keepdim")):
+    args = arguments(amax)
+    magnitude, dims = args["input"], args.get("dim") or ()
+    if magnitude.target is not aten.abs.default or bool(dims) != bool(args.get("keepdim")):
         return None
     (x,) = magnitude.all_input_nodes
     return x, tuple(sorted(d % fake(x).dim() for d in dims))

@@ -11,12 +11,12 @@ After::
     s = scale(r * amax(abs(h), 1)); q = fp8_cast(x, r, gamma, s)
 
 Why it is valid: n = r h with one positive r a row, so that max |n| = r max |h|, and the cast
-multiplies with r, gamma and s at once. The product does not contain r: its scale is that of n.
+multiplies with r, gamma and s at once. The product does not contain r: its scale is n's.
 Different rounding: eager rounds n to 16 bits before it is quantized, this rounds only x. Only
 maxima read h, so it stays on the tile, and memory has x, which others read as well. Maxima of
-columns need r first: x is read once for them. The norm's gradient does not change; its row sums are
-those of the existing gradient (rule R3 needs exact operands). Another reader in the backward pass
-(a weight gradient in 16 bits) reads n, which is recomputed.
+columns need r first: x is read once for them. The norm's gradient does not change, with its row
+sums (rule R3 needs exact operands). Another reader in the backward pass (a weight gradient in 16
+bits) reads n, which is recomputed.
 The same holds if n is float32 and its casts to 16 bits (one per layer in autocast) are quantized.
 
 Refuses, besides what ``rewrite.norm`` refuses: another reader in the forward pass.
@@ -30,7 +30,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import arguments, fake, is_cast, place, told
+from coda_inductor.graph.nodes import arguments, fake, is_cast, label, locate
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.record import Record
@@ -49,8 +49,8 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     if is_cast(result) and fake(result.all_input_nodes[0]).dtype == torch.float32:
         result = base(result.all_input_nodes[0])
     norm = next(iter(result.all_input_nodes), result)
-    known = NORMS.get(norm.target)
-    if result.target is not operator.getitem or known is None or known.mean is not None:
+    spec = NORMS.get(norm.target)
+    if result.target is not operator.getitem or spec is None or spec.mean is not None:
         return None
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
@@ -59,31 +59,31 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     others = [read for read in others if read[0] not in nodes]
     why = _refusal(norm, others, scope, record)
     if why is not None:
-        record.refuse(known.name, place(norm), why)
+        record.refuse(spec.name, locate(norm), why)
         return None
-    put = Put(norm, pattern=(known.name, norm.name))
-    made = statistics(put, norm, fake(result).dtype)
-    kept = [part for i, part in parts(norm).items() if i > 0]
-    for part in kept:
-        part.replace_all_uses_with(made.statistics[arguments(part)["index"] - 1])
-    prune(kept)
+    put = Put(norm, pattern=(spec.name, norm.name))
+    deferred = statistics(put, norm, fake(result).dtype)
+    stats = [part for i, part in parts(norm).items() if i > 0]
+    for part in stats:
+        part.replace_all_uses_with(deferred.statistics[arguments(part)["index"] - 1])
+    prune(stats)
     x = arguments(norm)["x"]
     x = put.reshape(x, [-1, fake(x).shape[-1]])
-    weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
-    return Source(made.h, x, made.flat, weight, others)
+    weight = None if deferred.gamma is None else put.reshape(deferred.gamma, [1, -1])
+    return Source(deferred.h, x, deferred.flat, weight, others)
 
 
-def make_again(source: Source) -> None:
+def recompute(source: Source) -> None:
     """Let the other readers read the recomputed result of the norm, one for each checkpoint."""
-    made: dict[tuple, Node] = {}
+    results: dict[tuple, Node] = {}
     for user, name in sorted(source.others):
-        if (key := checkpoint(user)) not in made:
+        if (key := checkpoint(user)) not in results:
             put, dtype = Put(user), fake(source.factor).dtype
             wide = put.mul(put.cast(source.read, dtype), source.factor)
             if source.weight is not None:
                 wide = put.mul(wide, put.cast(source.weight, dtype))
-            made[key] = put.cast(wide, fake(name).dtype)
-        user.replace_input_with(name, made[key])
+            results[key] = put.cast(wide, fake(name).dtype)
+        user.replace_input_with(name, results[key])
 
 
 def _reads(result: Node) -> list[tuple[Node, Node]]:
@@ -99,8 +99,8 @@ def _refusal(
         return refuse("disabled", f"options['disable'] names {name}")
     for user, read in others:
         if user in scope.forward or user.op != "call_function":
-            text = f"{told(user)} reads it, no linear layer does"
+            text = f"{label(user)} reads it, no linear layer does"
             return refuse("norm-read-elsewhere", text)
         if fake(read).dim() != 2:
-            return refuse("norm-reshaped", f"{told(user)} changes its rows")
+            return refuse("norm-reshaped", f"{label(user)} changes its rows")
     return input_refusal(norm, scope, record)

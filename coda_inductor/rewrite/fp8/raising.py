@@ -43,9 +43,9 @@ from coda_inductor.graph.nodes import (
     fake,
     is_cast,
     is_transpose,
-    place,
+    label,
+    locate,
     renames,
-    told,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
@@ -63,11 +63,11 @@ def raise_fp8(graph: Graph, record: Record) -> None:
         return
     factors = _Factors(graph, record)
     for node in products:
-        found = _product(node)
-        if isinstance(found, Refusal):
-            record.refuse("fp8", place(node), found)
+        product = _product(node)
+        if isinstance(product, Refusal):
+            record.refuse("fp8", locate(node), product)
         else:
-            _raise(node, found, factors)
+            _raise(node, product, factors)
             record.fire("fp8_product", node.target is aten_scaled_mm)
     graph.eliminate_dead_code()
 
@@ -97,32 +97,32 @@ class _Product:
 
 
 def _product(node: Node) -> _Product | Refusal:
-    """What the product ``node`` means, or why it stays as it is."""
-    given = arguments(node)
+    """The parts of the product ``node``, or why it stays as it is."""
+    args = arguments(node)
     if node.target is scaled_mm:
-        a, b, rows, columns = (given[name] for name in ("a", "b", "inv_a", "inv_b"))
-        return _Product(a, b, node, rows, columns, given["fast"], given["after"], given["bias"])
-    if given["scale_result"] is not None:
-        return refuse("fp8-form", f"{told(node)} has a scale_result")
+        a, b, rows, columns = (args[name] for name in ("a", "b", "inv_a", "inv_b"))
+        return _Product(a, b, node, rows, columns, args["fast"], args["after"], args["bias"])
+    if args["scale_result"] is not None:
+        return refuse("fp8-form", f"{label(node)} has a scale_result")
     if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return refuse("fp8-form", f"the result of {told(node)} is {fake(node).dtype}")
+        return refuse("fp8-form", f"the result of {label(node)} is {fake(node).dtype}")
     rows, columns = fake(node).shape
     if not isinstance(columns, int):
-        return refuse("symbolic-features", f"{told(node)} has a symbolic width")
-    (a, b), bias, fast = gemm_inputs(node), given["bias"], given["use_fast_accum"]
-    scales = given["scale_a"], given["scale_b"]
+        return refuse("symbolic-features", f"{label(node)} has a symbolic width")
+    (a, b), bias, fast = gemm_inputs(node), args["bias"], args["use_fast_accum"]
+    scales = args["scale_a"], args["scale_b"]
     ones = bias is None and constant(scales[0]) == constant(scales[1]) == 1
-    if ones and (found := _multiplied(node)) is not None:
-        return _Product(a, b, *found, fast, True, bias)
-    for scale, wanted in zip(scales, ((rows, 1), (1, columns)), strict=True):
-        alike = single(scale) or same(fake(scale).shape, wanted)
-        if fake(scale).dtype != torch.float32 or not alike:
-            text = f"{told(scale)} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
-            return refuse("fp8-form", f"{told(node)}: {text}, not a scale of rows or columns")
+    if ones and (factors := _outer_scales(node)) is not None:
+        return _Product(a, b, *factors, fast, True, bias)
+    for scale, shape in zip(scales, ((rows, 1), (1, columns)), strict=True):
+        fits = single(scale) or same(fake(scale).shape, shape)
+        if fake(scale).dtype != torch.float32 or not fits:
+            text = f"{label(scale)} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
+            return refuse("fp8-form", f"{label(node)}: {text}, not a scale of rows or columns")
     return _Product(a, b, node, scales[0], scales[1], fast, False, bias)
 
 
-def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
+def _outer_scales(node: Node) -> tuple[Node, Node, Node] | None:
     """(the result, rows' factors, columns' factors) if the product is multiplied with both, and
     rounded again."""
     scaled = only_reader(node)
@@ -139,16 +139,16 @@ def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
     return (end, rows, columns) if fit else None
 
 
-def _raise(node: Node, found: _Product, factors: _Factors) -> None:
-    """Replace the product ``node``, read as ``found``, by the semantic op."""
-    put, out = Put(node, found.end), fake(node).dtype
-    a, rows = factors(put, found.a, found.rows, [-1, 1])
-    b, columns = factors(put, found.b, found.columns, [1, -1])
-    bias = () if found.bias is None else (found.bias,)
-    new = put(scaled_mm, a, b, rows, columns, out, found.fast, found.after, *bias)
-    if _lies(a)[1]:
+def _raise(node: Node, product: _Product, factors: _Factors) -> None:
+    """Replace the product ``node``, read as ``product``, by the semantic op."""
+    put, out = Put(node, product.end), fake(node).dtype
+    a, rows = factors(put, product.a, product.rows, [-1, 1])
+    b, columns = factors(put, product.b, product.columns, [1, -1])
+    bias = () if product.bias is None else (product.bias,)
+    new = put(scaled_mm, a, b, rows, columns, out, product.fast, product.after, *bias)
+    if _layout(a)[1]:
         new.meta[WEIGHT_GRADIENT] = True
-    found.end.replace_all_uses_with(new)
+    product.end.replace_all_uses_with(new)
 
 
 class _Factors:
@@ -156,32 +156,32 @@ class _Factors:
 
     def __init__(self, graph: Graph, record: Record):
         self.record, self.scope = record, Scope(graph)
-        self.known: dict[tuple, tuple[Node, Node]] = {}
+        self.cache: dict[tuple, tuple[Node, Node]] = {}
         self.refused: set[Node] = set()
 
     def __call__(self, put: Put, factor: Node, scale: Node, vector: list[int]) -> tuple[Node, Node]:
         """``factor`` without steps that only change its layout, and what undoes its scale: 0-dim,
         or of the shape ``vector``. A copy stays if no cast of ours can write that layout."""
-        node, turned, copied = _lies(factor)
+        node, transposed, is_copy = _layout(factor)
         q = base(node, lambda n: renames(n) or n.target is aten.clone.default)
         chain = chain_of(q) if self.record.enabled("fp8_quantize") else None
-        made = None if chain is None else self._quantized(chain, fake(node).shape)
+        quantized = None if chain is None else self._quantize(chain, fake(node).shape)
         number = base(scale, relaid)
-        if chain is None or made is None:
+        if chain is None or quantized is None:
             self._refuse(q)
-            if copied:
-                node, turned = factor, False
+            if is_copy:
+                node, transposed = factor, False
         else:
-            (node, inverse), flipped = made
-            turned ^= flipped
+            (node, inverse), flipped = quantized
+            transposed ^= flipped
             scale = number = inverse if chain.is_undone_by(scale) else scale
         if single(number):
             scale, vector = number, []
         if fake(scale).dim() != len(vector) or (vector and fake(scale).shape[vector.index(1)] != 1):
             scale = put.reshape(scale, vector)
-        return put.transpose(node) if turned else node, scale
+        return put.transpose(node) if transposed else node, scale
 
-    def _quantized(self, chain: Chain, shape: Any) -> tuple[tuple[Node, Node], bool] | None:
+    def _quantize(self, chain: Chain, shape: Any) -> tuple[tuple[Node, Node], bool] | None:
         """The quantization of a matrix, and whether the chain quantizes its transpose; None if the
         chain, which is multiplied in ``shape``, has no such matrix."""
         x, dims = chain.x, chain.dims
@@ -197,31 +197,31 @@ class _Factors:
         q = chain.q
         side = q in self.scope.forward, q in self.scope.graded, checkpoint(q)
         key = origin(x), str(width), dims, chain.kind, side
-        if key not in self.known:
+        if key not in self.cache:
             put = Put(q)
             x = x if rank == 2 else put.reshape(x, [-1, width])
-            both = put(quantize, x, list(dims), *chain.kind)
-            self.known[key] = put(operator.getitem, both, 0), put(operator.getitem, both, 1)
+            call = put(quantize, x, list(dims), *chain.kind)
+            self.cache[key] = put(operator.getitem, call, 0), put(operator.getitem, call, 1)
             self.record.fire("fp8_quantize", converts(q))
-        return self.known[key], flipped
+        return self.cache[key], flipped
 
     def _refuse(self, q: Node) -> None:
         """Note, once, why ``q`` is not a supported quantization, if it casts to FP8 at all."""
         if q in self.refused or not converts(q):
             return
         self.refused.add(q)
-        text = f"{told(q)} casts to FP8 in another way than torchao's dynamic scaling"
-        self.record.refuse("fp8", place(q), refuse("fp8-cast", text))
+        text = f"{label(q)} casts to FP8 in another way than torchao's dynamic scaling"
+        self.record.refuse("fp8", locate(q), refuse("fp8-cast", text))
 
 
-def _lies(node: Node) -> tuple[Node, bool, bool]:
+def _layout(node: Node) -> tuple[Node, bool, bool]:
     """(the tensor whose layout ``node`` changes, is it transposed, is it a copy)."""
-    turned = copied = False
+    transposed = is_copy = False
     while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
-        turned ^= is_transpose(node)
-        copied |= node.target is aten.clone.default
+        transposed ^= is_transpose(node)
+        is_copy |= node.target is aten.clone.default
         node = node.all_input_nodes[0]
-    return node, turned, copied
+    return node, transposed, is_copy
 
 
 def _same_view(node: Node) -> bool:

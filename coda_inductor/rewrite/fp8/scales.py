@@ -3,7 +3,7 @@
 
 If a GEMM's epilogue computes a tensor, a maximum over its rows or columns is a reduction there
 (rule R2): plain ``abs`` and ``amax`` nodes, which the fuser absorbs. Any other tensor is read once
-for all its maxima. A tensor's own maximum is that of its rows' or its columns' maxima.
+for all its maxima. A tensor's own maximum is the maximum of its rows' or its columns' maxima.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ ALL: Kind = ()
 
 @dataclass(frozen=True)
 class Source:
-    """What is quantized: ``x``, or, after a deferred norm, ``read * factor * weight`` with
+    """The tensor to quantize: ``x``, or, after a deferred norm, ``read * factor * weight`` with
     ``x = read * weight``.
 
     Attributes:
         x: (M, K), the tensor for the maxima of rows.
-        read: (M, K), what is in memory.
+        read: (M, K), the tensor in memory.
         factor: None, or (M, 1), positive.
         weight: None, or (1, K).
-        others: (reader, what it reads) for other readers of the norm's result.
+        others: (reader, the node that it reads) for other readers of the norm's result.
     """
 
     x: Node
@@ -48,52 +48,52 @@ class Source:
 
 
 def scales(
-    put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, early: bool
+    put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, forward: bool
 ) -> dict[Node, Node]:
     """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
     0-dim, where ``put`` puts. ``in_epilogue``: a GEMM's epilogue computes the source;
-    ``early``: the forward pass has it."""
-    given = {node: arguments(node) for node in nodes}
-    kinds = {tuple(how["dims"]) for how in given.values()}
+    ``forward``: the forward pass has it."""
+    calls = {node: arguments(node) for node in nodes}
+    kinds = {tuple(call["dims"]) for call in calls.values()}
     maxima = _maxima(put, source, kinds, in_epilogue=in_epilogue)
-    made: dict[str, Node] = {}
-    found: dict[Node, Node] = {}
-    for node, how in given.items():
-        x, dims, kind = how["x"], how["dims"], [how[name] for name in KIND]
-        if (key := str((dims, kind))) not in made:
+    by_key: dict[str, Node] = {}
+    result: dict[Node, Node] = {}
+    for node, call in calls.items():
+        x, dims, kind = call["x"], call["dims"], [call[name] for name in KIND]
+        if (key := str((dims, kind))) not in by_key:
             amax = maxima[tuple(dims)]
-            if how["divides"]:  # in the dtype of x, as its definition says
+            if call["divides"]:  # in the dtype of x, as its definition says
                 amax = put.cast(amax, fake(x).dtype)
-            made[key] = splice(put.before, scale_of, [amax, *kind], like=put.like)
-            if early:
-                made[key].meta[EARLY] = True
-        found[node] = made[key]
-    return found
+            by_key[key] = splice(put.before, scale_of, [amax, *kind], like=put.like)
+            if forward:
+                by_key[key].meta[EARLY] = True
+        result[node] = by_key[key]
+    return result
 
 
 def _maxima(
     put: Put, source: Source, kinds: Collection[Kind], *, in_epilogue: bool
 ) -> dict[Kind, Node]:
-    wanted = {ROW: ROW in kinds or COLUMN not in kinds, COLUMN: COLUMN in kinds}
-    found: dict[Kind, Node] = {}
+    needs = {ROW: ROW in kinds or COLUMN not in kinds, COLUMN: COLUMN in kinds}
+    maxima: dict[Kind, Node] = {}
     if in_epilogue:
         magnitude = put(aten.abs.default, source.x)
         for kind in (ROW, COLUMN):
-            if wanted[kind] and (kind == ROW or source.factor is None):
-                found[kind] = put(aten.amax.default, magnitude, list(kind), True)
-        if source.factor is not None and ROW in found:
-            found[ROW] = put.mul(found[ROW], source.factor)
-    missing = [kind for kind in wanted if wanted[kind] and kind not in found]
+            if needs[kind] and (kind == ROW or source.factor is None):
+                maxima[kind] = put(aten.amax.default, magnitude, list(kind), True)
+        if source.factor is not None and ROW in maxima:
+            maxima[ROW] = put.mul(maxima[ROW], source.factor)
+    missing = [kind for kind in needs if needs[kind] and kind not in maxima]
     if missing:
         alone = missing == [COLUMN]  # a weight is a factor of maxima of columns
         x = source.read if alone else source.x
         parts = put(AMAX, x, source.factor, ROW in missing, COLUMN in missing)
         for kind in missing:
             part = put(operator.getitem, parts, 1 - kind[0])
-            found[kind] = put(aten.amax.default, part, list(kind), True)
+            maxima[kind] = put(aten.amax.default, part, list(kind), True)
         if alone and source.weight is not None:
             size = put(aten.abs.default, source.weight)
-            found[COLUMN] = put.mul(found[COLUMN], size)
+            maxima[COLUMN] = put.mul(maxima[COLUMN], size)
     if ALL in kinds:
-        found[ALL] = put(aten.amax.default, next(iter(found.values())))
-    return found
+        maxima[ALL] = put(aten.amax.default, next(iter(maxima.values())))
+    return maxima

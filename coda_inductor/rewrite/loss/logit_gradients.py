@@ -48,20 +48,20 @@ def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node]
 
 
 def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
-    """(dz, c) if ``gradient`` is that of ``logits``, soft-capped by c; else ``gradient`` itself and
-    0. A cap whose tanh is kept with more bits than ``logits`` does not count: the derivative would
-    be less exact if it were computed from the logits."""
+    """(dz, c) if ``logits`` are soft-capped by c, and ``gradient`` is theirs; else ``gradient``
+    itself and 0. A cap whose tanh is kept with more bits than ``logits`` does not count: the
+    derivative would be less exact if it were computed from the logits."""
     capped = base(logits)
     cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
     scaled = only_reader(gradient, renames_or_casts)
-    turned = only_reader(scaled, renames_or_casts)
-    last = only_reader(turned, renames_or_casts)
+    product = only_reader(scaled, renames_or_casts)
+    last = only_reader(product, renames_or_casts)
     if not cap or not _args(t, "tanh") or last is None or _factor(scaled) != cap:
         return gradient, 0.0
     back = _factor(last)
     if back is None or not math.isclose(back * cap, 1, rel_tol=1e-12):
         return gradient, 0.0
-    return (last, cap) if _is_times_slope(turned, t) else (gradient, 0.0)
+    return (last, cap) if _is_times_slope(product, t) else (gradient, 0.0)
 
 
 def through_factor(gradient: Node) -> tuple[Node, float]:
@@ -74,9 +74,9 @@ def through_factor(gradient: Node) -> tuple[Node, float]:
 def _is_times_slope(node: Any, t: Node) -> bool:
     """Is ``node`` something ``* (1 - t * t)``?"""
     for slope in _args(node, "mul")[1:]:
-        one, square = _args(bare(slope), "sub") or (None, None)
+        unit, square = _args(bare(slope), "sub") or (None, None)
         factors = _args(bare(square), "mul")
-        if one == 1 and factors and all(bare(factor) is t for factor in factors):
+        if unit == 1 and factors and all(bare(factor) is t for factor in factors):
             return True
     return False
 

@@ -23,7 +23,7 @@ Why it pays: a second tensor of the logits' size is the memory peak of a trainin
 
 Refuses what saves no memory (``no_gain``): logits of less than two slices, and logits that are no
 output, which Inductor overwrites with their gradient; a gradient with other readers; other ops
-between it and the linear layer than those of ``logit_gradients``.
+between it and the linear layer than ``logit_gradients`` reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import functorch_config
-from coda_inductor.graph.edit import Put, prune, settle
+from coda_inductor.graph.edit import Put, prune, reorder
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import (
     arguments,
@@ -43,10 +43,10 @@ from coda_inductor.graph.nodes import (
     bytes_of,
     fake,
     is_transpose,
+    label,
+    locate,
     may_view,
-    place,
     renames_or_casts,
-    told,
 )
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
@@ -66,67 +66,67 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every ``cross_entropy_backward``."""
     name = "cross_entropy_backward"
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
-        if not record.enabled(name):
-            record.refuse(name, place(node), refuse("disabled", f"options['disable'] names {name}"))
-        elif (why := _slice(node)) is not None:
-            record.refuse(name, place(node), why)
+        off = not record.enabled(name)
+        why = refuse("disabled", f"options['disable'] names {name}") if off else _slice(node)
+        if why is not None:
+            record.refuse(name, locate(node), why)
         else:
             record.fire(name)
 
 
 def _slice(node: Node) -> Refusal | None:
-    given = arguments(node)
-    logits = fake(given["logits"])
+    kwargs = arguments(node)
+    logits = fake(kwargs["logits"])
     columns = logits.shape[-1]
-    gradient, penalty = with_row_term(node, given["logits"])
-    gradient, cap = through_soft_cap(gradient, given["logits"])
+    gradient, penalty = with_row_term(node, kwargs["logits"])
+    gradient, cap = through_soft_cap(gradient, kwargs["logits"])
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
-    turned = [u for u in users if is_transpose(u)]
-    products = [u for u in users if u not in turned] + [u for t in turned for u in t.users]
+    transposed = [u for u in users if is_transpose(u)]
+    products = [u for u in users if u not in transposed] + [u for t in transposed for u in t.users]
     factors = {p: gemm_inputs(p) for p in products if p.target is aten.mm.default}
     dgrads = [p for p, (left, _) in factors.items() if left in names]
-    wgrads = [p for p, (left, _) in factors.items() if left in turned]
+    wgrads = [p for p, (left, _) in factors.items() if left in transposed]
     sums = [p for p in products if _sums_rows(p, columns)]
     for product in products:
         if product not in (*dgrads, *wgrads, *sums):
             returned = any(is_tangent(base(n)) for n in product.all_input_nodes)
             reader = "the gradient of returned logits is added to it"
-            return refuse("logits-read", reader if returned else f"{told(product)} reads it too")
+            return refuse("logits-read", reader if returned else f"{label(product)} reads it too")
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
         return refuse("idiom-form", "it is not the gradient of one linear layer")
     lefts = [(fake(factors[p][0]).shape, p in dgrads) for p in (*dgrads, *wgrads)]
     if not all(same(shape[is_dgrad], columns) for shape, is_dgrad in lefts):
         return refuse("idiom-form", "its linear layer computes several rows of logits at once")
-    weight, x = (factors[found[0]][1] if found else None for found in (dgrads, wgrads))
+    weight, x = (factors[gemms[0]][1] if gemms else None for gemms in (dgrads, wgrads))
     dtypes = {logits.dtype, *(fake(t).dtype for t in (weight, x) if t is not None)}
     if len(dtypes) != 1:
         differ = ", ".join(sorted(map(str, dtypes)))
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
-    if why := no_gain(given["logits"], dgrads, wgrads):
+    if why := no_gain(kwargs["logits"], dgrads, wgrads):
         return refuse("no-gain", why)
     last = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
     put = Put(node, last.next)
     results: dict[Node, Node] = {}
-    dlse = None if penalty is None else _times_softmax(put, given["lse"], *penalty)
-    wide = fake(given["lse"]).dtype
-    dloss, *of_rows = (given[name] for name in ("dloss", "logits", "target", "lse", "number"))
-    how = [given[name] for name in ("ignore_index", "label_smoothing", "reduction")]
+    dlse = None if penalty is None else _times_softmax(put, kwargs["lse"], *penalty)
+    wide = fake(kwargs["lse"]).dtype
+    dloss, *vectors = (kwargs[name] for name in ("dloss", "logits", "target", "lse", "number"))
+    options = [kwargs[name] for name in ("ignore_index", "label_smoothing", "reduction")]
     if factor != 1:
         dloss = put.mul(put.cast(dloss, wide), factor)
         dlse = None if dlse is None else put.mul(dlse, factor)
-    args = (dloss, *of_rows, weight, x, dlse, *how, cap, bool(sums))
+    args = (dloss, *vectors, weight, x, dlse, *options, cap, bool(sums))
     call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
-    for i, found in enumerate((dgrads, wgrads, sums)):
-        if found:
-            results[found[0]] = put(operator.getitem, call, i)
+    for i, gemms in enumerate((dgrads, wgrads, sums)):
+        if gemms:
+            results[gemms[0]] = put(operator.getitem, call, i)
     for bias in sums:
         shape = [1] * (fake(bias).dim() - 1) + [-1]
         viewed = put(aten.view.default, results[bias], shape)
         results[bias] = put.cast(viewed, fake(bias).dtype)
     for old, new in results.items():
         old.replace_all_uses_with(new)
-    settle(list(results.values()))
+    reorder(list(results.values()))
     prune(list(results))
     return None
 
@@ -167,8 +167,8 @@ def _sums_rows(node: Node, columns: Any) -> bool:
     """Is ``node`` the sum of each column of a gradient with ``columns`` columns (a bias's)?"""
     if node.target is not aten.sum.dim_IntList or arguments(node)["dtype"] is not None:
         return False
-    given = arguments(node)
-    source = fake(given["input"])
+    args = arguments(node)
+    source = fake(args["input"])
     rank = source.dim()
-    dims = sorted(d % rank for d in given["dim"] or ())
+    dims = sorted(d % rank for d in args["dim"] or ())
     return dims != [] and dims == [*range(rank - 1)] and same(source.shape[-1], columns)

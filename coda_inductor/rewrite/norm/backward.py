@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.graph.edit import Put, prune, settle
+from coda_inductor.graph.edit import Put, prune, reorder
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.read import change
@@ -42,31 +42,29 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
-from coda_inductor.rewrite.recompute import KEEP
+from coda_inductor.rewrite.recompute import NO_RECOMPUTE
 
 
-def differentiate(
-    found: Uses, norm: Deferred, products: list[Product] | None, scope: Scope
-) -> None:
+def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, scope: Scope) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None where they cannot be told apart."""
     if not all(_at_hand(z, scope) for z, _ in products or ()):
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
-    norm.h.all_input_nodes[0].meta[KEEP] = products is not None
+    norm.h.all_input_nodes[0].meta[NO_RECOMPUTE] = products is not None
     scaled = _Scaled(norm)
-    old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
-    for wgrad, n_is_left in found.wgrads.items():
+    old = [n for gemm in (*uses.wgrads, *uses.dgrads) for n in gemm.all_input_nodes]
+    for wgrad, n_is_left in uses.wgrads.items():
         _weight_gradient(wgrad, n_is_left, norm, scaled)
-    early = found.early
-    for dgrad in found.dgrads if early else ():
+    early = uses.early
+    for dgrad in uses.dgrads if early else ():
         change(dgrad, input=scaled(gemm_inputs(dgrad)[0], dgrad))
-    if (backward := found.backward) is not None:
+    if (backward := uses.backward) is not None:
         results = _gradients(backward, norm, early, products if early else None)
-        for place, part in parts(backward).items():
-            part.replace_all_uses_with(results[place])
+        for i, part in parts(backward).items():
+            part.replace_all_uses_with(results[i])
         old += backward.users
-    settle(list(scaled.made.values()))  # a wgrad may stand before the dgrad, or after it
+    reorder(list(scaled.cache.values()))  # a wgrad may stand before the dgrad, or after it
     prune(old)
 
 
@@ -78,19 +76,19 @@ def _at_hand(z: Node, scope: Scope) -> bool:
 
 
 class _Scaled:
-    """What is read of dz in place of it, put in once for each dz."""
+    """Each dz times the row scale, put in once and read in place of dz."""
 
     def __init__(self, norm: Deferred):
         self.norm, self.wide = norm, fake(norm.flat).dtype
-        self.made: dict[Node, Node] = {}
+        self.cache: dict[Node, Node] = {}
 
     def __call__(self, dz: Node, reader: Node) -> Node:
         """``dz * scale``."""
-        if (key := base(dz)) not in self.made:
+        if (key := base(dz)) not in self.cache:
             put = Put(reader)
             zs = put.mul(put.cast(dz, self.wide), self.norm.flat)
-            self.made[key] = put.cast(zs, fake(dz).dtype)
-        return self.made[key]
+            self.cache[key] = put.cast(zs, fake(dz).dtype)
+        return self.cache[key]
 
 
 def _weight_gradient(wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled) -> None:
@@ -109,8 +107,8 @@ def _gradients(
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
     put = Put(backward, pattern=(f"{norm.name}_backward", backward.name))
-    given, scale = arguments(backward), norm.statistics[0]
-    s, x, gamma, needs = (given[name] for name in ("dy", "x", "weight", "needs"))
+    args, scale = arguments(backward), norm.statistics[0]
+    s, x, gamma, needs = (args[name] for name in ("dy", "x", "weight", "needs"))
     wide = fake(scale).dtype
     s, x_wide = put.cast(s, wide), put.cast(x, wide)
     if not early:

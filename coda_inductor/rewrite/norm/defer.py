@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames, told
+from coda_inductor.graph.nodes import arguments, fake, is_cast, label, locate, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
@@ -49,22 +49,22 @@ def defer_norms(graph: Graph, record: Record) -> None:
         if not record.enabled(name) or _quantized(norm):
             continue
         try:
-            found = _judge(norm, scope, means, record)
+            result = _judge(norm, scope, means, record)
         except Exception as error:  # analysis only: nothing has been changed yet
             logger.debug("analysing %s failed", norm.name, exc_info=True)
-            found = failed(error)
-        if isinstance(found, Refusal):
-            record.refuse(name, place(norm), found)
+            result = failed(error)
+        if isinstance(result, Refusal):
+            record.refuse(name, locate(norm), result)
             means.stays(norm)
             continue
         x = arguments(norm)["x"]  # the norm is gone after this
-        deferred, products = defer(norm, found, scope)
-        differentiate(found, deferred, products, scope)
+        deferred, products = defer(norm, result, scope)
+        differentiate(result, deferred, products, scope)
         if deferred.mean is not None:
             means.note(x, deferred.mean)
         prune(list(norm.users))
         scope.refresh()
-        logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))
+        logger.debug("%s at %s waits for %d GEMMs", name, locate(norm), len(result.gemms))
 
 
 def _quantized(norm: Node) -> bool:
@@ -80,35 +80,35 @@ def _quantized(norm: Node) -> bool:
 
 def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Refusal:
     """The readers of ``norm``, or why it stays."""
-    found = uses(norm, scope)
-    if isinstance(found, Refusal):
-        return found
-    why = _refusal(norm, found, scope, record)
+    result = uses(norm, scope)
+    if isinstance(result, Refusal):
+        return result
+    why = _refusal(norm, result, scope, record)
     if why is not None or NORMS[norm.target].mean is None:
-        return why or found
-    rounded = record.plan.rounds(fake(gemm_inputs(found.gemms[0])[0]))
-    pivot = means.choose(norm, found.dtype, rounded)
+        return why or result
+    rounded = record.plan.rounds(fake(gemm_inputs(result.gemms[0])[0]))
+    pivot = means.choose(norm, result.dtype, rounded)
     if isinstance(pivot, Refusal):
         return pivot
-    found.pivot = pivot
+    result.pivot = pivot
     weight, width = arguments(norm)["weight"], fake(arguments(norm)["x"]).shape[-1]
     vectors = 1 if weight is None else fake(weight).numel() // width
-    return record.plan.norm_loses(found.gemms, vectors) or found
+    return record.plan.norm_loses(result.gemms, vectors) or result
 
 
-def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:
+def _refusal(norm: Node, result: Uses, scope: Scope, record: Record) -> Refusal | None:
     """Why the conditions of all norms do not hold, or None."""
     legal, gradient = record.plan.legal, f"{NORMS[norm.target].name}_backward"
-    if found.backward is not None and not record.enabled(gradient):
+    if result.backward is not None and not record.enabled(gradient):
         return refuse("disabled", f"options['disable'] names {gradient}")
-    if not found.gemms:
+    if not result.gemms:
         return refuse("no-gemm", "no GEMM reads it")
-    if found.dtype == torch.float16 and not record.options.fp16_norms:
+    if result.dtype == torch.float16 and not record.options.fp16_norms:
         return refuse(
             "float16-overflow",
             "float16: the un-normalized operand may overflow (options['fp16_norms'] allows it)",
         )
-    for gemm in found.gemms:
+    for gemm in result.gemms:
         if (why := legal(gemm)) is not None:
-            return why.within(f"{told(gemm)} reads it and is not fused: {{}}")
+            return why.within(f"{label(gemm)} reads it and is not fused: {{}}")
     return input_refusal(norm, scope, record)

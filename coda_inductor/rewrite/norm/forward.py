@@ -44,7 +44,7 @@ from coda_inductor.semantic.norms import NORMS
 
 @dataclass(frozen=True)
 class Deferred:
-    """What took the place of a norm: the operand ``h`` (M, d) of its GEMMs; the ``statistics``
+    """The nodes that replace a norm: the operand ``h`` (M, d) of its GEMMs; the ``statistics``
     (..., 1) that its gradient reads, the row scale first, which is ``flat`` as (M, 1); ``gamma``
     and ``beta``, if it has them. For a norm with a shift, the ``shift`` (M, 1) of what ``h`` was
     made of, and the ``mean`` (..., 1) of x."""
@@ -63,40 +63,40 @@ class Deferred:
 Product = tuple[Node, Node]
 
 
-def defer(norm: Node, found: Uses, scope: Scope) -> tuple[Deferred, list[Product] | None]:
-    """Rewrite the forward pass of ``norm``, whose readers are ``found``. Returns the GEMMs that
+def defer(norm: Node, uses: Uses, scope: Scope) -> tuple[Deferred, list[Product] | None]:
+    """Rewrite the forward pass of ``norm``, whose readers are ``uses``. Returns the GEMMs that
     follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target].name, norm.name)
-    deferred = statistics(Put(norm, pattern=pattern), norm, found.dtype, found.pivot)
-    gradients = found.gradients()
-    made: dict[Node, Node] = {}
-    for gemm in found.gemms:
-        made[gemm] = _scaled(Put(gemm, pattern=pattern), gemm, deferred, scope)
-        gemm.replace_all_uses_with(made[gemm])
+    deferred = statistics(Put(norm, pattern=pattern), norm, uses.dtype, uses.pivot)
+    gradients = uses.gradients()
+    products: dict[Node, Node] = {}
+    for gemm in uses.gemms:
+        products[gemm] = _scaled(Put(gemm, pattern=pattern), gemm, deferred, scope)
+        gemm.replace_all_uses_with(products[gemm])
         prune([gemm])
     if gradients is None:
         return deferred, None
     # The order in which epilogues add their parts up, and so the keys of programs, hang on it.
-    return deferred, [(made[gemm], dz) for gemm, dz in gradients.items()]
+    return deferred, [(products[gemm], dz) for gemm, dz in gradients.items()]
 
 
 def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None = None) -> Deferred:
-    """What takes the place of ``norm`` for GEMMs that read it in ``dtype``; see the module."""
-    record, given = NORMS[norm.target], arguments(norm)
-    x, gamma, shift, mean = given["x"], given["weight"], None, None
+    """The nodes that replace ``norm`` for GEMMs that read it in ``dtype``; see the module."""
+    record, kwargs = NORMS[norm.target], arguments(norm)
+    x, gamma, shift, mean = kwargs["x"], kwargs["weight"], None, None
     wide = statistics_dtype(fake(x).dtype)
     if pivot is not None and not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
         pivot = put.reshape(pivot, [*put.sizes(x)[:-1], 1])
     v = put.cast(x, wide)
     v = v if pivot is None else put.sub(v, pivot)
-    args = (v, dtype, *(given[name] for name in record.numbers))
+    args = (v, dtype, *(kwargs[name] for name in record.numbers))
     rows, means = splice(norm, record.rows, args, meta={"coda_pattern": put.pattern})
     h = v if gamma is None else put.mul(v, put.cast(gamma, wide))
     h = put.reshape(put.cast(h, dtype), [-1, fake(x).shape[-1]])
     flat = put.reshape(rows[0], [-1, 1])
     if pivot is not None:
         mean, shift = put.add(means[0], pivot), put.reshape(means[0], [-1, 1])
-    return Deferred(record.name, gamma, given.get("bias"), h, list(rows), flat, shift, mean)
+    return Deferred(record.name, gamma, kwargs.get("bias"), h, list(rows), flat, shift, mean)
 
 
 def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
@@ -133,8 +133,8 @@ def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
 
     def times(vector: Node) -> Node:
         if fake(vector).numel() != fake(w).shape[0]:
-            each = put.reshape(put.cast(vector, wide), [-1, fake(w).shape[0], 1])
-            return put(aten.sum.dim_IntList, put.mul(each, w), [1], True)
+            rows = put.reshape(put.cast(vector, wide), [-1, fake(w).shape[0], 1])
+            return put(aten.sum.dim_IntList, put.mul(rows, w), [1], True)
         return put.column_sum(put.mul(w, put.reshape(put.cast(vector, wide), [-1, 1])))
 
     colsum = put.column_sum(w) if norm.gamma is None else times(norm.gamma)

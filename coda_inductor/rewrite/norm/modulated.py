@@ -43,15 +43,15 @@ from coda_inductor.semantic.norms import layer_norm
 def take_vectors(graph: Graph, record: Record) -> None:
     """Apply the rewrite to an aten graph, in place."""
     for norm in graph.find_nodes(op="call_function", target=layer_norm):
-        given, results = arguments(norm), parts(norm)
-        if given["weight"] is not None or given["bias"] is not None or [*results] != [0]:
+        args, results = arguments(norm), parts(norm)
+        if args["weight"] is not None or args["bias"] is not None or [*results] != [0]:
             continue
         scaled, weight = _by_row(results[0], "mul")
         if scaled is None:
             continue
         shifted, bias = _by_row(scaled, "add")
         last, put = shifted or scaled, Put(shifted or scaled)
-        new = put(layer_norm, given["x"], _wide(put, weight), bias, given["eps"], fake(last).dtype)
+        new = put(layer_norm, args["x"], _wide(put, weight), bias, args["eps"], fake(last).dtype)
         last.replace_all_uses_with(put(operator.getitem, new, 0))
         prune([last])
         record.fire("modulated")

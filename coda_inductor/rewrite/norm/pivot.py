@@ -25,7 +25,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, told
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, label
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import parts, source
@@ -38,34 +38,34 @@ class Means:
     """The row means that LayerNorms have computed so far, by the tensor that they are of."""
 
     def __init__(self) -> None:
-        self.known: dict[Node, Node] = {}
+        self.means: dict[Node, Node] = {}
 
     def note(self, x: Node, mean: Node) -> None:
-        """Remember ``mean`` (..., 1), that of ``x``."""
-        self.known[source(x)] = mean
+        """Remember ``mean`` (..., 1), the mean of ``x``."""
+        self.means[source(x)] = mean
 
     def stays(self, norm: Node) -> None:
         """Remember the mean that a norm that stays returns beside its result, if it does."""
-        place = NORMS[norm.target].mean
-        if place is None:
+        index = NORMS[norm.target].mean
+        if index is None:
             return
-        mean = parts(norm).get(place)
+        mean = parts(norm).get(index)
         if mean is None:
-            mean = Put(norm, norm.next)(operator.getitem, norm, place)
+            mean = Put(norm, norm.next)(operator.getitem, norm, index)
         self.note(arguments(norm)["x"], mean)
 
     def find(self, norm: Node) -> tuple[Node, list[Node]] | None:
         """The mean of a tensor that the norm's input was made from by adding terms, and these."""
         todo: list[tuple[Node, list[Node]]] = [(source(arguments(norm)["x"]), [])]
-        seen = set()
+        visited = set()
         while todo:
             node, terms = todo.pop()
-            mean = self.known.get(node)
+            mean = self.means.get(node)
             if mean is not None and _fits(mean, norm):
                 return mean, terms
-            if node in seen:
+            if node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             if is_cast(node):  # to fewer bits: source() looks through all others
                 todo.append((source(node.all_input_nodes[0]), terms))
             elif node.target is aten.add.Tensor:
@@ -88,25 +88,25 @@ class Means:
                 "plain ops round its product before the mean is taken away from it "
                 "(options['reference'] does not, as kernels do not)",
             )
-        found = self.find(norm)
-        if found is None:
+        match = self.find(norm)
+        if match is None:
             return refuse(
                 "layer-norm-no-mean",
                 "no LayerNorm before it has computed the mean of a tensor that its input is "
                 "made from: its operand would round at the size of the mean",
             )
-        pivot, terms = found
-        wide = next((t for t in terms if not _rounded(t)), None)
+        pivot, terms = match
+        wide = next((t for t in terms if not _is_rounded(t)), None)
         if wide is not None and dtype != torch.float64:
             return refuse(
                 "layer-norm-wide",
-                f"{told(wide)}, a {fake(wide).dtype} value, is added to the tensor whose mean is "
+                f"{label(wide)}, a {fake(wide).dtype} value, is added to the tensor whose mean is "
                 "known: its operand would round at the size of that value",
             )
         return pivot
 
 
-def _rounded(term: Node) -> bool:
+def _is_rounded(term: Node) -> bool:
     """Does eager round ``term`` to 16 bits, or what it is a multiple of (gates may be float32)?"""
     factors = term.all_input_nodes if term.target is aten.mul.Tensor else []
     whole = [source(n) for n in factors if same(fake(n).shape, fake(term).shape)]

@@ -19,9 +19,9 @@ from coda_inductor.graph.nodes import (
     aten,
     fake,
     is_transpose,
+    label,
     renames,
     renames_or_casts,
-    told,
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -53,36 +53,36 @@ class Uses:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the GEMMs read."""
+        """The dtype in which the GEMMs read the norm."""
         return fake(gemm_inputs(self.gemms[0])[0]).dtype
 
     @property
     def early(self) -> bool:
         """Does a GEMM make every dz, so that its epilogue can scale it? Not where others (adapters)
         multiply dz too: it would be stored twice."""
-        own = {*self.dgrads, *self.wgrads}
+        products = {*self.dgrads, *self.wgrads}
         for dz in (gemm_inputs(dgrad)[0] for dgrad in self.dgrads):
             _, users = readers(base(dz), lambda n: renames(n) or is_transpose(n))
-            if producer(dz) is None or any(u.target in DENSE and u not in own for u in users):
+            if producer(dz) is None or any(u.target in DENSE and u not in products for u in users):
                 return False
         return True
 
     def gradients(self) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
         None where they cannot be told apart (a weight is used twice) or z is hidden by a bias."""
-        found: dict[Node, Node] = {}
+        by_gemm: dict[Node, Node] = {}
         for dgrad in self.dgrads:
             dz, weight = gemm_inputs(dgrad)
-            matrix, turned = _matrix(weight)
-            wanted = (matrix, not turned)
-            same_weight = [g for g in self.gemms if _matrix(gemm_inputs(g)[1]) == wanted]
-            if len(same_weight) != 1 or same_weight[0] in found:
+            matrix, transposed = _matrix(weight)
+            target = (matrix, not transposed)
+            same_weight = [g for g in self.gemms if _matrix(gemm_inputs(g)[1]) == target]
+            if len(same_weight) != 1 or same_weight[0] in by_gemm:
                 return None
             (gemm,) = same_weight
             if gemm.target is not aten.mm.default or not same(fake(gemm).shape, fake(dz).shape):
                 return None
-            found[gemm] = dz
-        return found
+            by_gemm[gemm] = dz
+        return by_gemm
 
 
 def uses(norm: Node, scope: Scope) -> Uses | Refusal:
@@ -90,35 +90,35 @@ def uses(norm: Node, scope: Scope) -> Uses | Refusal:
     outputs = parts(norm)
     if 0 not in outputs:
         return refuse("no-neighbours", "its result is not read")
-    found = Uses()
+    result = Uses()
     statistics = [output for i, output in outputs.items() if i > 0]
-    why = _readers(outputs[0], scope, found) or _gradient(norm, statistics, found)
+    why = _readers(outputs[0], scope, result) or _gradient(norm, statistics, result)
     if why is not None:
         return why
-    dtypes = {fake(gemm_inputs(g)[0]).dtype for g in (*found.gemms, *found.wgrads)}
+    dtypes = {fake(gemm_inputs(g)[0]).dtype for g in (*result.gemms, *result.wgrads)}
     if len(dtypes) > 1:
         return refuse("norm-gemm-dtypes", "its GEMMs run in different dtypes")
-    found.gemms.sort()
-    return found
+    result.gemms.sort()
+    return result
 
 
-def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
+def _readers(output: Node, scope: Scope, result: Uses) -> Refusal | None:
     width = fake(output).shape[-1]
     todo = [output]
     while todo:
         node = todo.pop()
         for user in node.users:
             if user.target in DENSE and [*gemm_inputs(user), bias_of(user)].count(node) > 1:
-                return refuse("no-gemm", f"{told(user)} reads it twice")
+                return refuse("no-gemm", f"{label(user)} reads it twice")
             if user.target in DENSE and gemm_inputs(user)[0] is node and user in scope.forward:
-                found.gemms.append(user)
+                result.gemms.append(user)
             elif _is_wgrad(user, node):
-                found.wgrads[user] = False
+                result.wgrads[user] = False
             elif is_transpose(user) and all(_is_wgrad(u, user) for u in user.users):
-                found.wgrads |= dict.fromkeys(user.users, True)
+                result.wgrads |= dict.fromkeys(user.users, True)
             elif renames_or_casts(user):
                 if not same(fake(user).shape[-1], width):
-                    return refuse("norm-reshaped", f"{told(user)} changes its rows")
+                    return refuse("norm-reshaped", f"{label(user)} changes its rows")
                 todo.append(user)
             elif user.target is grouped_mm:
                 return refuse("norm-experts", "experts read its rows")
@@ -127,13 +127,13 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
                 others = "not only linear layers" if linear else "no linear layer does"
                 reader = consumer(user)
                 part = reader.target in DENSE  # behind a view that no product can read
-                text = f"{told(reader)} reads {'a part of it' if part else f'it, {others}'}"
+                text = f"{label(reader)} reads {'a part of it' if part else f'it, {others}'}"
                 return refuse("norm-read-elsewhere", text)
     return None
 
 
 def _matrix(node: Node) -> tuple[Node, bool]:
-    """What ``node`` is a transpose of, however often, and whether ``node`` is its transpose."""
+    """The matrix under all transposes of ``node``, and whether ``node`` is its transpose."""
     turns = chain(node, is_transpose)
     return turns[-1], len(turns) % 2 == 0
 
@@ -146,19 +146,19 @@ def _is_wgrad(user: Node, node: Node) -> bool:
     return left is node if is_transpose(node) else right is node and is_transpose(left)
 
 
-def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None:
+def _gradient(norm: Node, statistics: list[Node], result: Uses) -> Refusal | None:
     readers = list(dict.fromkeys(user for output in statistics for user in output.users))
     gradient_of = NORMS[norm.target].backward
-    if gradient_of is None and (readers or found.wgrads):
+    if gradient_of is None and (readers or result.wgrads):
         return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
     if not readers:
         return None
-    (found.backward, *others) = readers
-    if others or found.backward.target is not gradient_of:
+    (result.backward, *others) = readers
+    if others or result.backward.target is not gradient_of:
         return refuse("no-gemm", "its statistics are read")
-    gradient = arguments(found.backward)["dy"]
-    found.dgrads = terms(gradient) or []
-    if not found.dgrads:
+    gradient = arguments(result.backward)["dy"]
+    result.dgrads = terms(gradient) or []
+    if not result.dgrads:
         return refuse("norm-gradient", "its gradient is not a sum of GEMMs")
     if len(gradient.users) != 1:
         return refuse("norm-gradient", "its gradient is read elsewhere")
@@ -174,9 +174,9 @@ def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
     if source is None:
         return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
     if (why := plan.legal(source)) is not None:
-        return why.within(f"{told(source)}, which makes its input, is not fused: {{}}")
+        return why.within(f"{label(source)}, which makes its input, is not fused: {{}}")
     if not plan.absorbs(source, x, scope):
         return refuse(
-            "norm-input-elsewhere", f"an op between {told(source)} and it cannot be in an epilogue"
+            "norm-input-elsewhere", f"an op between {label(source)} and it cannot be in an epilogue"
         )
     return None
