@@ -71,9 +71,10 @@ class _Comparison:
         }
         right = self._call(meaning, args)
         for idiom in pattern.idioms:
-            self._agree(
-                f"{idiom.__name__} = {meaning.__name__}", self._call(idiom, args), right, args
-            )
+            claim = f"{idiom.__name__} = {meaning.__name__}"
+            if idiom is meaning:  # which may be random
+                claim = f"two calls of {meaning.__name__}"
+            self._agree(claim, self._call(idiom, args), right, args)
         if pattern.gradient is None or self.zeros:  # a derivative may not exist at zero
             return
 

@@ -92,6 +92,12 @@ def test_a_file_whose_sides_differ_is_refused(tmp_path):
     assert said == said[:1] * 3
 
 
+def test_a_random_meaning_is_refused(tmp_path):
+    text = GATE.replace("torch.sigmoid(gate)", "torch.rand_like(gate)")
+    with pytest.raises(PatternError, match="pattern mine: two calls of meaning: they differ: "):
+        patterns.load_file(write(tmp_path / "random.py", text=text))
+
+
 def test_random_numbers_of_the_process_are_left_alone(tmp_path):
     before = torch.get_rng_state()
     patterns.load_file(write(tmp_path / "good.py"))
