@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 
+from coda_inductor.compat import functorch_config
 from coda_inductor.errors import CodaError
 from coda_inductor.log import logger
 
