@@ -71,8 +71,8 @@ class Store:
         return None if slowest is None else (slowest, "shipped")
 
     def related(self, site: Site) -> Figures | None:
-        """The slowest shipped measurements at the size and layout of ``site``, of programs that
-        differ only in their reductions, or None: an estimate if ``site`` was not measured."""
+        """An estimate for an unmeasured ``site``: the slowest shipped measurements, or None, at its
+        size and layout, of programs that differ only in their reductions."""
         like = _moves(signature(site.program))
         rows = [
             r for text, rows in self._by_signature.items() if _moves(text) == like for r in rows

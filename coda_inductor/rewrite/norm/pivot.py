@@ -114,7 +114,7 @@ def _is_rounded(term: Node) -> bool:
 
 
 def _fits(mean: Node, norm: Node) -> bool:
-    """Can ``norm`` read ``mean``? It can in one checkpoint, if there are as many rows."""
+    """Can ``norm`` read ``mean``? It must be in the same checkpoint and have as many rows."""
     shape = fake(arguments(norm)["x"]).shape
     rows = math.prod(shape[:-1])  # Size.numel() would make a size a number
     return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)
