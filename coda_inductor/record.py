@@ -38,7 +38,7 @@ class Record:
         options: the user's.
         name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
-        later: only start compiling kernels; ``fusing.lower.settle`` waits for them afterwards.
+        later: only start compiling kernels; ``lowering.lower.settle`` waits for them afterwards.
         wraps: the caller applies ``wrappers`` to the compiled graph.
         device: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
         gpu: decide for this GPU model; None for the model of ``device`` or of the tensors.
