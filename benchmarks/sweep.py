@@ -17,7 +17,7 @@ from pathlib import Path
 
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import Figures, to_row
-from coda_inductor.select.store import sites_in
+from coda_inductor.select.measurements import sites_in
 
 #: Configs of a site that ship, and the spread from which on a site does not: something ran beside.
 _BEST, _CALM = 4, 0.03

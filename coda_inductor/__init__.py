@@ -16,7 +16,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
     memory        the tensors that are kept or computed again, within a limit
-    fusing        the pass that fuses: regions become kernel calls
+    lowering      the pass that fuses: regions become kernel calls
     record, plan  notes of one compilation; decisions about fusion in one graph
     fuse          GEMM + neighbours -> EpilogueProgram
     tune, locks   measures sites; one process at a time

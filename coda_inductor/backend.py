@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 from coda_inductor import falls, op_by_op, pass_mode
 from coda_inductor.compat import BackendCompilerFailed, compile_fx, lookup_backend, missing_names
 from coda_inductor.errors import CodaError
-from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
+from coda_inductor.lowering.lower import settle
 from coda_inductor.memory.partition import Partitioner, usable
 from coda_inductor.options import EVERYTHING, parse
 from coda_inductor.record import Record

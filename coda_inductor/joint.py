@@ -29,7 +29,7 @@ from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.runtime import launch, notice, pool
-from coda_inductor.select.store import generation
+from coda_inductor.select.measurements import generation
 
 _NO_PLANNER = (
     "another custom_partitioner_fn is set in torch._inductor.config or torch.compile's options, or "

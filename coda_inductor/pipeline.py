@@ -32,10 +32,10 @@ from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.errors import CodaError, FallbackError, OptionError, suggest
-from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, say_once, warn_once
+from coda_inductor.lowering.driver import fuse_gemms
 from coda_inductor.matching import bodies
 from coda_inductor.options import GEMM, Options, env_disable
 from coda_inductor.plan import Plan
@@ -63,7 +63,7 @@ from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.choice import MANY, SOME
-from coda_inductor.select.store import Store
+from coda_inductor.select.measurements import Measurements
 from coda_inductor.tune.tuner import ASKED, Tuner, spare
 
 
@@ -88,7 +88,7 @@ def _decide(graph: Graph, record: Record) -> None:
     """Decide what may be fused in this graph; start the compile workers, which takes a while."""
     options = record.options
 
-    def tuner(store: Store, device: torch.device) -> Tuner:
+    def tuner(store: Measurements, device: torch.device) -> Tuner:
         every = options.tune == "always"
         seconds = options.tune_seconds or (ASKED if every else spare())
         return Tuner(store, device, seconds, MANY if every else SOME)

@@ -22,8 +22,7 @@ from coda_inductor.graph.sides import Scope, training
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
-from coda_inductor.program import EpilogueProgram, Operand
-from coda_inductor.program import Store as TileStore
+from coda_inductor.program import EpilogueProgram, Operand, Store
 from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
@@ -32,11 +31,11 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
+from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Store, store_of
 
-_STORE = TileStore("out0", "acc", "bfloat16")
+_STORE = Store("out0", "acc", "bfloat16")
 #: A kernel is not measured if it is expected to take this many times the unfused time.
 _FAR = 1.25
 #: Gives the partials of a call their shape where the call is expanded; any legal config will do.
@@ -69,7 +68,7 @@ class Measurer(Protocol):
 
 
 #: Creates the measurer for a store, on a device.
-MakeMeasurer = Callable[[Store, torch.device], Measurer]
+MakeMeasurer = Callable[[Measurements, torch.device], Measurer]
 
 
 @dataclass
@@ -130,7 +129,7 @@ class Plan:
     too_small: Refusal | None = None
     no_kernels: Refusal | None = None
     on_gpu: bool = False
-    store: Store | None = None
+    store: Measurements | None = None
     tuning: Tuning | None = None
 
     def for_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
@@ -157,7 +156,7 @@ class Plan:
         shapes = [(hint(a.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for a, b in pairs]
         device = cuda or pairs[0][0].device
         gpu = self.gpu_model or gpu_of(device)
-        store = store_of(gpu)
+        store = measurements_of(gpu)
         too_small = no_kernels = tuning = None
         if not options.reference:
             no_kernels = availability.kernel_stack(device)

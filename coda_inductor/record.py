@@ -38,7 +38,7 @@ class Record:
         options: the user's options.
         name: the graph's name in reports and debug folders.
         dry: only report decisions: compile nothing, count nothing, warn of nothing.
-        later: only start to compile kernels; ``fusing.lower.settle`` waits for them.
+        later: only start to compile kernels; ``lowering.lower.settle`` waits for them.
         wraps: does the caller apply ``wrappers`` to the compiled graph?
         device: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
         gpu: decide for this GPU model; None for the model of ``device`` or of the tensors.

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor import patterns, pipeline
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import calls
-from coda_inductor.fusing import lower
+from coda_inductor.lowering import lower
 from coda_inductor.plan import Plan
 from coda_inductor.rewrite import embedding, tables
 from coda_inductor.select.choice import Choice

@@ -16,8 +16,8 @@ from measured import HOPPER, figures
 from coda_inductor import pipeline
 from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.figures import key_of, to_row
+from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.site import site_from
-from coda_inductor.select.store import Store
 from coda_inductor.tune import tuner
 
 CUDA = torch.device("cuda", 0)
@@ -62,7 +62,7 @@ class Machine:
 
     def tuner(self, folder: Path, seconds: float = 60.0, most: int | None = 3) -> tuner.Tuner:
         """One whose store is in ``folder``."""
-        store = Store(HOPPER, folder)
+        store = Measurements(HOPPER, folder)
         return tuner.Tuner(store, CUDA, seconds, most, self.process, self)
 
     def process(self, module: str, index: str) -> Process:

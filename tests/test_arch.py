@@ -16,7 +16,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.select.choice import candidates, select
 from coda_inductor.select.config import Config, legal_configs, mainloop_stages
 from coda_inductor.select.device import H100, match_gpu
-from coda_inductor.select.store import Store
+from coda_inductor.select.measurements import Measurements
 
 LARGE, SMALL = "256x256:2x1:co", "128x128:1x1:co"
 NEXT = Arch(
@@ -51,10 +51,12 @@ def test_a_new_generation_is_a_record(machine, tmp_path):
         assert all(config.tile_refusal(NEXT) is None for config in legal)
     assert mainloop_stages(of.program, Config.parse(LARGE), NEXT) > 4
     assert list(map(str, candidates(of, gpu))) == [LARGE, SMALL]
-    assert select(of, gated=True, store=Store(gpu, tmp_path)).refusal.code == "gpu-not-measured"
-    assert select(of, gated=False, store=Store(gpu, tmp_path)).config == LARGE
+    assert (
+        select(of, gated=True, store=Measurements(gpu, tmp_path)).refusal.code == "gpu-not-measured"
+    )
+    assert select(of, gated=False, store=Measurements(gpu, tmp_path)).config == LARGE
     experts = replace(of, program=grouped()["experts_down"])
-    refused = select(experts, gated=False, store=Store(gpu, tmp_path)).refusal
+    refused = select(experts, gated=False, store=Measurements(gpu, tmp_path)).refusal
     assert (refused.code, NEXT.name in refused.text) == ("kernel-form", True)
 
 
@@ -62,7 +64,7 @@ def test_and_a_table(machine, tmp_path):
     of = site("scale", arch=NEXT)
     gpu = table(tmp_path, "NVIDIA N1", keyed(of, figures({SMALL: 50.0})), capability=(13, 1))
     assert (gpu.arch, gpu.rated) == (NEXT, True)
-    found = select(of, gated=True, store=Store(gpu, tmp_path))
+    found = select(of, gated=True, store=Measurements(gpu, tmp_path))
     assert (found.how, found.config, found.ground) == ("kernel", SMALL, "shipped")
 
 

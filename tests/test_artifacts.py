@@ -12,7 +12,7 @@ from processes import python
 
 from coda_inductor import joint
 from coda_inductor.mainloop import availability, environment
-from coda_inductor.select import store
+from coda_inductor.select import measurements
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = """
@@ -69,17 +69,17 @@ def test_artifacts_are_found_and_another_version_is_not(tmp_path):
 @pytest.mark.parametrize("library", ["quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"])
 def test_each_librarys_version_is_in_the_keys(library, monkeypatch):
     """Of graphs, and of folders of kernels and measurements, which no other library changes."""
-    before = availability.identity.__wrapped__(), environment.label(), store.versions()
+    before = availability.identity.__wrapped__(), environment.label(), measurements.versions()
     version = environment.version
     for module in (environment, availability):
         monkeypatch.setattr(module, "version", lambda n: "9.9" if n == library else version(n))
-    after = availability.identity.__wrapped__(), environment.label(), store.versions()
+    after = availability.identity.__wrapped__(), environment.label(), measurements.versions()
     changed = [was != now for was, now in zip(before, after, strict=True)]
     assert changed == [True, *[library != "apache-tvm-ffi"] * 2]
 
 
 def test_torch_its_cuda_and_the_gpu_are_in_the_keys(monkeypatch):
-    identity, versions = availability.identity.__wrapped__(), store.versions()
+    identity, versions = availability.identity.__wrapped__(), measurements.versions()
     monkeypatch.setattr(torch, "__version__", "9.9")
     monkeypatch.setattr(torch.version, "cuda", "99.9")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -88,7 +88,7 @@ def test_torch_its_cuda_and_the_gpu_are_in_the_keys(monkeypatch):
     monkeypatch.setattr(availability, "kernel_stack", lambda _: None)
     other = availability.identity.__wrapped__()
     assert set(other) - set(identity) == {"torch 9.9", "gpu NVIDIA B9: runs"}
-    assert "cuda99.9" in store.versions() != versions
+    assert "cuda99.9" in measurements.versions() != versions
 
 
 def test_our_sources_and_tables_are_in_the_keys(monkeypatch, tmp_path):

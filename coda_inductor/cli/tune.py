@@ -22,11 +22,11 @@ from tabulate import tabulate
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.cli import models
 from coda_inductor.errors import ExplainError, OptionError
-from coda_inductor.select import store
+from coda_inductor.select import measurements
 from coda_inductor.select.choice import MANY
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import Figures
-from coda_inductor.select.store import Store, store_of
+from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.tune.tuner import Tuner
 
 HELP = "measure on this GPU what a model needs; show the measurements"
@@ -59,14 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stores() -> dict[str, dict[str, Figures]]:
     """This user's measurements: the name of each file -> its sites and their figures."""
-    folder = cache_dir() / store.FOLDER
-    return {path.stem: store.sites_in(path) for path in sorted(folder.glob("*.json"))}
+    folder = cache_dir() / measurements.FOLDER
+    return {path.stem: measurements.sites_in(path) for path in sorted(folder.glob("*.json"))}
 
 
 def report(tables: dict[str, dict[str, Figures]]) -> str:
     """The measurements as tables with one line per site: the fastest variant, and by how much."""
     if not tables:
-        return f"no measurements yet (they would be in {cache_dir() / store.FOLDER})\n"
+        return f"no measurements yet (they would be in {cache_dir() / measurements.FOLDER})\n"
     parts = []
     heads = ("site", "M x N x K", "best kernel", "us", "unfused us", "gain", "+-")
     for name, sites in tables.items():
@@ -78,7 +78,7 @@ def report(tables: dict[str, dict[str, Figures]]) -> str:
 
 def _tune_left(seconds: float) -> None:
     """Measure the sites that were compiled without a measurement."""
-    cache = store_of(gpu_of(device := _device()))
+    cache = measurements_of(gpu_of(device := _device()))
     if not (sites := cache.left()):
         raise OptionError("no sites are left to measure: name a model, or use --report")
     before, tuner = set(cache.user_rows()), Tuner(cache, device, seconds, MANY)
@@ -99,7 +99,7 @@ def _tune(arguments: argparse.Namespace) -> None:
 
     settings = {"tune": "always", "tune_seconds": arguments.seconds} | models.options_of(arguments)
     options = replace(parse(None, settings), strict=False)
-    cache = store_of(gpu_of(device := _device()))
+    cache = measurements_of(gpu_of(device := _device()))
     for tokens in arguments.tokens or [None]:
         model, args, kwargs = models.model_of(arguments, tokens)
         before = set(cache.user_rows())
@@ -108,10 +108,10 @@ def _tune(arguments: argparse.Namespace) -> None:
         _summary(cache, before, f"{args[0].shape[1]} tokens" if arguments.hf else arguments.target)
 
 
-def _summary(cache: Store, before: set[str], noun: str) -> None:
+def _summary(cache: Measurements, before: set[str], noun: str) -> None:
     new = len(set(cache.user_rows()) - before)
     if new:
-        store.advance()
+        measurements.advance()
     sys.stdout.write(f"{noun}: {new} sites measured, kept in {cache.path}\n")
 
 

@@ -32,7 +32,7 @@ from coda_inductor.memory.candidates import Drop, Stash
 from coda_inductor.memory.halves import add_halves
 from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
-from coda_inductor.memory.planner import Chain, Choice
+from coda_inductor.memory.planner import DOUBT, Chain, Choice
 from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport, size_text
@@ -125,7 +125,11 @@ def mark(
             "compiled one by one, as under FSDP2, need a share from 0 to 1 instead (docs/memory.md)"
         )
     whole = chain.layers > 1 and limit.share < 1
-    least = chain.cut(timeline.peak) if limit.room is not None or whole else 0
+    least = 0
+    if limit.room is not None:  # what is predicted to fit counts
+        least = chain.cut(timeline.peak)
+    elif whole:
+        chain.cut(timeline.peak, DOUBT)
     choice = chain.first(fits)
     if choice is None and limit.room is not None:
         raise OptionError(_too_little(limit, least))

@@ -30,9 +30,9 @@ from coda_inductor.select.device import Gpu
 _MOST = 1024
 #: So many groups of one kind belong to layers, which change one by one.
 _MANY = 4
-#: Of two peaks that are nearer than this the lower one may be the higher: each prediction is within
-#: 2 %, because Inductor reorders (OLMoE: 6.95 GiB, predicted as 7.07).
-_SURE = 0.96
+#: A peak that is predicted to be lower by a smaller part may be higher: each prediction is right
+#: within 2 %, because Inductor reorders (OLMoE: 6.95 GiB, predicted as 7.07).
+DOUBT = 0.04
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class Chain:
             low, high = (low, middle) if fits(self[middle]) else (middle + 1, high)
         return self[low]
 
-    def cut(self, peak: Callable[[Drop], int]) -> int:
-        """Remove choices whose peak is not surely below the peak of a faster choice, because the
-        tensors that they compute again are alive at once. Returns the least peak. Between two
-        points, peaks follow the layers one by one."""
+    def cut(self, peak: Callable[[Drop], int], doubt: float = 0.0) -> int:
+        """Remove choices whose peak is not below the peak of a faster choice, by more than its
+        fraction ``doubt``, because the tensors that they compute again are alive at once. Returns
+        the least peak. Between two points, peaks follow the layers one by one."""
         ends = [i for i, state in enumerate(self.states) if not state.key[1]]
         rest, least = self.states[:1], peak(self[0].drop)
         for here, after in itertools.pairwise(ends):
-            if (value := peak(self[after].drop)) > _SURE * least:
+            if (value := peak(self[after].drop)) >= (1 - doubt) * least:
                 continue
             between = range(here + 1, after + 1)
             below = functools.partial(self._below, peak, least)

@@ -5,7 +5,8 @@ site          a program with its sizes and surroundings, and the choice for it
 device        the GPU that a choice is for
 config        kernel configs, and the legal ones for a program
 legality      can a site be a kernel?
-figures       the measurements of one site; store: the files of measurements
+figures       the measurements of one site
+measurements  all measurements for a GPU, and their files
 roofline      expected times without a measurement
 gate          is a fused site expected to win?
 choice        the choice for a site, and the configs that are worth a measurement

@@ -18,20 +18,20 @@ from coda_inductor.select.config import Config, configs_in, legal_configs
 from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.legality import unsupported
+from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Store, store_of
 
 #: How many configs of a site are compiled and timed: by default, and with ``tune="always"``.
 SOME, MANY = 6, 16
 
 
 def select(
-    site: Site, *, gated: bool, store: Store | None = None, optimistic: bool = False
+    site: Site, *, gated: bool, store: Measurements | None = None, optimistic: bool = False
 ) -> Choice:
     """Choose how ``site`` runs on its device; deterministic, without measuring. With ``gated`` a
     kernel must be faster than the unfused ops. ``store``: measurements (None: an H100's).
     ``optimistic``: on a GPU without data, kernels win until they are measured."""
-    store = store_of(H100) if store is None else store
+    store = measurements_of(H100) if store is None else store
     choice = _select(site, store, gated=gated, optimistic=optimistic)
     if not (site.crowded and choice.config) or "counter" not in site.arch.features:
         return choice
@@ -44,7 +44,7 @@ def select(
     return choice if wrong else replace(choice, config=twin)
 
 
-def _select(site: Site, store: Store, *, gated: bool, optimistic: bool) -> Choice:
+def _select(site: Site, store: Measurements, *, gated: bool, optimistic: bool) -> Choice:
     gpu = store.gpu
     ground = "roofline" if gpu.rated else "unknown"
     if (why := unsupported(site)) is not None:

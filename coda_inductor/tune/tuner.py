@@ -31,8 +31,8 @@ from coda_inductor.select import roofline
 from coda_inductor.select.choice import candidates
 from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of, signature
+from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.site import Site, site_text
-from coda_inductor.select.store import Store
 from coda_inductor.tune import inputs
 
 _WORKER = "coda_inductor.tune.worker"
@@ -78,7 +78,7 @@ class Tuner:
     """
 
     def __init__(
-        self, store: Store, device: torch.device, seconds: float, most: int | None,
+        self, store: Measurements, device: torch.device, seconds: float, most: int | None,
         start: Callable[..., Child] = Child, compiler: Any = pool,
     ):  # fmt: skip
         self.store, self.most = store, most

@@ -15,8 +15,8 @@ from coda_inductor import pipeline, plan
 from coda_inductor.__main__ import main
 from coda_inductor.cli import tune as command
 from coda_inductor.mainloop import availability
-from coda_inductor.select import store as measurements
-from coda_inductor.select.store import FOLDER, Store
+from coda_inductor.select import measurements
+from coda_inductor.select.measurements import FOLDER, Measurements
 
 WON = figures({"128x128:2x1:pp": 50.0, "128x192:2x1:pp": 40.0}, m=8192, spread=0.012,
               name="layers.0.mlp.gate_proj + up_proj")  # fmt: skip
@@ -28,7 +28,7 @@ BROKEN = figures({}, failed={"128x128:2x1:pp": "hangs"}, m=8192, name="lm_head")
 def cache(tmp_path, monkeypatch):
     """An empty cache; the store of a GPU model in it."""
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
-    return Store(HOPPER, tmp_path / FOLDER)
+    return Measurements(HOPPER, tmp_path / FOLDER)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def gpu(cache, monkeypatch):
     monkeypatch.setattr(command, "gpu_of", lambda _: HOPPER)
     monkeypatch.setattr(plan, "gpu_of", lambda _: HOPPER)
     for module in (command, plan):
-        monkeypatch.setattr(module, "store_of", lambda _: cache)
+        monkeypatch.setattr(module, "measurements_of", lambda _: cache)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr("coda_inductor.arch._archs", {0: HOPPER.arch})
     return machine

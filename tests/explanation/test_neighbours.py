@@ -14,7 +14,7 @@ from torch import nn
 from zoo.layers import Attention, Gated, Spelled
 
 from coda_inductor import explain
-from coda_inductor.fusing.driver import _Planner
+from coda_inductor.lowering.driver import _Planner
 from coda_inductor.refusal import refuse
 
 ROWS, WIDTH, INNER, HEAD, RANK = 8192, 2048, 8192, 128, 16

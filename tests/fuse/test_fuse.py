@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, leave_custom_ops, randn, reasons, side_by_side
 
-from coda_inductor.fusing import driver
+from coda_inductor.lowering import driver
 from coda_inductor.refusal import Refused, refuse
 
 M, N, K = 6, 10, 8

@@ -19,7 +19,7 @@ from zoo.layers import Gated
 
 from coda_inductor import pipeline
 from coda_inductor.compat import BackendCompilerFailed
-from coda_inductor.fusing import driver
+from coda_inductor.lowering import driver
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
@@ -27,8 +27,8 @@ from coda_inductor.report import SiteReport
 from coda_inductor.select.choice import MANY, SOME
 from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import key_of
+from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Store
 from coda_inductor.tracing import dry_run
 
 CUDA = torch.device("cuda", 0)
@@ -50,7 +50,7 @@ class Measurer:
         asked: the names of all sites that it was asked for, a list a round.
     """
 
-    store: Store
+    store: Measurements
     us: Callable[[Site], float | None]
     asked: list[list[str]] = field(default_factory=list)
     left: dict[str, Site] = field(default_factory=dict)
@@ -122,14 +122,14 @@ def plan(monkeypatch, tmp_path):
     def planned(us=lambda _: 50.0, gpu=H100, model=block, mode=None, train=False, m=M, d=D, **how):
         torch._dynamo.reset()
         options = {name: value for name, value in how.items() if value is not None}
-        store = Store(gpu, tmp_path / str(next(number)))
+        store = Measurements(gpu, tmp_path / str(next(number)))
         measurer = Measurer(store, us)
 
         def tuner(*given):
             measurer.given = given
             return measurer
 
-        monkeypatch.setattr("coda_inductor.plan.store_of", lambda _: store)
+        monkeypatch.setattr("coda_inductor.plan.measurements_of", lambda _: store)
         monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: gpu)
         monkeypatch.setattr(pipeline, "Tuner", tuner)
         record = Record(parse(mode, options), "test", dry=True, device=CUDA)

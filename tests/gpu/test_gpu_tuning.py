@@ -32,7 +32,7 @@ import torch
 import coda_inductor
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import key_of
-from coda_inductor.select.store import store_of
+from coda_inductor.select.measurements import measurements_of
 from coda_inductor.tune import tuner
 from layers import errors, make
 
@@ -56,7 +56,7 @@ with torch.no_grad():
     eager = model(*xs)
     got = torch.compile(model, backend="coda", options=options)(*xs)
     exact = model.float()(*(x.float() for x in xs))
-store = store_of(gpu_of())
+store = measurements_of(gpu_of())
 print(json.dumps({
     "measured": measured, "left": left, "known": store.gpu.sites is not None,
     "sites": {s.site: s.how for s in coda_inductor.reports()[-1].sites},

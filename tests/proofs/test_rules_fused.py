@@ -14,8 +14,8 @@ from rationals import Kernels, after, joint, results
 from test_rules import SUBJECTS, by, defer, everywhere, subject
 
 from coda_inductor.fuse import emit
-from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.nodes import fake
+from coda_inductor.lowering.driver import fuse_gemms
 from coda_inductor.patterns.equal import difference
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.rewrite.decompose import decompose_most

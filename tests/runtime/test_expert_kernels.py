@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo.experts import Block, given, two_weights
 
 from coda_inductor.arch import BLACKWELL
-from coda_inductor.fusing import lower
+from coda_inductor.lowering import lower
 from coda_inductor.mainloop import availability
 from coda_inductor.runtime import on_cuda, pool
 from coda_inductor.semantic.experts import WGRAD

@@ -16,8 +16,8 @@ from coda_inductor.select.choice import MANY, candidates, select
 from coda_inductor.select.config import Config, configs_in
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import signature
+from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.roofline import MARGIN, around_us, fused_us, products_us
-from coda_inductor.select.store import Store
 
 ONE = site("rms_partial")
 NEW = site("rms_partial", k=3072)  # of a size that no table has
@@ -27,14 +27,14 @@ LOSES = figures({FIRST: 120.0, SECOND: 110.0, "64x16:1x1:co": 1.0})  # the last 
 
 @pytest.fixture
 def here(tmp_path):
-    return Store(HOPPER, tmp_path)
+    return Measurements(HOPPER, tmp_path)
 
 
 def test_measured_here_before_shipped_before_the_roofline(tmp_path):
     gpu = table(tmp_path / "tables", found=keyed(ONE, figures({SECOND: 40.0})))
-    expected = select(ONE, gated=True, store=Store(borrowing(gpu), tmp_path))
+    expected = select(ONE, gated=True, store=Measurements(borrowing(gpu), tmp_path))
     assert (expected.ground, expected.measured) == ("roofline", False)
-    store = Store(gpu, tmp_path)
+    store = Measurements(gpu, tmp_path)
     shipped = select(ONE, gated=True, store=store)
     assert (shipped.how, shipped.config, shipped.fused_us) == ("kernel", SECOND, 40.0)
     assert (shipped.ground, shipped.measured, shipped.unfused_us) == ("shipped", True, 100.0)
@@ -47,7 +47,7 @@ def test_the_config_is_that_of_the_nearest_measured_site_of_a_program_like_it(tm
     like = signature(ONE.program)
     rows = keyed(site("rms_partial", m=512), figures({FIRST: 50.0, SECOND: 60.0}, like=like))
     rows |= keyed(site("rms_partial", n=4096), figures({FIRST: 60.0, SECOND: 50.0}, like=like))
-    store = Store(table(tmp_path / "tables", found=rows), tmp_path)
+    store = Measurements(table(tmp_path / "tables", found=rows), tmp_path)
     for m, config in ((1024, FIRST), (4096, SECOND)):
         found = select(replace(ONE, m=m), gated=False, store=store)
         assert (found.config, found.ground) == (config, "roofline")
@@ -112,7 +112,7 @@ def test_where_nothing_is_known_nothing_is_fused_but_on_demand(here):
 
 def test_beside_collectives_tiles_come_from_a_counter(tmp_path):
     """Blackwell's always do."""
-    store = Store(table(tmp_path / "tables"), tmp_path)
+    store = Measurements(table(tmp_path / "tables"), tmp_path)
     for known in (False, True):
         if known:
             store.add(keyed(ONE, figures({FIRST: 50.0})))
@@ -123,7 +123,7 @@ def test_beside_collectives_tiles_come_from_a_counter(tmp_path):
         assert beside == replace(alone, config=twin)
     store.add(keyed(ONE, figures({alone.config: 50.0}, failed={twin: "wrong"})))
     assert select(replace(ONE, crowded=True), gated=True, store=store).config == alone.config
-    store, order = Store(B200, tmp_path), configs(replace(ONE, arch=BLACKWELL))
+    store, order = Measurements(B200, tmp_path), configs(replace(ONE, arch=BLACKWELL))
     mine = replace(ONE, arch=BLACKWELL, crowded=True)
     assert select(mine, gated=False, store=store).config == order[0]
     store.add(keyed(ONE, figures({order[1]: 50.0})))

@@ -13,10 +13,10 @@ from programs import kinds
 
 from coda_inductor import cache_dir
 from coda_inductor.program import Step
-from coda_inductor.select import store as kept
+from coda_inductor.select import measurements as kept
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import from_row, key_of, rows_class, signature, to_row
-from coda_inductor.select.store import Store, as_text, sites_in
+from coda_inductor.select.measurements import Measurements, as_text, sites_in
 
 ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
@@ -24,7 +24,7 @@ FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0
 
 def test_what_another_process_measures_is_found(tmp_path, monkeypatch):
     """A store a process: each looks again when the file changes, and only then."""
-    here, there = Store(HOPPER, tmp_path), Store(HOPPER, tmp_path)
+    here, there = Measurements(HOPPER, tmp_path), Measurements(HOPPER, tmp_path)
     assert here.find(ONE) is None
     there.add(keyed(ONE, FAST))
     assert here.find(ONE) == (FAST, "here")
@@ -32,7 +32,7 @@ def test_what_another_process_measures_is_found(tmp_path, monkeypatch):
     assert there.find(OTHER) == (SLOW, "here")
     assert there.find(ONE) == (FAST, "here")
     assert set(there.user_rows()) == {key_of(ONE), key_of(OTHER)}
-    assert Store(HOPPER, tmp_path).user_rows() == there.user_rows()
+    assert Measurements(HOPPER, tmp_path).user_rows() == there.user_rows()
     there.add(keyed(ONE, SLOW))  # again
     assert here.find(ONE) == (SLOW, "here")
     monkeypatch.setattr(kept, "sites_in", lambda _: pytest.fail("read again"))
@@ -41,10 +41,10 @@ def test_what_another_process_measures_is_found(tmp_path, monkeypatch):
 
 def test_another_model_gets_no_shipped_measurements(tmp_path):
     gpu = table(tmp_path / "tables", found=keyed(ONE, SLOW))
-    assert Store(borrowing(gpu), tmp_path).find(ONE) is None
+    assert Measurements(borrowing(gpu), tmp_path).find(ONE) is None
     mine = replace(borrowing(gpu), sites=table(tmp_path, "NVIDIA H901", keyed(ONE, FAST)).sites)
-    assert Store(mine, tmp_path).find(ONE) == (FAST, "shipped")
-    assert Store(B200, tmp_path).find(ONE) is None
+    assert Measurements(mine, tmp_path).find(ONE) == (FAST, "shipped")
+    assert Measurements(B200, tmp_path).find(ONE) is None
 
 
 M, N, K = 4096, 2048, 1024
@@ -68,7 +68,7 @@ def like(us: float):
 
 def test_another_spelling_is_found_at_its_size_and_layout_alone(tmp_path):
     """Of several the slower counts."""
-    store = Store(table(tmp_path / "tables", found=keyed(at(), like(40.0))), tmp_path)
+    store = Measurements(table(tmp_path / "tables", found=keyed(at(), like(40.0))), tmp_path)
     assert key_of(at(spelled())) != key_of(at())
     assert store.find(at(spelled())) == (like(40.0), "shipped")
     for other in (at(kinds()["act_bwd"]), at(n=2 * N), at(m=2 * M), replace(at(), b_major="k"),
@@ -76,14 +76,14 @@ def test_another_spelling_is_found_at_its_size_and_layout_alone(tmp_path):
         assert store.find(other) is None
     for us in ((40.0, 44.0), (44.0, 40.0)):
         rows = keyed(at(), like(us[0])) | keyed(at(spelled()), like(us[1]))
-        store = Store(table(tmp_path / str(us), found=rows), tmp_path)
+        store = Measurements(table(tmp_path / str(us), found=rows), tmp_path)
         assert store.find(at(spelled("abs"))) == (like(44.0), "shipped")
 
 
 def test_the_nearest_in_size_of_programs_that_are_alike(tmp_path):
     rows = keyed(at(), like(40.0)) | keyed(at(m=8 * M), like(300.0))
     rows |= keyed(at(kinds()["act_bwd"], n=N // 2), replace(like(1.0), like="other"))
-    store = Store(table(tmp_path / "tables", found=rows), tmp_path)
+    store = Measurements(table(tmp_path / "tables", found=rows), tmp_path)
     assert store.nearest(at(n=N // 2)) == like(40.0)
     assert store.nearest(at(spelled(), m=4 * M)) == like(300.0)
     assert store.nearest(replace(at(n=N // 2), copied=(512, 512))) == like(40.0)
@@ -93,31 +93,31 @@ def test_the_nearest_in_size_of_programs_that_are_alike(tmp_path):
 
 
 def test_other_models_and_versions_have_another_file(tmp_path, monkeypatch):
-    old = Store(HOPPER, tmp_path)
+    old = Measurements(HOPPER, tmp_path)
     old.add(keyed(ONE, FAST))
     for gpu in (B200, H100):
-        assert Store(gpu, tmp_path).path != old.path
+        assert Measurements(gpu, tmp_path).path != old.path
     for what, value in (("RENDERER_VERSION", "other"), ("label", lambda: "quack9")):
         with monkeypatch.context() as patch:
             patch.setattr(kept, what, value)
-            new = Store(HOPPER, tmp_path)
+            new = Measurements(HOPPER, tmp_path)
             assert new.path != old.path
             assert new.find(ONE) is None
     monkeypatch.setattr("torch.version.cuda", "99.9")
-    assert "cuda99.9" in Store(HOPPER, tmp_path).path.name
+    assert "cuda99.9" in Measurements(HOPPER, tmp_path).path.name
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff\xfe", b"{}", b'{"format": 1, "sites": 3}'])
 def test_a_damaged_file_is_one_warning(text, tmp_path, warned):
-    path = Store(HOPPER, tmp_path).path
+    path = Measurements(HOPPER, tmp_path).path
     path.write_bytes(text)
-    store = Store(HOPPER, tmp_path)
+    store = Measurements(HOPPER, tmp_path)
     assert [store.find(ONE) for _ in range(3)] == [None] * 3
     assert store.gpu == HOPPER
     (said,) = warned()
     assert path.name in said
     store.add(keyed(ONE, FAST))  # it is replaced
-    assert Store(HOPPER, tmp_path).find(ONE) == (FAST, "here")
+    assert Measurements(HOPPER, tmp_path).find(ONE) == (FAST, "here")
     assert len(warned()) == 1
 
 
@@ -126,16 +126,16 @@ def test_a_damaged_file_is_one_warning(text, tmp_path, warned):
 )
 def test_a_damaged_line_is_skipped(row, tmp_path, warned):
     """A file of another format, or none, is no warning either."""
-    assert Store(HOPPER, tmp_path).find(ONE) is None
+    assert Measurements(HOPPER, tmp_path).find(ONE) is None
     text = as_text(HOPPER, keyed(ONE, FAST)).replace('"sites": [', f'"sites": [{row},')
-    path = Store(HOPPER, tmp_path).path
+    path = Measurements(HOPPER, tmp_path).path
     path.write_text(text)
-    store = Store(HOPPER, tmp_path)
+    store = Measurements(HOPPER, tmp_path)
     assert store.find(ONE) == (FAST, "here")
     assert len(store.user_rows()) == 1
     assert not warned()
     path.write_text(text.replace('"format": 1', '"format": 99'))
-    assert Store(HOPPER, tmp_path).find(ONE) is None
+    assert Measurements(HOPPER, tmp_path).find(ONE) is None
 
 
 def test_one_site_a_line_in_the_order_of_their_keys(tmp_path):
@@ -152,11 +152,11 @@ def test_one_site_a_line_in_the_order_of_their_keys(tmp_path):
 
 def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warned):
     one, other, third = replace(site(), name="a"), site("swiglu", n=8192), site(m=512)
-    store = Store(HOPPER, tmp_path)
+    store = Measurements(HOPPER, tmp_path)
     assert store.left() == []
     store.leave([one, other])
     store.leave([replace(one, name="b")])
-    assert Store(HOPPER, tmp_path).left() == [replace(one, name="b"), other]
+    assert Measurements(HOPPER, tmp_path).left() == [replace(one, name="b"), other]
     store.add(keyed(other, figures({"x": 1.0})))
     assert store.left() == [replace(one, name="b")]
     store.leave([replace(third, k=64 * k) for k in range(1, 257)])
@@ -169,9 +169,9 @@ def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warned):
 def test_a_read_only_cache_is_looked_into(tmp_path, monkeypatch):
     """An image's: its measurements are found, and what this user measures counts more."""
     image, mine = tmp_path / "image", tmp_path / "mine"
-    Store(HOPPER, image / kept.FOLDER).add(keyed(ONE, SLOW) | keyed(OTHER, SLOW))
+    Measurements(HOPPER, image / kept.FOLDER).add(keyed(ONE, SLOW) | keyed(OTHER, SLOW))
     monkeypatch.setattr(cache_dir, "cache_dirs", lambda: (mine, image))
-    store = Store(HOPPER)
+    store = Measurements(HOPPER)
     assert store.path.parent == mine / kept.FOLDER
     assert store.find(ONE) == (SLOW, "shipped")
     store.add(keyed(ONE, FAST))

@@ -16,7 +16,7 @@ from coda_inductor import locks
 from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.choice import candidates
 from coda_inductor.select.figures import key_of, signature
-from coda_inductor.select.store import Store
+from coda_inductor.select.measurements import Measurements
 from coda_inductor.tune import tuner
 
 ONE, OTHER, THIRD = site("rms_partial"), site("scale"), site("swiglu", n=8192)
@@ -51,7 +51,7 @@ def test_what_was_found_is_kept(machine, tmp_path):
     (tried,) = (message["configs"] for _, message in machine.said if "configs" in message)
     assert tried == wanted(THIRD, most=2)
     assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
-    found, where = Store(HOPPER, tmp_path).find(THIRD)
+    found, where = Measurements(HOPPER, tmp_path).find(THIRD)
     assert (list(found.us), where) == (tried, "here")
     assert (found.name, found.like, found.m) == ("swiglu", signature(THIRD.program), THIRD.m)
 
@@ -234,13 +234,13 @@ def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, mo
     """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     second = machine.tuner(tmp_path)
-    with another(Store(HOPPER, tmp_path), x=1.0):
+    with another(Measurements(HOPPER, tmp_path), x=1.0):
         assert second.measure([ONE, OTHER])
     assert not machine.said
     assert set(second.left) == {key_of(OTHER)}
     assert second.store.find(ONE) is not None
     monkeypatch.delenv("WORLD_SIZE")  # who is no rank measures what is left
-    with another(Store(HOPPER, tmp_path)):
+    with another(Measurements(HOPPER, tmp_path)):
         assert machine.tuner(tmp_path).measure([OTHER])
     assert machine.measured == [key_of(OTHER)]
 
@@ -268,7 +268,7 @@ def test_nothing_is_raised(name, machine, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("coda_inductor.select.store.write", full)
+    monkeypatch.setattr("coda_inductor.select.measurements.write", full)
     mine = machine.tuner(tmp_path)
     assert mine.measure([THIRD])
     assert set(mine.store.user_rows()) == {key_of(THIRD)}

@@ -25,7 +25,6 @@ from coda_inductor.fuse.pair import alternating, find_pair
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import find_sum
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
-from coda_inductor.fusing.lower import SITE, lower
 from coda_inductor.graph.collectives import ahead, overlap
 from coda_inductor.graph.gemms import (
     GEMMS,
@@ -42,6 +41,7 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import consumer, readers
 from coda_inductor.log import logger
+from coda_inductor.lowering.lower import SITE, lower
 from coda_inductor.options import GEMM
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, failed, refuse

@@ -37,7 +37,7 @@ _FORMAT = 1
 _GENERATION = "generation"
 
 
-class Store:
+class Measurements:
     """All measurements for ``gpu``: this user's and the shipped ones.
 
     Attributes:
@@ -155,9 +155,9 @@ def advance() -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def store_of(gpu: Gpu) -> Store:
+def measurements_of(gpu: Gpu) -> Measurements:
     """The store of this process for ``gpu``."""
-    return Store(gpu)
+    return Measurements(gpu)
 
 
 def versions() -> str:
