@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our passes as Inductor runs them, with a ``uuid`` for the keys of torch's caches. The pass on the
-aten graph may run twice on one graph: Inductor passes on nested regions more than once."""
+aten graph may run twice on one graph: Inductor calls it more than once for nested regions."""
 
 from __future__ import annotations
 

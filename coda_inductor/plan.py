@@ -214,8 +214,8 @@ class Plan:
         return choice.how != "unfused"
 
     def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
-        """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N); ``w`` is (E, K, N) if the GEMM
-        has operands of the kinds ``routes``."""
+        """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if the GEMM has
+        operands of the kinds ``routes``."""
         names = dtype_name(x.dtype), dtype_name(w.dtype)
         if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"

@@ -81,7 +81,7 @@ def _uniform(program: EpilogueProgram) -> frozenset[str]:
 
 
 def _factors(program, reduce, uniform) -> tuple[str, str] | None:
-    """The factors of ``reduce.value`` if it is a product that nothing else reads."""
+    """The factors of ``reduce.value`` if it is a product with no other reader; else None."""
     if reduce.combine != "add" or program.paired:
         return None
     step = next((s for s in program.steps if s.name == reduce.value), None)

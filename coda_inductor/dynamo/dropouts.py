@@ -23,10 +23,10 @@ Layers of one x, p, rank and dtype share an op, at most ``MOST`` and ``LOW_RANK`
 x in between (peft's, to float32) becomes the op's own. Leaves alone: dropout without a mask (p = 0,
 evaluation); wide layers.
 
-Refuses: a masked x that is read elsewhere too (DoRA); a bias; p of 1 or that is not a number; few
-rows; in-place or mode changes between a dropout and its layer; float64 on a GPU; devices without
-kernels, unless ``options["reference"]`` is set; ``torch._inductor.config.fallback_random``, which
-asks for eager's masks.
+Refuses: a masked x that is read elsewhere too (DoRA); a bias; a p of 1, or a p that is not a
+number; few rows; in-place or mode changes between a dropout and its layer; float64 on a GPU;
+devices without kernels, unless ``options["reference"]`` is set;
+``torch._inductor.config.fallback_random``, which asks for eager's masks.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
 
 
 def _gather_source(call: Call) -> tuple[Node, Node] | None:
-    """The source and the index of gathered rows: x[i], index_select(x, 0, i), gather(x, 0, i)."""
+    """(source, index) of gathered rows, x[i], index_select(x, 0, i) or gather(x, 0, i); or None."""
     index = call.get("index")
     if call.op == "getitem" and isinstance(index, Node):
         return call["input"], index

@@ -164,7 +164,7 @@ def _widens(node: Node) -> bool:
 
 
 def _dtype(value: object) -> torch.dtype | None:
-    """The dtype of a value, or of the parts of a tensor that was split."""
+    """The dtype of a value, or of the parts of a tensor that was split; else None."""
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return getattr(first, "dtype", None)
 
@@ -176,7 +176,7 @@ def _fake(arg: object) -> object:
 
 
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
-    """The reason if the op's result, for the recorded fake values, is unlike the idiom's."""
+    """The reason if the op's result, for recorded fake values, is unlike the idiom's; or None."""
     want = fake(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:

@@ -30,7 +30,7 @@ def _name(node: Node) -> bool:
 
 
 def _passes(node: Node) -> bool:
-    """Like ``_name``, for numbers with a gradient: ``node`` passes it on and truncates nothing."""
+    """Does ``node`` rename or cast numbers (``_name``), pass on a gradient and truncate nothing?"""
     if not _name(node) or kind(node) == "detaches":
         return False
     return all(fake(n).is_floating_point() for n in (node, node.all_input_nodes[0]))
@@ -93,8 +93,8 @@ class Pairs:
         return call is not None and (call["min"], call["max"]) == (None, self.experts - 1)
 
     def bias(self, node: Any) -> tuple[Node, Node] | None:
-        """(matrix, index) if ``node`` holds, for each sorted pair, the matrix's row of its expert.
-        Rows without an expert may have any values."""
+        """(matrix, index) if ``node`` holds, for each sorted pair, the matrix's row of its expert;
+        else None. Rows without an expert may have any values."""
         call = called(node, "getitem")
         if call is None or fake(call["input"]).dim() != 2:
             return None
@@ -149,7 +149,7 @@ def _index(call: Call) -> Any:
 
 
 def _sorted(perm: Any) -> Node | None:
-    """The ids that ``perm`` sorts in ascending order: argsort(ids), or the second of sort(ids)."""
+    """The ids that ``perm`` sorts in ascending order, by argsort(ids) or sort(ids)[1]; or None."""
     call = called(perm, "argsort", "getitem")
     if call is not None and call.op == "getitem":
         call = called(call["input"], "sort") if call["index"] == 1 else None
@@ -215,7 +215,7 @@ class Sum:
         return self.weights is not None
 
     def _add(self, call: Call) -> bool:
-        """Accept the bias of each row's expert, while rows are sorted and not weighted yet. After a
+        """Is it a bias of each row's expert, while rows are sorted and not weighted yet? After a
         mask it is refused, because pairs without an expert would get a bias too."""
         bias = self.pairs.bias(call["other"] if call["input"] is self.node else call["input"])
         early = not (self.back or self.emptied or self.bias or self.weights)
@@ -225,8 +225,8 @@ class Sum:
         return self.bias is not None
 
     def _weights(self, node: Node) -> Node | None:
-        """The weights of pairs in token order; ``node`` is (M, 1) or (T, top_k, 1), in present
-        order."""
+        """The weights of pairs in token order, if ``node``, (M, 1) or (T, top_k, 1), holds them in
+        the present order of rows; else None."""
         tensor = fake(node)
         if tensor is None or not same(tensor.shape[-1], 1):
             return None
@@ -250,7 +250,7 @@ class Sum:
         return self.back
 
     def _setitem(self, call: Call) -> bool:
-        """Accept ``rows[perm] = y``, where ``rows`` were zeros."""
+        """Is it ``rows[perm] = y``, where ``rows`` were zeros?"""
         rows, index = call["input"], call["index"]
         users = [u for u in rows.users if u is not call.node]
         zeros = op_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
@@ -275,7 +275,7 @@ class Sum:
         return self.done
 
     def _scatter_add(self, call: Call) -> bool:
-        """Accept rows that are added to the row of their token."""
+        """Are rows added to the row of their token?"""
         onto, index = call["input"], call["index"]
         plain = call.get("alpha") in (None, 1) and call["dim"] in (0, -2)
         if self.back or not plain or call["source"] is not self.node:
@@ -289,7 +289,7 @@ class Sum:
         return True
 
     def _bmm(self, call: Call) -> bool:
-        """Accept a product of weights (T, 1, top_k) and rows (T, top_k, d)."""
+        """Is it a product of weights (T, 1, top_k) and rows (T, top_k, d)?"""
         w = call["input"]
         tensor = fake(w)
         if self.weights is not None or not self.back or call["mat2"] is not self.node:

@@ -39,7 +39,7 @@ from coda_inductor.semantic.loss import row_logsumexp
 
 def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
     """Replace ``region``, planned as ``site``, by a call of ``coda_inductor::gemm_epilogue``;
-    returns the call. ``strict`` as that op takes it.
+    returns the call. ``strict`` is passed to the op.
 
     The graph is in order afterwards and the region's nodes are gone.
     """

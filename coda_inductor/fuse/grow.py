@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grow a GEMM's epilogue: which neighbours run on its accumulator tile, as which program.
+"""Grow a GEMM's epilogue: choose the neighbors that run on its accumulator tile, as a program.
 
 Before::
 
@@ -41,7 +41,8 @@ def grow(
     """The largest legal region around ``anchors``, or around their sum ``total``; ``lanes`` as in
     :class:`Region`. All anchors must be on the same side.
 
-    Raises: Refused: an anchor's own result would have to be stored, but cannot be.
+    Raises:
+        Refused: an anchor's own result would have to be stored, but cannot be.
     """
     bans = dict(bans or {})
     initial = set(bans)
@@ -61,7 +62,7 @@ def grow(
 
 
 def _fewer_tiles(first: Grower) -> Grower:
-    """``first``, or a region with fewer loads that computes what the backward pass recomputes."""
+    """``first``, or a region with fewer loads that recomputes values as the backward pass does."""
     region, scope, tiles = first.region, first.scope, first.tiles()
     recomputed = {tile for tile in tiles if scope.recomputed(tile)}
     if not recomputed:

@@ -156,7 +156,8 @@ class Grower(Tile):
         self.region.values[total] = "acc"
 
     def _final_refusal(self, node: Node) -> Refusal | None:
-        """The reason why no larger region can absorb ``node`` either, if that is certain."""
+        """The reason why no larger region can absorb ``node`` either; None if that is not
+        certain."""
         if node in self.bans:
             return self.bans[node]
         if node.op == "output":

@@ -51,8 +51,8 @@ class Region:
         values: absorbed nodes, the anchors included, and their values in the program.
         copies: nodes of which the tile computes a copy, while the originals stay for other readers.
         operands: the tensors that are read, each with its kind: one of ``KINDS``, or ``SWAPPED``.
-        lanes: nodes that select the even (0) or the odd (1) columns of the one anchor, which are
-            its accumulators, and no other reader exists.
+        lanes: the only readers of the one anchor: they select its even (0) or its odd (1) columns,
+            each an accumulator.
         heads: for a region that rotates heads: columns per head, how many of these are rotated, and
             the distance of the two columns of a pair (``program.heads``).
         eager: does each node round its value to its dtype, as eager does?
@@ -123,7 +123,7 @@ class Region:
         return self.steps[int(name[1:])] if re.fullmatch(r"v\d+", name) else None
 
     def unrounded(self, value: Value) -> Step | None:
-        """The step that computes ``value``, before it is rounded."""
+        """The step that computes ``value`` before it is rounded, or None."""
         step = self.step(value)
         rounds = step is not None and step.op in ROUNDING.values()
         return self.step(step.args[0]) if step is not None and rounds else step

@@ -65,7 +65,7 @@ class Tile:
 
     def _begin(self, node: Node, acc: Value) -> Refusal | None:
         """Apply the scales (FP8) and the bias that the GEMM op itself applies to its product.
-        Returns the reason if it cannot."""
+        Returns the reason if that is impossible, else None."""
         shape, bias, scales = fake(node).shape, bias_of(node), scales_of(node)
         for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
             if operand is None:

@@ -156,7 +156,7 @@ def converts(node: Any) -> bool:
 
 
 def is_cast(node: Any) -> bool:
-    """Does ``node`` convert between float types, and do nothing else?
+    """Insert the nodes of ``function``, plain torch code, for ``source``; returns the results.
 
     In a joint graph, a conversion from float64 to a narrower type does not count: programs of
     float64 GEMMs compute in float64 and do not round.

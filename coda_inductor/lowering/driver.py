@@ -225,7 +225,8 @@ class _Planner:
         return region if region.work else None
 
     def _grow(self, builder: Builder) -> tuple[Region, Site] | None:
-        """The region without disabled patterns, small enough for a kernel, and its site."""
+        """The region without disabled patterns, small enough for a kernel, and its site; or
+        None."""
         bans = dict(self.bans)
         while (region := builder(bans)) is not None and not self.record.enabled("residual"):
             adds = [node for node in _residual_adds(region) if node not in bans]
@@ -243,7 +244,7 @@ class _Planner:
         return None
 
     def _judge(self, region: Region, site: Site, report: SiteReport) -> _SitePlan | Refusal | None:
-        """The plan of ``region``, or the reason why it is not fused."""
+        """The plan of ``region``; or the reason why it is not fused, None if none is known."""
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
         names = [*(patterns if patterns == ["epilogue"] else _SITE_COUNTERS.intersection(patterns))]
@@ -318,7 +319,7 @@ def _is_wgrad(anchor: Node) -> bool:
 
 
 def _excuse(anchor: Node, why: Refusal | None) -> Refusal | None:
-    """``why``, but never as a failure of a weight gradient, whose K no kernel may support."""
+    """``why``, but as an excused reason for a weight gradient, whose K no kernel may support."""
     return why.excused() if why is not None and _is_wgrad(anchor) else why
 
 

@@ -27,7 +27,7 @@ def cache_folder() -> str | None:
 
 
 def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
-    """The path of a kernel's file; ``how`` as ``mod.kernel_name`` takes it."""
+    """The path of a kernel's file; ``how`` is passed to ``mod.kernel_name``."""
     file = store.kernel_path(kernel_name(program, config, *how))
     return file if file.exists() else store.read_only(file) or file
 

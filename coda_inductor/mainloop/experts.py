@@ -86,7 +86,8 @@ def _position(
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``semantic.experts.route``; ``experts`` at most 1022.
 
-    Raises: ValueError: there are more.
+    Raises:
+        ValueError: there are more.
     """
     m, width = ids.shape[0], triton.next_power_of_2(experts + 2)
     if width > _MOST_EXPERTS:

@@ -79,8 +79,8 @@ def _span(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
 
 
 def join(call: Call) -> Call | None:
-    """``torch.cat`` or ``torch.stack`` as the tensors and a dimension, counted from the last. Empty
-    parts of a ``cat`` are left out."""
+    """``torch.cat`` or ``torch.stack`` as tensors and a dimension, counted from the last; or None.
+    Empty parts of a ``cat`` are left out."""
     tensors, dim = call["tensors"], _from_end(call["dim"], call.node)
     if dim is None or not isinstance(tensors, (tuple, list)):
         return None

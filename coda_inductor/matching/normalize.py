@@ -59,16 +59,15 @@ def literal_call(node: Node, normal: Call | None) -> Call | None:
 
 
 def _cast(call: Call) -> Call | None:
-    """A cast between floating types, or any cast in an idiom, which has no recorded types. Casts
-    from or to 8 bits do not count: they are quantization, and torch does not promote these
-    types."""
+    """A cast between floating types, or any cast in an idiom, which has no recorded types; or None.
+    Casts from or to 8 bits are quantization, and torch does not promote these types."""
     if fake(call.node) is None and call.get("memory_format") is None:
         return call.to("cast", input=call["input"])
     return call.to("cast", input=call["input"]) if is_cast(call.node) else None
 
 
 def _sum(call: Call) -> Call | None:
-    """``add`` or ``sub``, if it has no ``alpha``."""
+    """``add`` or ``sub``; None with an ``alpha``."""
     unscaled = call.get("alpha") in (None, 1)
     return call.to(call.op, input=call["input"], other=call["other"]) if unscaled else None
 
@@ -123,7 +122,7 @@ def _norm(*names: str) -> Callable[[Call], Call | None]:
 
 
 def _literal_view(call: Call) -> Call | None:
-    """``view`` or ``reshape`` as the tensor, then the sizes one by one."""
+    """``view`` or ``reshape`` as the tensor, then the sizes one by one; None for a dtype."""
     sizes = call.get("size")
     if sizes is None:
         return None  # the same bits as numbers of another type
@@ -133,7 +132,7 @@ def _literal_view(call: Call) -> Call | None:
 
 def _loss(call: Call) -> Call | None:
     """A loss of classes without weights as (input, target, ignore_index, reduction), and the label
-    smoothing of a cross entropy."""
+    smoothing of a cross entropy; None for others."""
     weighted = any(call.get(key) is not None for key in ("weight", "size_average", "reduce"))
     if weighted or isinstance(call["reduction"], int):  # as the aten op has it
         return None
@@ -142,7 +141,7 @@ def _loss(call: Call) -> Call | None:
 
 
 def _reduction(call: Call) -> Call | None:
-    """A reduction with ``keepdim``, if it is over the last dimension only."""
+    """A reduction with ``keepdim`` over only the last dimension; None for others."""
     keeps = call.get("keepdim") is True and call.get("dtype") is None
     last = keeps and is_last(call["dim"], call["input"])
     return call.to(f"{call.op}_last", input=call["input"]) if last else None
@@ -158,14 +157,14 @@ def is_last(dim: Any, x: Any) -> bool:
 
 
 def _var(call: Call) -> Call | None:
-    """The variance, if it is biased and over the last dimension, which it keeps."""
+    """The biased variance over the last dimension, which it keeps; None for others."""
     biased = call.get("correction") == 0 or call.get("unbiased") is False
     last = biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
     return call.to("var_last", input=call["input"]) if last else None
 
 
 def _log_softmax(call: Call) -> Call | None:
-    """A log-softmax, if it is over the last dimension; its ``dtype`` argument becomes a cast."""
+    """A log-softmax over the last dimension, its ``dtype`` argument as a cast; None for others."""
     last = is_last(call["dim"], call["input"])
     return call.to("log_softmax_last", input=call["input"]) if last else None
 

@@ -119,7 +119,7 @@ def _pieces(expr: Any, kinks: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _solved(key: Any, root: Any) -> dict[Any, Any]:
-    """``key = root``, solved for a symbol that ``key`` is linear in; None if there is none."""
+    """The solution of ``key = root`` for a symbol that ``key`` is linear in; empty without one."""
     for symbol in sorted(key.free_symbols, key=str):
         slope = sympy.diff(key, symbol)
         if slope.is_number and slope != 0:

@@ -78,7 +78,8 @@ class Signature:
         return tuple(number(match, n) if self.is_number(n) else bound[n] for n in self.names)
 
     def condition(self, match: Match) -> Refusal | None:
-        """The condition of every meaning: floating tensors of one shape, and constant numbers."""
+        """The reason if tensors are not floating or of one shape, or numbers not constant; or
+        None."""
         numbers = constant(*(n for n in self.names if self.is_number(n)))
         if (reason := numbers(match)) is not None:
             return reason

@@ -44,7 +44,7 @@ def consistent(program: EpilogueProgram, exact: Collection[str] = ()) -> Epilogu
 
 
 def inconsistent(program: EpilogueProgram) -> Reduce | None:
-    """The first reduction over N that reads an unrounded value which is stored rounded, if any."""
+    """The first reduction over N that reads an unrounded value of a rounded store, or None."""
     rounding = _Rounding(program)
     rows = (reduce for reduce in program.reduces if reduce.axis == "row")
     return next((reduce for reduce in rows if rounding(reduce.value) != reduce.value), None)

@@ -118,7 +118,7 @@ class Kernel:
                 self.plans[a_major, b_major, other, device] = plan
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
-        """Store operands by name, in the form that the kernel needs; returns the C operand."""
+        """Store operands by name, in the form that the kernel needs. Returns C, or None."""
         c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
             if operand.spec.route:

@@ -29,8 +29,8 @@ def select(
     site: Site, *, gated: bool, store: Measurements | None = None, optimistic: bool = False
 ) -> Choice:
     """Choose how ``site`` runs on its device; deterministic, without measuring. With ``gated`` a
-    kernel must be faster than the unfused ops. ``store``: measurements (None: an H100's).
-    ``optimistic``: on a GPU without data, kernels win until they are measured."""
+    kernel must be faster than the unfused ops; otherwise any legal one runs. ``store``:
+    measurements (None: an H100's). ``optimistic``: without data, kernels win until measured."""
     store = measurements_of(H100) if store is None else store
     choice = _select(site, store, gated=gated, optimistic=optimistic)
     if not (site.crowded and choice.config) or "counter" not in site.arch.features:

@@ -60,7 +60,8 @@ class Measurements:
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
         """The measurements of ``site``, and their origin: "here" (this user's) or "shipped". They
-        may come from a similar program (``figures.signature``); of several the slowest counts."""
+        may come from a similar program (``figures.signature``); of several the slowest counts. None
+        if there are none."""
         self._refresh()
         key = key_of(site)
         if (figures := self._user_rows.get(key)) is not None:
@@ -156,7 +157,7 @@ def advance() -> None:
 
 @functools.lru_cache(maxsize=16)
 def measurements_of(gpu: Gpu) -> Measurements:
-    """The store of this process for ``gpu``."""
+    """The measurements for ``gpu`` in this process."""
     return Measurements(gpu)
 
 

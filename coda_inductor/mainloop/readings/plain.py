@@ -77,7 +77,8 @@ class Plain:
     def bind(self, as_: Tensors, bs: Tensors) -> Binding:
         """The operands of any call, copied if they cannot be read in place.
 
-        Raises: UnpairableError: they can neither be read nor copied.
+        Raises:
+            UnpairableError: they can neither be read nor copied.
         """
         return self.left(as_[0]), self.right(bs[0]), "", ()
 
