@@ -6,7 +6,7 @@
 Layer map (imports only point down; ``pyproject.toml`` has the contract)::
 
     cli           the commands of ``python -m coda_inductor``
-    explanation   explain(): what the backend does with a model, as a table and a page
+    explanation   explain(): the backend's effect on a model, as a table and a page
     backend       the entry point
     torchtitan    its trainer's head and loss as one graph
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
@@ -15,18 +15,18 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     joint, pipeline   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
-    memory        what the forward pass keeps and what is computed again, within a limit
+    memory        the tensors that are kept or computed again, within a limit
     lowering      the pass that fuses: regions become kernel calls
-    record, plan  what one compilation did; what may be fused in a graph, and pays
+    record, plan  notes of one compilation; decisions about fusion in one graph
     fuse          GEMM + neighbours -> EpilogueProgram
     tune, locks   measures sites; one process at a time
     processes     our own processes beside the user's
     runtime, debug   the custom op, compile workers, launches; debug folders
     select        is a site legal, with which config, and does it win?
-    mainloop, report   programs in QuACK's kernels; what happened to each GEMM
+    mainloop, report   programs in QuACK's kernels; reports of each GEMM
     codegen, patterns, table   program -> CuTeDSL source; pattern files and their proofs; tables
     matching, graph     matching on Dynamo's graph; reading and editing graphs
-    semantic, program   the ops that idioms become; what a program is and means
+    semantic, program   the ops that idioms become; epilogue programs and their meaning
     arch, options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
 """
 
@@ -70,7 +70,7 @@ _MODULES = {
 
 
 def __dir__() -> list[str]:
-    """The API, for completion."""
+    """The public names, for completion."""
     return sorted((*__all__, "__version__"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m coda_inductor COMMAND``: the table of commands. Each has its own file in ``cli``.
+"""The table of commands, ``python -m coda_inductor COMMAND``. Each has its own file in ``cli``.
 
 A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.
 """
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def _versions() -> Iterable[str]:
-    """What a bug report needs: the versions, and why no kernels run here, if so."""
+    """The lines for a bug report: the versions, and the reason if kernels cannot run here."""
     for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
         name, value = line.split(" ", maxsplit=1)
         yield f"{name:<20}{value}"

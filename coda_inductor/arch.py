@@ -21,17 +21,17 @@ def _all(*lines: str, more: str = "") -> str:
 
 @dataclass(frozen=True, eq=False)
 class Arch:
-    """One generation; two of them are equal only if they are the same object.
+    """One generation of GPUs. Records are compared by identity.
 
     Attributes:
         name: for people.
-        majors: its major compute capabilities.
+        majors: the major compute capabilities that it covers.
         configs: the candidates as texts (``select.config``), by the kind of program: "common", and
             "fp8", "fp8 fast" and "experts" where these differ. Without "common" there are no
             kernels. The first legal one runs until a site is measured.
-        rare: more common candidates, which need more shared memory for the main loop.
-        defaults: one of these runs instead of the first, the one that leaves the fewest
-            processors idle.
+        rare: more candidates of the kind "common", which need more shared memory for the main loop.
+        defaults: instead of the first config, the one of these that leaves the fewest processors
+            idle runs.
         widest: the most columns of a tile by its rows, for the ping-pong and the cooperative
             schedule; None if that is unknown.
         smem_bytes: shared memory of a CTA.
@@ -39,7 +39,7 @@ class Arch:
             more than these runs only if no other is legal.
         rows, columns: the most rows of a tile that an epilogue moves at a time, and its columns if
             the program loads tiles.
-        period: a thread has the same columns in each run of so many columns.
+        period: a thread has the same columns in each run of this many columns.
         two_ctas: two CTAs of a cluster split the rows of a tile.
         features: "counter" (tiles may be assigned by a counter in memory; elsewhere hardware does
             so in all kernels), "experts" (rows of experts), "mixed" (e4m3 times e5m2),
@@ -63,7 +63,7 @@ class Arch:
 
     @property
     def runs(self) -> bool:
-        """Are there kernels?"""
+        """Does this generation have kernels?"""
         return "common" in self.configs
 
 
@@ -158,7 +158,7 @@ def arch_with(capability: tuple[int, int]) -> Arch:
 
 @functools.cache
 def _other(capability: tuple[int, int]) -> Arch:
-    """A generation without kernels of ours. Ada (8.9) was the first that casts to FP8."""
+    """A generation that has no kernels of ours. Ada (8.9) was the first one with casts to FP8."""
     casts = frozenset({"casts"}) if capability >= (8, 9) else frozenset()
     return Arch("compute capability {}.{}".format(*capability), features=casts)
 

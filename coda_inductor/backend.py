@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point: ``torch.compile(model, backend="coda")``.
 
-Options, our passes on Dynamo's graph, Inductor with our passes on the aten graph.
+It reads the options, runs our passes on Dynamo's graph, and calls Inductor with our passes on the
+aten graph.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def coda(
     options: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph.
+    """Compile one Dynamo graph. Returns the compiled function.
 
     Args:
         gm: the torch-level graph that Dynamo captured.
@@ -53,8 +54,8 @@ def coda(
 
 
 def _for_dynamo(error: CodaError) -> Exception:
-    """``error`` of its own type, as Dynamo lets it through. Dynamo wraps other errors, and writes
-    advice for bugs of torch's behind the text."""
+    """``error`` with its own type, in a form that Dynamo does not wrap. Dynamo wraps other errors,
+    and adds advice for bugs of torch to the text."""
     kind, trace = type(error), error.__traceback__
     body = {
         "__module__": kind.__module__,
@@ -124,8 +125,8 @@ def _compiled(
 
 
 class _Names(dict[str, Any]):
-    """Torch's table of backends, in which ours may be registered twice. Threads that compile for
-    the first time at the same time each register it, and torch rejects the second one."""
+    """Torch's table of backends, in which ours may be registered twice. If two threads compile for
+    the first time at the same time, both register it, and torch rejects the second registration."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) and self.get(str(name)) is not coda

@@ -4,14 +4,14 @@
 Kernels are machine code: a user who can write there can run code as this user. So a folder is used
 only if no other user can have put a file into it:
 
-- no folder on its path may be world-writable, except sticky ones such as ``/tmp``; what lies in a
-  sticky one must belong to this user or to root, links included;
+- no folder on its path may be world-writable, except sticky ones such as ``/tmp``; files in a
+  sticky folder must belong to this user or to root, links included;
 - the default folder must belong to this user or to root. One that ``CODA_CACHE_DIR`` names may
   belong to another user and be writable by a group: whoever set the variable decided to share it.
 
 Otherwise there is one warning, and a folder of mode 0700 under the temporary directory is used. If
-``CODA_CACHE_DIR`` names a read-only folder (of a container image), it is read; what it lacks is
-kept where it would be without that variable.
+``CODA_CACHE_DIR`` names a read-only folder (of a container image), it is read; other files are kept
+where they would be without that variable.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _log = logging.getLogger("coda_inductor")
 
 
 def cache_dir() -> Path:
-    """The folder to write to (and read from): ``CODA_CACHE_DIR``, else
-    ``$XDG_CACHE_HOME/coda_inductor`` (``~/.cache``), else one of this user's under the system's
-    temporary directory. It exists, and no other user can have written to it."""
+    """The folder to write to and read from: ``CODA_CACHE_DIR``, else
+    ``$XDG_CACHE_HOME/coda_inductor`` (default ``~/.cache``), else a private folder in the system's
+    temporary directory. The folder exists, and no other user can have written to it."""
     return cache_dirs()[0]
 
 
@@ -63,8 +63,9 @@ def _find(directory: str, base: str) -> tuple[Path, Path | None]:
 
 
 def unusable(path: Path, *, owned: bool = False) -> str | None:
-    """Create the folder if needed. Returns why it cannot be used, or why another user may have
-    written to it; else None. ``owned``: it must belong to this user or to root."""
+    """Create the folder if needed. Returns the reason why it cannot be used, or why another user
+    may have written to it; None if it is safe. ``owned``: it must belong to this user or to root.
+    """
     try:
         _make(path, 0o700 if owned else 0o775)
         if not os.access(path, os.R_OK | os.X_OK):
@@ -78,7 +79,7 @@ def unusable(path: Path, *, owned: bool = False) -> str | None:
 
 
 def writable(path: Path) -> bool:
-    """Can files be created in this folder? By trying: permissions do not show read-only mounts."""
+    """Can files be created here? It is tried: permissions do not show read-only mounts."""
     try:
         with tempfile.TemporaryFile(dir=path):
             return True
@@ -122,8 +123,8 @@ def folder(*names: str) -> Path:
 
 
 def share(path: Path) -> None:
-    """Give a folder in the cache the permissions of its parent: what a group shares stays shared,
-    and what is private stays private, whatever the umask."""
+    """Give a folder in the cache the permissions of its parent, whatever the umask is, so that a
+    shared cache stays shared and a private one stays private."""
     with contextlib.suppress(OSError):
         mode = stat.S_IMODE(path.parent.stat().st_mode) & ~(stat.S_ISVTX | stat.S_IWOTH)
         if stat.S_IMODE(path.stat().st_mode) != mode:
@@ -131,8 +132,8 @@ def share(path: Path) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: processes of several containers may write it at the same time. Its
-    mode follows the umask, and nothing is left if writing fails.
+    """Write a file atomically, because processes of several containers may write it at the same
+    time. Its mode follows the umask. If writing fails, no partial file remains.
 
     Raises:
         OSError: it cannot be written.
@@ -179,8 +180,8 @@ def _make(path: Path, mode: int) -> None:
 
 
 def _open_to_others(path: Path) -> str | None:
-    """Why another user may have created or changed ``path``, or None. The target of a link is
-    checked as its own path."""
+    """The reason why another user may have created or changed ``path``, or None. If it is a link,
+    its target is checked as well."""
     in_sticky = False
     for part in (*reversed(path.parents), path):
         info = part.lstat()

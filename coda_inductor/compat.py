@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of torch, QuACK and CuTeDSL that is used, and what happens without it.
+"""Every private name of torch, QuACK and CuTeDSL that is used, and the effect if it is missing.
 
 A name is private if a part of its path starts with an underscore; QuACK promises no stable API, so
 all of its names are. Torch's are imported from here only (``from coda_inductor.compat import
-tree_map``), and each is looked up at its first use. A missing one costs what its entry says and one
-warning, never a failed import; without an *essential* one the backend hands every graph to Inductor
-unchanged (:func:`lacking`). Only ``mainloop`` uses names of QuACK and CuTeDSL. It is imported after
-``mainloop.availability`` has seen each of them in the libraries' files.
+tree_map``), and each is looked up at its first use. A missing name costs a feature, which its entry
+names, and one warning, never a failed import; without an *essential* one the backend hands every
+graph to Inductor unchanged (:func:`lacking`). Only ``mainloop`` uses names of QuACK and CuTeDSL. It
+is imported after ``mainloop.availability`` has seen each of them in the libraries' files.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger("coda_inductor")
 
 @dataclass(frozen=True)
 class Private:
-    """A private name.
+    """A private name of a library.
 
     Attributes:
-        path: where it is, from the top-level package on.
-        without: what a user loses without it.
+        path: its full dotted path.
+        without: the feature that a user loses without it.
         replacement: its replacement; None for a class or function that raises CodaError, so that
             only the pass that calls it fails.
         essential: without it the backend can do nothing.
@@ -74,7 +74,7 @@ _DISPATCHED = "each kernel launch takes some microseconds more on the host"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _EXPLAIN = "explain, check and the command line's tables do not work"
 
-#: Of torch: the name that it has here -> what it is.
+#: Torch's private names: the name here -> its record.
 TORCH: dict[str, Private] = {
     # without these: plain Inductor
     **{
@@ -183,7 +183,7 @@ TORCH: dict[str, Private] = {
     "make_wrapper_subclass": Private(
         "torch.Tensor._make_wrapper_subclass", "a new pattern of a semantic op cannot be proven"
     ),
-    # the gradient of what a user's pattern means, as if at top level
+    # the gradient of a user's meaning, as if at top level
     **{
         path.rpartition(".")[2].lstrip("_"): Private(
             path, "the gradient of a user's pattern may fail under a dispatch mode", replacement
@@ -195,7 +195,7 @@ TORCH: dict[str, Private] = {
             "torch._C._ForceDispatchKeyGuard": _no_context,
         }.items()
     },
-    # what happened, for people
+    # reports for users
     "counters": Private(
         "torch._dynamo.utils.counters", 'torch._dynamo.utils.counters["coda"] stays empty',
         defaultdict(Counter),
@@ -276,7 +276,7 @@ KERNELS: tuple[str, ...] = tuple(
 
 
 def __getattr__(name: str) -> Any:
-    """The private name of torch's that is called ``name`` here, or what takes its place."""
+    """The private name of torch that ``compat`` calls ``name``, or its replacement."""
     if name not in TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     private = TORCH[name]
@@ -292,7 +292,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def missing_names() -> list[str]:
-    """The essential names that this torch does not have: with any, the backend does nothing."""
+    """The essential names that this torch lacks. If one is missing, the backend does nothing."""
     missing = []
     for path in (private.path for private in TORCH.values() if private.essential):
         try:
@@ -303,8 +303,8 @@ def missing_names() -> list[str]:
 
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:
-    """Inside it, backward graphs are compiled after their forward graphs, not when they are called,
-    if this torch can do so. They donate nothing, because a caller may retain the graph."""
+    """A context in which backward graphs are compiled right after their forward graphs, if this
+    torch can do so. Such graphs donate no buffers, because a caller may retain the graph."""
     config, name = __getattr__("functorch_config"), "force_non_lazy_backward_lowering"
     if not hasattr(config, name):
         return contextlib.nullcontext()
@@ -312,12 +312,12 @@ def backward_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def storage(tensor: Tensor) -> int:
-    """The identity of its memory: equal for views of each other, fake tensors included."""
+    """An integer that identifies the memory of ``tensor``, fake or not: equal for its views."""
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was changed in place (``Tensor._version``); constant where torch lacks that."""
+    """The number of in-place changes of ``tensor`` (``Tensor._version``), or a constant."""
     return getattr(tensor, "_version", 0)
 
 
@@ -332,15 +332,16 @@ def schema(op: Any) -> Any:
 
 
 def saved_tensors() -> list[Tensor]:
-    """The tensors saved by the autograd node that is running now; none where torch hides it."""
+    """The tensors saved by the autograd node that is running; empty if torch hides them."""
     node = __getattr__("current_autograd_node")()
     tensors = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def without_dynamo() -> None:
-    """For a process that compiles kernels but no graphs: QuACK's decorators leave functions as they
-    are, because importing Dynamo takes seconds. Any other use of Dynamo imports it."""
+    """Keep QuACK's decorators from importing Dynamo, which takes seconds, in a process that
+    compiles kernels but no graphs. They leave functions unchanged. Other uses of Dynamo import
+    it."""
 
     def undecorated(function: Any = None, recompile_limit: int = 0, **_: Any) -> Any:  # noqa: ARG001
         return function or undecorated

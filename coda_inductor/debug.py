@@ -26,11 +26,10 @@ _numbers = itertools.count()
 
 
 class DebugFolder:
-    """The debug output of the graph ``name``, in a new folder below ``parent``; nothing is written
-    if ``parent`` is None.
+    """The debug output of the graph ``name``, in a new folder below ``parent`` (None: no output).
 
     Attributes:
-        path: of the folder; empty if nothing is written.
+        path: the folder's path; empty if nothing is written.
 
     Raises:
         OptionError: the folder cannot be created.
@@ -52,8 +51,8 @@ class DebugFolder:
         self.write(f"{stage}.py", text)
 
     def write(self, name: str, text: Any) -> None:
-        """Write a file; a failure is one warning, because the model must compile anyway. Where the
-        disk is to blame, nothing more is written."""
+        """Write a file. A failure is only a warning, because the model must compile anyway; after
+        an error of the disk, nothing more is written."""
         if self.folder is None:
             return
         path = self.folder / name
@@ -67,7 +66,7 @@ class DebugFolder:
             logger.warning("cannot write %s: %s%s", path, error, rest)
 
     def finish(self, report: GraphReport, render: Render, changed: Iterable[str]) -> None:
-        """Write the table of GEMMs, names of what was done (``changed``: of passes), and each
+        """Write the table of GEMMs, the names of the passes that ``changed`` something, and each
         program with the source that ``render`` makes."""
         self.write("gemms.txt", lambda: report.table() + "\n")
         fused = [site.site for site in report.sites if site.fused]
@@ -81,7 +80,7 @@ class DebugFolder:
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    """The first folder name that is free; the other ranks of a job count the same way."""
+    """The first folder name that is free. All ranks of a job count in the same way."""
     try:
         while True:
             folder = parent / f"{name}_{next(_numbers):03d}"

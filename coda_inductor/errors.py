@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error a user can see, one class each, so that callers can catch what they mean.
+"""All errors that a user can see, one class each, so that callers can catch exactly one kind.
 
 Leaf module: imports nothing of ours.
 """
@@ -40,6 +40,6 @@ class ExplainError(CodaError, RuntimeError):
 
 
 def suggest(name: Any, names: Iterable[str]) -> str:
-    """Did the user mean one of ``names``? At most three are named."""
+    """A hint with up to three of ``names`` that the user may have meant; empty if none is close."""
     close = difflib.get_close_matches(str(name), names, n=3)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If the graph that we wrote does not compile, the fewest of our passes are left out.
+"""Leave out as few of our passes as possible if the rewritten graph does not compile.
 
-Compilers have bugs, and our passes write what users do not write. :func:`compiled` tries, in order:
+Compilers have bugs, and our passes write graphs that users do not write. :func:`compiled` tries, in
+order:
 
-1. all passes. Nearly always that is all;
+1. all passes. This nearly always succeeds;
 2. without the passes that changed something. If that compiles, halves of them are added: a half
    that compiles stays, another one is halved again. Single passes that do not compile are named in
    a warning, with all of the error's text;
@@ -16,9 +17,9 @@ that the keys of torch's caches contain it.
 The error may come from anything behind the passes: from AOTAutograd, which finds wrong shapes and
 dtypes, from Inductor or Triton, or from a lack of memory. In a search, backward graphs are compiled
 together with their forward graphs. In the first attempt torch compiles them at the first backward
-call, where it knows whether the graph is retained: compiled ahead, they would donate what they read
-last, and ``backward(retain_graph=True)`` would raise. One that fails there runs op by op, because
-it is too late for another forward graph.
+call, where it knows whether the graph is retained: compiled ahead, they would donate tensors after
+their last use, and ``backward(retain_graph=True)`` would raise. A backward graph that fails there
+runs op by op, because it is too late for another forward graph.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ _Notes = tuple[list[report.GraphReport], Counter[str], dict[str, Any]]
 
 @dataclass
 class Result:
-    """Of one attempt.
+    """The result of one attempt.
 
     Attributes:
         call: the compiled graph.
-        record: of the passes; None if they did not run.
-        whole: Inductor compiled all parts: none runs op by op.
+        record: the record of the passes; None if they did not run.
+        whole: did Inductor compile all parts, so that none runs op by op?
     """
 
     call: Any
@@ -79,7 +80,7 @@ Attempt = Callable[["tuple[str, ...] | None", dict[str, None]], Result]
 
 
 def compiled(gm: GraphModule, options: Options, name: str, attempt: Attempt) -> Any:
-    """Compile Dynamo's graph ``gm``, which is the same at the start of each attempt.
+    """Compile Dynamo's graph ``gm``, the same at the start of each attempt. Returns the function.
 
     Raises:
         FallbackError: with ``strict``, if the first attempt fails.
@@ -89,7 +90,7 @@ def compiled(gm: GraphModule, options: Options, name: str, attempt: Attempt) -> 
 
 
 def cause(error: BaseException) -> str:
-    """All of the text: the last line of an InductorError may be a line of the user's program."""
+    """The whole text: the last line of an InductorError may be a line of the user's program."""
     inner = getattr(error, "inner_exception", error)
     return f"{type(inner).__name__}: {inner}".strip()
 
@@ -100,9 +101,9 @@ def halve(
     out: dict[str, str],
     error: str = "",
 ) -> str:
-    """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)`` is
-    the error of a part of them, empty without an error: then all later calls use that part.
-    Returns the error of all of them, which is ``error`` if that is known."""
+    """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)``
+    returns the error with the names ``part``; if it is empty, all later calls include that part.
+    Returns the error with all names, which is ``error`` if the caller knows it."""
     error = error or fails(names)
     if error and len(names) == 1:
         out[names[0]] = error
@@ -115,14 +116,14 @@ def halve(
 
 
 class _Search:
-    """For the passes of one graph that do not compile.
+    """The search for the passes that one graph does not compile with.
 
     Attributes:
         changed: passes that changed something, in order. All others run.
         good: passes in the best result.
         out: passes that are left out, with reasons.
         best: the result with the most passes, and its notes.
-        lasting: no attempt ran out of memory, of which the next process may have more.
+        lasting: does the result hold for later processes? Not if an attempt ran out of memory.
     """
 
     def __init__(self, gm: GraphModule, options: Options, name: str, attempt: Attempt):
@@ -152,8 +153,8 @@ class _Search:
         return result.call
 
     def _fall(self, error: str) -> bool:
-        """Compile with as many passes as possible; True if there are any. Without those that
-        changed something, it is nearly the user's graph."""
+        """Compile with as many passes as possible. Returns False if even the graph without the
+        passes that changed something, which is nearly the user's graph, does not compile."""
         if error and self.changed and not self._error(()):
             halve([n for n in self.changed if n not in self.good], self._error, self.out, error)
             while rest := [n for n in self.changed if n not in self.good | self.out.keys()]:
@@ -166,9 +167,9 @@ class _Search:
         return False
 
     def _error(self, names: Sequence[str], *, first: bool = False) -> str:
-        """Why the graph does not compile with the good passes and ``names``; empty if it does. A
-        pass that changes something for the first time here is left out for now, because the error
-        may be about its work."""
+        """The error of a compilation with the good passes and ``names``; empty if it succeeds. A
+        pass that changes something for the first time is left out for now: the error may be about
+        it."""
         while True:
             active, changes = self.good.union(names), dict[str, None]()
             out = [name for name in self.changed if name not in active]
@@ -203,7 +204,7 @@ class _Search:
 
 
 class _Start:
-    """The state before the first attempt, which attempts change: graphs, torch's notes, ours."""
+    """The state before the first attempt: graphs, torch's notes, ours. Attempts change it."""
 
     def __init__(self, gm: GraphModule):
         graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
@@ -216,7 +217,7 @@ class _Start:
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def reset(self) -> None:
-        """Put everything back, unless this is the first attempt."""
+        """Restore the saved state, unless this is the first attempt."""
         if not self.first:
             gc.collect()  # what the traceback of the last error kept
             for module, graph, children in self.graphs:
@@ -230,12 +231,12 @@ class _Start:
         self.first = False
 
     def notes(self) -> _Notes:
-        """Reports, counters, and torch's context, which Dynamo reads afterwards."""
+        """The current reports, counters, and torch's context, which Dynamo reads afterwards."""
         torchs = {} if self.context is None else dict(vars(self.context))
         return report.reports(), Counter(counters["coda"]), torchs
 
     def note(self, notes: _Notes) -> None:
-        """Put ``notes`` back."""
+        """Restore ``notes``."""
         report.replace(notes[0])
         counters["coda"].clear()
         counters["coda"].update(notes[1])

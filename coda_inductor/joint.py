@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our passes as Inductor runs them: with a ``uuid``, so that torch's caches know what a result
-depends on. The pass on the aten graph may run twice on the same graph, because Inductor hands it
-nested regions more than once."""
+"""Our passes as Inductor runs them, with a ``uuid`` for the keys of torch's caches. The pass on the
+aten graph may run twice on one graph: Inductor passes on nested regions more than once."""
 
 from __future__ import annotations
 
@@ -48,13 +47,13 @@ _LARGE = 2**21
 
 
 class HookPass(CustomGraphPass):
-    """One of our passes, after the passes that the user put into the same setting of Inductor.
+    """One of our passes. It runs after the user's passes in the same setting of Inductor.
 
     Attributes:
-        options: what it runs with.
-        setting: the user's: a pass, a list or tuple of them, or None. They run first.
-        by_mode: the mode of torch.compile decides whether sites are measured, because the option
-            ``tune`` and ``CODA_TUNE`` are not set.
+        options: the options of this package.
+        setting: the user's pass, a list or tuple of passes, or None. These run first.
+        by_mode: does the mode of torch.compile decide whether sites are measured, because neither
+            the option ``tune`` nor ``CODA_TUNE`` is set?
     """
 
     def __init__(self, options: Options, setting: Any = None, *, by_mode: bool = False):
@@ -68,24 +67,24 @@ class HookPass(CustomGraphPass):
         self.run(graph)
 
     def __deepcopy__(self, _memo: Any) -> HookPass:
-        """Itself: ``torch.compile`` copies Inductor's configuration deeply, also in the middle of a
-        pass, when QuACK is imported and decorates a function with it."""
+        """The same object: ``torch.compile`` makes a deep copy of Inductor's configuration, even
+        within a pass, when QuACK is imported and decorates a function with it."""
         return self
 
     @property
     def options(self) -> Options:
-        """The current ones: ``mode="max-autotune"`` is in Inductor's configuration."""
+        """The current options: ``mode="max-autotune"`` is in Inductor's configuration."""
         if self.by_mode and inductor_config.max_autotune:
             return dataclasses.replace(self._options, tune="always")
         return self._options
 
     @abc.abstractmethod
     def run(self, graph: Graph) -> None:
-        """Our own part."""
+        """Run our own part of the pass on ``graph``."""
 
     def uuid(self) -> Any:
-        """Everything that the result depends on; None (never cached) if a pass of the user does not
-        say what it depends on, and while debugging."""
+        """Everything that the result depends on. None (never cached) while debugging, or if a pass
+        of the user does not say what it depends on."""
         inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user_passes]
         if None in inner or self.options.debug:
             return None
@@ -101,7 +100,7 @@ class JointPass(HookPass):
     """The passes of ``pipeline.ON_ATEN`` on one graph, after the user's ``joint_custom_pre_pass``.
 
     Attributes:
-        ran: False where torch took the graph from its cache.
+        ran: has the pass run? False if torch took the graph from its cache.
     """
 
     def __init__(self, record: Record, setting: Any = None):
@@ -114,8 +113,8 @@ class JointPass(HookPass):
 
 
 def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
-    """Run the passes on the aten graph, whose limit of memory is known before them, if our
-    partitioner ``plans`` for it."""
+    """Run the passes on the aten graph. ``plans``: does our partitioner plan its memory? Then the
+    limit is read before them."""
     record.limit = limit(graph, record.options) if plans else None
     if not plans and record.options.memory is not None:
         why = _HELD if record.dry else _NO_PLANNER
@@ -145,7 +144,7 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
 
 
 def _may_fuse(inputs: Sequence[Any], options: Options) -> bool:
-    """Is there a large weight on a GPU that has kernels? Asked before anything is traced."""
+    """Is there a large weight on a GPU with kernels? Asked before anything is traced."""
     if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
         return False
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process at a time measures, or compiles a kernel: the others wait, then read its result.
+"""Only one process at a time measures, or compiles a kernel. The others wait, then read its result.
 
 The locks are the operating system's: one is free as soon as the process that held it ends, however
 that happens. There is no collective, so no rank waits for a rank that never comes.
@@ -37,8 +37,8 @@ def lock_file(path: Path, seconds: float) -> Iterator[bool]:
 
 
 def _candidates(path: Path) -> Iterator[Path]:
-    """Where the lock file may lie, best first. The second place is local to this host, for file
-    systems without locks (some Lustre and NFS mounts) or where the first is another user's."""
+    """Places for the lock file, best first. The second place is local to this host, for file
+    systems without locks (some Lustre and NFS mounts), or if the first is another user's."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path.with_suffix(".lock")

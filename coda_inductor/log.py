@@ -18,8 +18,8 @@ register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_induct
 
 
 def _name_and_rank(record: logging.LogRecord) -> bool:
-    """A filter: warnings name the package and the rank. If several ranks of a host have the same
-    warning, only the first one logs it, where their process group has a store to coordinate."""
+    """A filter that adds the package and the rank to warnings. If several ranks of a host have the
+    same warning, only the first one logs it (if their process group has a store)."""
     if record.levelno < logging.WARNING:
         return True
     text = record.getMessage().removeprefix("coda_inductor: ")
@@ -47,8 +47,8 @@ def count(pattern: str, times: int = 1) -> None:
 
 
 def warn_once(site: str, cause: str, to: str = "Inductor", first: str = "") -> None:
-    """Log one warning for each (site, cause): what fell back, what ``to``, and why. ``first`` names
-    the first of many sites; another value of it does not repeat the warning."""
+    """Log one warning for each (site, cause): what falls back ``to`` which backend, and why.
+    ``first`` names the first of many sites; another value of it does not repeat the warning."""
     if (site, cause) not in _warned:
         _warned.add((site, cause))
         logger.warning("%s falls back to %s: %s", f"{site} {first}".strip(), to, cause)
@@ -62,5 +62,5 @@ def say_once(text: str) -> None:
 
 
 def forget_warnings() -> None:
-    """Let these warn again (for tests and after ``torch._dynamo.reset()``)."""
+    """Let all warnings appear again (for tests and after ``torch._dynamo.reset()``)."""
     _warned.clear()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph that Inductor cannot compile runs op by op, with one warning: training goes on.
+"""If Inductor cannot compile a graph, run it op by op with one warning, so that training goes on.
 
-That is the last net, under ``falls.py``: for a graph that the user wrote, which Inductor cannot
-compile without us either, and for a backward graph that torch compiles only when it is called: then
-the forward pass has run and cannot change. Every op of a graph, ours included, also runs by itself.
+This is the last resort, after ``falls.py``: for a user's graph that Inductor cannot compile without
+us either, and for a backward graph that torch compiles only when it is called, because the forward
+pass has then run and cannot change. Every op of a graph, ours included, also runs by itself.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def compiler(
     settle: Callable[[Graph], bool] = lambda _: False,
 ) -> Callable[..., Any]:
     """``compile_fx``'s ``inner_compile``, which compiles a forward, backward or inference graph of
-    the Dynamo graph ``name``. ``falls`` is asked where Inductor fails: True if the graph is to run
-    op by op, False if the error goes on. ``failed`` is True if the result is worse than it could
-    be. ``settle`` waits for the kernels; it returns True if one is missing and it changed the graph
-    for that: then the graph is compiled again.
+    the Dynamo graph ``name``. If Inductor fails, ``falls`` decides: True runs the graph op by op,
+    False lets the error pass. ``failed`` is True if the result is worse than it could be.
+    ``settle`` waits for the kernels. It returns True if it changed the graph because one is
+    missing: then the graph is compiled again.
 
     With ``strict``, the result raises FallbackError instead of falling back.
     """

@@ -29,7 +29,7 @@ _REMOVED = dict.fromkeys(
 )
 #: Values of ``CODA_DEBUG`` that do not turn it on.
 _OFF = ("", "0", "false", "no", "off")
-#: What ``disable`` calls the whole backend, and how it begins the name of a GEMM.
+#: The name of the whole backend in ``disable``, and the prefix of a GEMM's name.
 EVERYTHING, GEMM = "*", "gemm:"
 #: Modes of torch.compile in which Inductor measures, and so do we.
 _MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
@@ -58,20 +58,19 @@ class Options:
             ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"``, else what ``CODA_TUNE`` says.
         tune_seconds: how long that may take for one graph, the first one too; without it, 60 where
             ``tune`` is ``"always"``.
-        reference: run every fused site through the reference executor even where kernels exist,
-            with the kernels' numerics on every device: products are not rounded before their
-            epilogue.
+        reference: run every fused site in the reference executor even if kernels exist, with the
+            kernels' numerics on every device: products are not rounded before their epilogue.
         numerics: ``"eager"`` rounds each value where eager does, in epilogues and, by
             ``emulate_precision_casts``, in Inductor's kernels: rewrites that round elsewhere are
-            off. ``"fused"`` (the default) rounds what a kernel stores.
+            off. ``"fused"`` (the default) rounds only stored values.
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
-        memory: how much memory a training step may take. A number of bytes with its unit, as
-            "40 GiB": the peak on the device, with weights, gradients and everything that other
-            tensors hold when the graph is compiled. "fit": what is free then, less 5 %. A number
+        memory: how much memory a training step may take. A number of bytes with its unit, as "40
+            GiB": the peak on the device, with weights, gradients and everything that other tensors
+            hold when the graph is compiled. "fit": the memory that is free then, less 5 %. A number
             from 0 to 1: the share of what torch.compile keeps for the backward pass, as
-            ``torch._functorch.config.activation_memory_budget``. What exceeds it is computed again
-            where that costs least time. None (the default): torch's own setting.
+            ``torch._functorch.config.activation_memory_budget``. Tensors beyond that are computed
+            again, the cheapest first. None (the default): torch's own setting.
         aot: also fuse in AOTInductor's programs (with ``coda_inductor.enable``). They then need a
             Python process that has imported ``coda_inductor.backend``.
         inductor: Inductor's own options, passed on.
@@ -94,7 +93,7 @@ class Options:
 
     @property
     def identity(self) -> str:
-        """Everything here that changes what is compiled, as text, for cache keys."""
+        """All options that change the compiled result, as text, for cache keys."""
         relevant = dataclasses.replace(self, debug=False, debug_dir="", inductor={})
         return repr(relevant)
 
@@ -103,7 +102,7 @@ _KEYS = {f.name: f for f in dataclasses.fields(Options) if f.name != "inductor"}
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Check and complete what the user passed to ``torch.compile``.
+    """Check and complete the mode and the options that the user passed to ``torch.compile``.
 
     Raises:
         OptionError: unknown key or mode, or a value of the wrong type; lists what is allowed.
@@ -158,7 +157,8 @@ def _warn_without_effect(values: Mapping[str, Any]) -> None:
 
 
 def _env_patterns() -> tuple[str, ...]:
-    """None under ``python -I`` or ``-E``: then the environment must not name files with code."""
+    """The pattern files in ``CODA_PATTERNS``; none under ``python -I`` or ``-E``, because then the
+    environment must not name files with code."""
     if sys.flags.ignore_environment:
         return ()
     return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
@@ -180,7 +180,7 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
 
 
 def _check_inductor(key: str, value: Any) -> Any:
-    """Inductor's own options must have the setting's type, as torch.compile itself requires."""
+    """``value`` of Inductor's option ``key``, if it has the setting's type."""
     expected = inductor_config.get_type(key.replace("-", "_"))
     if typing.get_origin(expected) is None and not isinstance(value, expected):
         text = f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}"
@@ -189,7 +189,7 @@ def _check_inductor(key: str, value: Any) -> Any:
 
 
 def _check(key: str, value: Any, name: str = "") -> Any:
-    """``value`` of the option ``key``, checked and converted. ``name``: another name for users."""
+    """``value`` of the option ``key``, checked and converted. ``name``: its name in messages."""
     if key in ("patterns", "disable"):
         if isinstance(value, (str, os.PathLike)):
             value = (value,)
@@ -220,7 +220,7 @@ def _check(key: str, value: Any, name: str = "") -> Any:
 
 
 def _memory(value: Any) -> int | float | str | None:
-    """Bytes as int, a share as float, or "fit"."""
+    """The limit: bytes as int, a share as float, or "fit"; None without one."""
     if value is None or value == "fit":
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:

@@ -2,8 +2,8 @@
 """The same passes under ``backend="inductor"``, for programs that accept no other backend.
 
 :func:`enable` puts them into Inductor's own configuration: ``pre_grad_custom_pass`` gets Dynamo's
-graph and ``joint_custom_pre_pass`` the aten graph, after any pass that the user has there. In torch
-2.13 and newer that configuration belongs to the thread; both passes run in the thread that
+graph and ``joint_custom_pre_pass`` the aten graph, after the user's passes in the same setting. In
+torch 2.13 and newer that configuration belongs to the thread; both passes run in the thread that
 compiles, before forward and backward passes are split, so that it does not matter where the
 backward pass is compiled.
 
@@ -65,14 +65,14 @@ class _Compiling(threading.local):
     inside: bool = False  #: of our ``compile_fx``
 
     def begin(self, options: Options) -> Record:
-        """The record of a new one."""
+        """Start a compilation. Returns its record."""
         context = TracingContext.try_get()
         self.context = None if context is None else weakref.ref(context)
         self.record = Record(options, wraps=False)
         return self.record
 
     def now(self, options: Options) -> Record | None:
-        """The record of the current one, if that began with these options."""
+        """The record of the current compilation, if it began with these options; else None."""
         context = None if self.context is None else self.context()
         if self.record is None or TracingContext.try_get() is not context:
             return None
@@ -83,11 +83,11 @@ _compiling = _Compiling()
 
 
 class _EnabledPass(HookPass):
-    """One of the two passes."""
+    """One of the two passes of this mode."""
 
     @property
     def options(self) -> Options:
-        """Without the passes that are left out in this compilation."""
+        """The options, with the passes disabled that are left out in this compilation."""
         options, out = super().options, _compiling.out
         return dataclasses.replace(options, disable=(*options.disable, *out)) if out else options
 
@@ -113,19 +113,19 @@ class _JointPass(_EnabledPass):
         rewrite(graph, record, plans=installed())
 
     def uuid(self) -> Any:
-        """As every pass's; None (do not cache) after a failure that the next process may not have.
-        Inductor asks again before it keeps a result."""
+        """As for every pass; None (do not cache) after a failure that the next process may not
+        have. Inductor asks again before it caches a result."""
         record = _compiling.now(self.options)
         return None if record is not None and record.failed else super().uuid()
 
 
 def enable(**options: Any) -> None:
     """Let ``torch.compile(model)``, with its default ``backend="inductor"``, run our passes in this
-    thread. Call it in the thread that compiles. Enabling twice keeps the newer options.
+    thread. Call it in the thread that compiles. A second call replaces the options.
 
     Args:
-        options: our own of ``torch.compile(..., backend="coda", options={...})``, e.g.
-            ``gate="always"``; pass Inductor's to torch.compile.
+        options: this package's options, as for ``torch.compile(..., backend="coda",
+            options={...})``, e.g. ``gate="always"``; pass Inductor's to torch.compile.
 
     Raises:
         OptionError: an unknown option, a wrong value, or an option of Inductor's.
@@ -136,7 +136,7 @@ def enable(**options: Any) -> None:
 
 
 def disable() -> None:
-    """Restore what was set before :func:`enable`. A pass that was set since then stays."""
+    """Restore the settings before :func:`enable`. A pass that was set since then stays."""
     for name, user_passes in beneath({}).items():
         setattr(inductor_config, name, user_passes)
 
@@ -144,14 +144,15 @@ def disable() -> None:
 @contextmanager
 def enabled(**options: Any) -> Iterator[None]:
     """:func:`enable` inside a ``with`` block: afterwards both settings are restored, also after an
-    exception. What was compiled inside keeps its options, also when it is compiled again later."""
+    exception. Graphs compiled inside keep their options, also when they are compiled again
+    later."""
     with inductor_config.patch(_passes(options)):
         yield
 
 
 def beneath(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's passes of both kinds and partitioner, without ours: from torch.compile's
-    ``options``, else from Inductor's configuration."""
+    """The user's passes of both settings, and the user's partitioner, without ours: from
+    torch.compile's ``options``, else from Inductor's configuration."""
     names = [name for name in (DYNAMO, JOINT, SPLIT) if hasattr(inductor_config, name)]
     return {name: _without(options.get(name, getattr(inductor_config, name))) for name in names}
 
@@ -171,7 +172,7 @@ def _without(passes: Any) -> Any:
 
 
 def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Both settings with our passes; empty if this torch lacks what we need."""
+    """Both settings with our passes; empty if this torch lacks a name that we need."""
     settings = parse(None, options)
     if settings.inductor:
         raise OptionError(
@@ -202,9 +203,8 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrap_compile_fx() -> None:
-    """Put ``falls.py`` around Inductor's ``compile_fx``, once in a process. No setting could do it:
-    its hooks see a graph before it fails, and never again. Where our passes are not enabled, the
-    function does what it did."""
+    """Put ``falls.py`` around Inductor's ``compile_fx``, once per process. No setting can do this,
+    because hooks see a graph only before it fails. Without our passes nothing changes."""
     inductor = getattr(inductor_compile, "compile_fx", None)
     if inductor is None or getattr(inductor, "coda", False):
         return
@@ -243,8 +243,8 @@ def _our_pass(passes: Any) -> _EnabledPass | None:
 
 
 def _is_nested() -> bool:
-    """Is the graph a part of another one, which Inductor will hand us next? Only the call stack
-    shows it: Inductor visits nested graphs with a recursive function."""
+    """Is the graph a part of another graph, which Inductor will pass to us next? Only the call
+    stack shows it, because Inductor visits nested graphs with a recursive function."""
     code = getattr(recursive_pre_grad_passes, "__code__", None)
     frame = inspect.currentframe()
     depth = 0

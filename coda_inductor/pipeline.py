@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All passes, in order: the only list of them. ``backend``, ``explain``, ``check`` and the tests
-run this one.
+"""All passes, in order. ``backend``, ``explain``, ``check`` and the tests run this only list.
 
-A pass is a function ``(graph, record) -> None`` that changes the graph in place and notes in the
-record what it did. If a pass fails, only its own work is lost, with one warning: the others run as
-if it were not in the list. ``options["disable"]`` may name any pass, pattern or counter.
+A pass is a function ``(graph, record) -> None`` that changes the graph in place and notes its work
+in the record. If a pass fails, only its own work is lost, with one warning: the others run as if it
+were not in the list. ``options["disable"]`` may name any pass, pattern or counter.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _fuses_gradients(graph: Graph, record: Record) -> bool:
 
 
 def _recomputes(graph: Graph, record: Record) -> bool:
-    """Only kernels recompute activations at no cost. On a CPU the pass runs too, as if for them."""
+    """May activations be recomputed? Only kernels do so at no cost; on a CPU, as if for them."""
     return _fuses_gradients(graph, record) and record.plan.no_kernels is None
 
 
@@ -110,13 +109,13 @@ class Pass:
     """One step of the pipeline.
 
     Attributes:
-        name: for logs, the debug folder and ``options["disable"]``.
-        run: changes the graph in place.
-        when: does it run on this graph?
-        counts: the counters it fires under, besides the names of patterns.
-        needed: the graph is wrong or slower without it, so it cannot be disabled.
-        eager: every value keeps its bits, so it also runs where ``options["numerics"]`` is "eager".
-        stage: the debug folder gets the graph under this name before the pass.
+        name: its name in logs, the debug folder and ``options["disable"]``.
+        run: the function, which changes the graph in place.
+        when: a function that tells whether it runs on this graph.
+        counts: the counters of its rewrites, besides the names of patterns.
+        needed: is the graph wrong or slower without it? Then it cannot be disabled.
+        eager: do all values keep their bits? Then it runs with ``options["numerics"]`` "eager" too.
+        stage: the name under which the debug folder gets the graph before the pass.
         after: passes that must come before it, because it reads what they write.
     """
 
@@ -172,7 +171,7 @@ ON_ATEN = (
 
 
 def names(options: Options) -> set[str]:
-    """Load the patterns. Returns all that ``options["disable"]`` takes, but for GEMMs and "*".
+    """Load the patterns. Returns all names that ``options["disable"]`` takes, except GEMMs and "*".
 
     Raises:
         PatternError: with ``strict``, when a pattern file does not load.
@@ -249,7 +248,7 @@ def on_aten(graph: Graph, record: Record) -> None:
 
 
 class _FailedError(Exception):
-    """A pass failed: which one, and why."""
+    """A pass failed; the message says which one, and why."""
 
     def __init__(self, step: Pass, error: Exception):
         super().__init__(step.name)
@@ -257,8 +256,8 @@ class _FailedError(Exception):
 
 
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
-    """Run ``passes``, without those that fail. Each cause of a failure is one warning, or with
-    ``strict`` an error.
+    """Run ``passes``, except those that fail. Each cause of failure is one warning (``strict``: an
+    error).
 
     There is one copy of the graph, from before the first pass, and after a failure the other passes
     start over from it. A copy before each pass would take a third of our time, and failures are
@@ -293,8 +292,8 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Without garbage collection: what passes create stays alive, and searching it takes a fifth of
-    their time."""
+    """A context without garbage collection, which would take a fifth of the passes' time and free
+    nothing, because their objects stay alive."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -350,14 +349,14 @@ def _count(record: Record) -> None:
 
 
 def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
-    """The graphs that passes may change: an aten graph; Dynamo's, with checkpointed regions."""
+    """The graphs that passes may change: an aten graph, or Dynamo's with checkpointed regions."""
     if passes is ON_ATEN:
         return [(None, graph)]
     return [(body.module, body.graph) for body in bodies(_owner(graph).graph)]
 
 
 def _state(passes: Sequence[Pass], graph: Graph, record: Record) -> tuple[Any, ...]:
-    """Something that is different after nearly every change, and takes no time."""
+    """A value that differs after nearly every change of the graph, and is fast to compute."""
     nodes = [n for _, inner in _graphs(passes, graph) for n in inner.nodes]
     return nodes, [n.target for n in nodes], record.fired.copy()
 

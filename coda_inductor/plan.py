@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: decisions about the GEMMs of one graph, under one set of options.
 
-Two questions are asked about a GEMM: *may* its epilogue hold anything (``legal``: dtype, shape,
-device, kernel libraries), before anything is planned; and *how* does the planned site run
-(``judge``).
+It answers two questions about a GEMM. Before planning: *may* its epilogue hold anything (``legal``:
+dtype, shape, device, kernel libraries)? After planning: *how* does the site run (``judge``)?
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
 
 def as_16_bits(b: torch.Tensor) -> int:
-    """K of the 16-bit GEMM that takes about as long as one with ``b``, (..., K, N)."""
+    """K of a 16-bit GEMM that takes about as long as a GEMM with ``b``, (..., K, N)."""
     k = hint(b.shape[-2])
     return k // 2 if b.element_size() == 1 else k
 
 
 def several_ranks() -> bool:
-    """Is this process one of several, so that collectives run at the same time as kernels?"""
+    """Is this process one of several ranks, so that collectives may run beside kernels?"""
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 class Measurer(Protocol):
-    """Measures sites; ``tune`` has one."""
+    """The interface of an object that measures sites; ``tune`` implements it."""
 
     #: Sites for which there was no time.
     left: dict[str, Site]
 
     def measure(self, sites: Sequence[Site]) -> bool:
-        """Measure the ``sites`` that have no measurement; True if any has one now."""
+        """Measure the ``sites`` that have no measurement. Returns True if any has one now."""
 
     def close(self) -> None:
-        """Nothing more will be measured."""
+        """End all measuring: no site is measured afterwards."""
 
 
 #: Creates the measurer for a store, on a device.
@@ -77,10 +76,10 @@ class Tuning:
     """The measurements to make for one graph.
 
     Attributes:
-        measurer: does it.
-        every: also sites where a kernel is expected to lose by far.
+        measurer: the object that measures.
+        every: measure sites too where a kernel is expected to be much slower?
         queue: sites that were judged without a measurement since the last :meth:`measure`.
-        optimistic: a site without an expected time counts as a win until it is measured.
+        optimistic: does a site without an expected time count as a win until it is measured?
     """
 
     measurer: Measurer
@@ -89,15 +88,15 @@ class Tuning:
     optimistic: bool = False
 
     def wants(self, choice: Choice) -> bool:
-        """Could a measurement change this choice? Not without a kernel, and hardly if the kernel is
-        expected to lose by far."""
+        """Could a measurement change this choice? It could not without a kernel, and hardly if the
+        kernel is expected to be much slower."""
         if choice.measured or not choice.config:
             return False
         hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
         return self.every or not hopeless
 
     def measure(self) -> bool:
-        """Measure the ``queue`` of sites; True if the graph's sites must be planned again."""
+        """Measure the ``queue`` of sites. Returns True if the sites must be planned again."""
         queue, self.queue = self.queue, []
         if queue and self.measurer.measure(queue):
             return True
@@ -107,19 +106,19 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module docstring.
+    """The plan of a graph, see the module docstring.
 
     Attributes:
-        options: the user's.
-        dry: only say what would happen, with expected times and the kernels' numerics.
-        device: decide as if everything were on this CUDA device; "meta" is one that is not here.
+        options: the user's options.
+        dry: only report decisions, with expected times and the kernels' numerics.
+        device: decide as if all tensors were on this CUDA device ("meta": a GPU that is absent).
         gpu_model: decide for this GPU model; None for the model of ``device`` or of the tensors.
-        veto: why the graph must stay as it is, on any device.
-        too_small: why the graph's GEMMs are too small to fuse.
-        no_kernels: why no GEMM of any size becomes a kernel on this GPU.
+        veto: the reason why the graph must stay as it is on any device, or None.
+        too_small: the reason if the graph's GEMMs are too small to fuse, or None.
+        no_kernels: the reason why no GEMM becomes a kernel on this GPU, or None.
         on_gpu: are there GEMMs on a GPU?
-        store: what was measured on the graph's GPU model; None without a GPU.
-        tuning: what should be measured; None where nothing may be.
+        store: the measurements on the graph's GPU model; None without a GPU.
+        tuning: the measurements to make; None if none are allowed.
     """
 
     options: Options
@@ -134,7 +133,7 @@ class Plan:
     tuning: Tuning | None = None
 
     def for_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
-        """This plan, decided for ``graph``; ``measurer`` as :meth:`of_products` takes it."""
+        """A copy of this plan, decided for ``graph``; ``measurer`` as in :meth:`for_products`."""
         gemms = [node for node in graph.nodes if node.target in TRACED]
         pairs = [(fake(node), fake(gemm_inputs(node)[1])) for node in gemms]
         return self.for_products(pairs, training=training(graph), measurer=measurer)
@@ -146,9 +145,9 @@ class Plan:
         training: bool,
         measurer: MakeMeasurer | None = None,
     ) -> Plan:
-        """This plan, decided for a graph of products, each a pair of a tensor of M rows and B
-        (..., K, N): together they decide whether the host is the limit. ``measurer`` creates what
-        measures, if anything may be measured; a dry run measures only with ``cuda``."""
+        """A copy of this plan, decided for a graph of products, each a pair of a tensor of M rows
+        and B (..., K, N): together they decide whether the host is the limit. ``measurer`` creates
+        the measuring object, if measuring is allowed; a dry run measures only on "cuda"."""
         options, cuda, triton = self.options, self.device, inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", triton.cudagraphs)
         pairs = [(a, b) for a, b in pairs if cuda is not None or a.is_cuda]
@@ -191,19 +190,19 @@ class Plan:
 
     def rounds(self, a: torch.Tensor) -> bool:
         """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
-        that. A CPU's plain ops do, because a 16-bit product without rounding takes twice as long.
+        that. Plain ops on a CPU do, because a 16-bit product without rounding takes twice as long.
         """
         return a.device.type != "cuda" and not (self.options.reference or self.dry)
 
     def legal(self, gemm: Node) -> Refusal | None:
-        """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may."""
+        """The reason why the epilogue of ``gemm`` may not be fused, whatever it holds, or None."""
         routes = [kind for kind, n in zip(ROUTES, routes_of(gemm), strict=True) if n is not None]
         a, b = gemm_inputs(gemm)
         return self.takes(fake(a), fake(b), routes)
 
     def absorbs(self, gemm: Node, x: Node, scope: Scope, *, wins: bool = False) -> bool:
-        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: in a
-        kernel that is expected to win, or was measured to."""
+        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: only in
+        a kernel that is expected, or was measured, to win."""
         region = grow((gemm,), scope)
         if x not in region.values or not same(fake(x).shape[-1], region.shape[1]):
             return False
@@ -215,8 +214,8 @@ class Plan:
         return choice.how != "unfused"
 
     def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
-        """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if it has
-        operands of the kinds ``routes``."""
+        """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N); ``w`` is (E, K, N) if the GEMM
+        has operands of the kinds ``routes``."""
         names = dtype_name(x.dtype), dtype_name(w.dtype)
         if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"
@@ -247,7 +246,7 @@ class Plan:
         )
 
     def scales_vectors(self, device: torch.device) -> bool:
-        """Do kernels run, and does cuBLAS multiply rows and columns of FP8 with scales?"""
+        """Do kernels run on ``device``, and does cuBLAS scale rows and columns of FP8 products?"""
         return self.compiles and availability.scales_vectors(self.device or device)
 
     def site(self, program: EpilogueProgram, a: Any, b: Any, shape: tuple, **more: Any) -> Site:
@@ -260,14 +259,13 @@ class Plan:
         return Site.of(program, a, b, shape, **here, **more)
 
     def fits(self, site: Site) -> bool:
-        """Is there a kernel with enough shared memory for ``site``? Without kernels there is no
-        such limit."""
+        """Is there a kernel with enough shared memory for ``site``? True if no kernels run."""
         why = legality.unsupported(site) if self.dry or self._kernels(site.device) else None
         return why is None or why.code != "shared-memory"
 
     def norm_loses(self, gemms: list[Node], vectors: int = 1) -> Refusal | None:
-        """Why deferring a LayerNorm with ``vectors`` weights, one for each row of a batch, past
-        ``gemms`` costs more than it saves, or None."""
+        """The reason if deferring a LayerNorm past ``gemms`` costs more than it saves, or None.
+        ``vectors``: its weights, one for each row of a batch."""
         a, _ = gemm_inputs(gemms[0])
         if self.options.gate != "auto" or not self._kernels(fake(a).device):
             return None
@@ -276,9 +274,9 @@ class Plan:
         return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
-        """Why splitting a packed projection of ``a`` (M, K) into two costs more than it saves, or
-        None. In training a copy then joins its weight's gradient, (2F, K); what is saved is reading
-        the product (M, 2F) at least once."""
+        """The reason if splitting a packed projection of ``a`` (M, K) costs more than it saves, or
+        None. In training a copy joins its weight's gradient, (2F, K); at least one read of the
+        product (M, 2F) is saved."""
         if self.options.gate != "auto" or not self._kernels(a.device) or not training:
             return None
         m, k = a.shape
@@ -288,7 +286,7 @@ class Plan:
         return refuse("split-copies-gradient", text)
 
     def judge(self, site: Site) -> Choice:
-        """How a planned site runs."""
+        """Choose how a planned site runs."""
         if self.options.reference:
             why = refuse("reference-asked", "options['reference'] is set")
         elif not self._kernels(site.device):
@@ -303,7 +301,7 @@ class Plan:
         return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
 
     def estimate_plain(self, gemm: Node) -> Choice:
-        """A GEMM alone, in cuBLAS, with its expected time where a kernel could run."""
+        """The choice for a GEMM alone, in cuBLAS, with its expected time if a kernel could run."""
         a, b = (fake(x) for x in gemm_inputs(gemm))
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
         bare = EpilogueProgram(("acc",), dtype_name(a.dtype))
@@ -315,6 +313,6 @@ class Plan:
         return Choice("unfused", unfused_us=us, ground=ground)
 
     def _kernels(self, device: torch.device) -> bool:
-        """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
+        """Do kernels run on ``device``? Elsewhere than on CUDA, the reference is compiled."""
         on_gpu = self.device is not None or device.type == "cuda"
         return on_gpu and not self.options.reference

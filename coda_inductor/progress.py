@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar on a terminal for work that takes more than some seconds; nothing in a log."""
+"""A progress bar for work that takes more than some seconds, on a terminal but not in a log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _bar_lock = threading.Lock()  # a terminal has room for one
 
 @contextlib.contextmanager
 def show_progress(title: str, work: Sequence[Future]) -> Iterator[None]:
-    """Show how much of ``work`` is done; of several ranks only the first shows it."""
+    """Show which share of ``work`` is done; of several ranks, only the first shows it."""
     visible = work and os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
     if not (visible and _bar_lock.acquire(blocking=False)):
         yield

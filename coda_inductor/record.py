@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second argument of every pass: what a pass may read, and where it notes what it did.
+"""The second argument of every pass: options and plan to read, and notes of all rewrites.
 
 One record belongs to the compilation of one Dynamo graph. A pass reads ``options`` and ``plan``
-from it, and notes what it refused and how often which rewrite fired. If a pass fails, the pipeline
+from it, and notes its refusals and how often each rewrite fired. If a pass fails, the pipeline
 restores the record together with the graph.
 """
 
@@ -26,34 +26,33 @@ if TYPE_CHECKING:
     from coda_inductor.plan import Plan
     from coda_inductor.select.device import Gpu
 
-#: Maps a compiled function to the one that is called instead.
+#: Maps a compiled function to the function that is called instead.
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
 class Record:
-    """See the module docstring.
+    """The record of one compilation, see the module docstring.
 
     Attributes:
-        options: the user's.
-        name: of the graph, in reports and debug folders.
-        dry: only say what would happen: compile nothing, count nothing, warn of nothing.
-        later: only start compiling kernels; ``lowering.lower.settle`` waits for them afterwards.
-        wraps: the caller applies ``wrappers`` to the compiled graph.
+        options: the user's options.
+        name: the graph's name in reports and debug folders.
+        dry: only report decisions: compile nothing, count nothing, warn of nothing.
+        later: only start to compile kernels; ``lowering.lower.settle`` waits for them.
+        wraps: does the caller apply ``wrappers`` to the compiled graph?
         device: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
         gpu: decide for this GPU model; None for the model of ``device`` or of the tensors.
-        report: what people read later: GEMMs and refusals.
-        plan: what may and should be fused; the pipeline sets it, and its first pass on an aten
-            graph decides it.
+        report: the report for users: GEMMs and refusals.
+        plan: the decisions about fusion; the pipeline sets it, and its first pass on an aten graph
+            completes it.
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name of its counter.
-        stopped: names in ``options["disable"]`` that kept something from being rewritten.
+        stopped: names in ``options["disable"]`` that prevented a rewrite.
         changed: passes that changed the graph, in order, without those that are needed.
-        wrappers: of the compiled graph, the first one innermost.
-        limit: what the joint graph that is compiled now may keep for its backward pass, a
-            ``memory.limit.Limit``; None without a limit.
-        failed: something failed that may succeed in the next process (a compiler was killed, a disk
-            was full): the result must not be kept in torch's cache.
+        wrappers: functions around the compiled graph, the first one innermost.
+        limit: the ``memory.limit.Limit`` of the joint graph that is compiled now, or None.
+        failed: did an error occur that the next process may not have (a compiler was killed, a disk
+            was full)? Then the result must not be kept in torch's cache.
     """
 
     options: Options
@@ -80,8 +79,8 @@ class Record:
         self.report.folder = self.folder.path
 
     def enabled(self, name: str) -> bool:
-        """True unless ``name``, a pass, a pattern or a counter, is disabled. Call it only where a
-        rewrite would fire: a disabled name that nothing looks up is reported as without effect."""
+        """Is ``name``, a pass, a pattern or a counter, enabled? Call it only where a rewrite would
+        fire, because a disabled name that is never looked up is reported as without effect."""
         if name in self.options.disable:
             self.stopped.add(name)
         return name not in self.stopped
@@ -98,7 +97,7 @@ class Record:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Forget what was noted inside the block if it raises."""
+        """A context that forgets its notes if an exception leaves it."""
         sites, refusals = list(self.report.sites), list(self.report.refusals)
         fired, wrappers = self.fired.copy(), list(self.wrappers)
         try:

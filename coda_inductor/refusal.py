@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why something was not rewritten or not fused: one object, from the condition to the report.
+"""The reason why there is no rewrite or fusion: one object, from the condition to the report.
 
-A refusal has a *code*, by which ``remedies`` says what a user can do, and a *text* for people.
-Nothing parses the text: a sentence may be reworded at any time.
+A refusal has a *code*, for which ``remedies`` has advice, and a *text* for users. Nothing parses
+the text: a sentence may be reworded at any time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from coda_inductor.remedies import REMEDIES, Remedy
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason.
+    """One reason why a rewrite or a fusion did not happen.
 
     Attributes:
         code: an entry of :data:`coda_inductor.remedies.REMEDIES`.
-        text: a sentence for users, without what and where.
-        what: the pass, pattern or kind of site that it is about; filled in on the way up.
+        text: a sentence for users, without ``what`` and ``where``.
+        what: the pass, pattern or kind of site; callers fill it in.
         where: the module path or the node's name.
         failure: something failed, or is missing (a dtype without kernels, no compiler, an exception
             of ours): worth one warning, and an error with ``options["strict"]``. False for a mere
@@ -38,13 +38,13 @@ class Refusal:
 
     @property
     def subject(self) -> str:
-        """``rms_norm at model.norm``; outside of modules the node's name, which holds ``what``."""
+        """``rms_norm at model.norm``; without a module the node's name, which contains ``what``."""
         alone = self.where.startswith(self.what) and "." not in self.where
         return self.where if alone else f"{self.what} at {self.where}"
 
     @property
     def reason(self) -> str:
-        """The text, by the name that reports use."""
+        """The refusal's text, under the name that reports use."""
         return self.text
 
     @property
@@ -53,19 +53,19 @@ class Refusal:
         return REMEDIES[self.code]
 
     def at(self, what: str, where: str) -> Refusal:
-        """The same refusal, for this ``what`` and ``where``."""
+        """The same refusal with this ``what`` and ``where``."""
         return replace(self, what=what, where=where)
 
     def within(self, text: str) -> Refusal:
-        """The same cause for something larger: ``text`` with this text in place of ``{}``."""
+        """The same cause for a larger unit: ``text`` with this refusal's text instead of ``{}``."""
         return replace(self, text=text.replace("{}", self.text))
 
     def failing(self) -> Refusal:
-        """The same as a failure: the user asked for something that is not possible."""
+        """The same refusal as a failure, because the user asked for something impossible."""
         return replace(self, failure=True)
 
     def excused(self) -> Refusal:
-        """The same, but not a failure: nothing is lost."""
+        """The same refusal, but not as a failure, because nothing is lost."""
         return replace(self, failure=False)
 
 
@@ -78,7 +78,7 @@ class Refused(Exception):  # noqa: N818 (carries a reason to the caller; not a f
 
 
 def refuse(code: str, text: str, *, failure: bool = False) -> Refusal:
-    """A new refusal.
+    """Create a refusal.
 
     Raises:
         KeyError: ``code`` has no remedy; every code must have one.

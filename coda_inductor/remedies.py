@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice for users about each reason, by its code (``refusal.Refusal.code``).
+"""Advice for users about each reason (by ``refusal.Refusal.code``).
 
 Every code that the package uses is listed here, once; a test compares. If there is nothing that a
 user could or should change, the entry says why.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Remedy:
-    """``text`` says what to do; ``possible`` is False where there is nothing to do."""
+    """Advice for one code: ``text`` says what to do; ``possible``: can anything be done?"""
 
     text: str
     possible: bool = True
@@ -22,7 +22,7 @@ _BFLOAT16 = "Run the model in bfloat16: model.to(torch.bfloat16), or torch.autoc
 _HOPPER = "Run on an NVIDIA GPU (Hopper or newer)"
 _ALWAYS = "options={'gate': 'always'} fuses anyway"
 
-#: What helps.
+#: Advice that several codes share.
 _DO = {
     # we failed, or the machine lacks something
     "defect": "This is a defect of coda_inductor: please report it with the message. The site runs "
@@ -185,7 +185,7 @@ _NOTHING = {
     "on CUDA only",
     "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
 }
-#: The same, by what they mean, for reasons whose text already says why.
+#: The same for reasons whose text already says why, by meaning.
 _PLAIN = (
     "no-neighbours",  # nothing beside the GEMM is work on its result
     "no-gain",  # there is too little work to save
@@ -201,7 +201,7 @@ _PLAIN = (
 #: The remedy of these.
 NOTHING = "Nothing to do."
 
-#: Code -> what to do.
+#: Code -> advice.
 REMEDIES: dict[str, Remedy] = {
     **{code: Remedy(text) for code, text in _DO.items()},
     **{code: Remedy(f"Nothing to do: {why}.", possible=False) for code, why in _NOTHING.items()},

@@ -19,14 +19,15 @@ class Choice:
 
     Attributes:
         how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
-        config: of the kernel, e.g. ``128x192:2x1:pp``; also where a kernel is possible but slower.
-        refusal: why it does not run as a kernel.
+        config: the kernel's config, e.g. ``128x192:2x1:pp``; also if a kernel is possible but
+            slower.
+        refusal: the reason if it does not run as a kernel.
         fused_us: expected microseconds of the kernel; None without an estimate.
         unfused_us: the same for cuBLAS and Inductor's elementwise kernels; 0 without an estimate.
-        ground: what these times are based on: "here" (measured by this user), "shipped" (measured),
+        ground: the source of these times: "here" (measured by this user), "shipped" (measured),
             "roofline", or "unknown" (a GPU of a generation without constants).
-        added_us: how much longer the kernel takes than its products alone in cuBLAS: as measured,
-            of it or of one that differs in its reductions only; else by the roofline.
+        added_us: the kernel's time beyond its products alone in cuBLAS: measured (for it, or for a
+            kernel that differs only in reductions), else from the roofline.
     """
 
     how: str
@@ -39,7 +40,7 @@ class Choice:
 
     @property
     def measured(self) -> bool:
-        """Were these times measured?"""
+        """Were the choice's times measured?"""
         return self.ground in ("here", "shipped")
 
 
@@ -56,15 +57,15 @@ class SiteReport:
             the graph if the graph names no module. Pairs name both.
         shape: (M, N, K); M is an int or a symbolic expression. N is one GEMM's N, also for pairs; K
             is the total of all terms where several GEMMs are summed in one.
-        patterns: names of the patterns whose work it absorbed.
+        patterns: names of the patterns whose ops it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
-        bytes_before: bytes read and written by the GEMM and by one elementwise kernel after it for
-            what was absorbed; each kernel counts a tensor once (no cache, no retries).
+        bytes_before: bytes read and written by the GEMM and by one elementwise kernel for the
+            absorbed ops; each kernel counts a tensor once (no cache, no retries).
         bytes_after: the same for the fused kernel, also where the program runs as plain ops
             (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
-        stops: where the epilogue ended and why; ``what`` is the op. Fused sites only.
-        choice: how it runs, and why not as a kernel.
+        stops: the ops where the epilogue ended, with reasons; fused sites only.
+        choice: how it runs, and the reason if not as a kernel.
         program: the epilogue program; None when not fused.
     """
 
@@ -81,7 +82,7 @@ class SiteReport:
 
     @property
     def how(self) -> str:
-        """``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``."""
+        """How the site runs: ``"kernel"``, ``"reference"`` (for Inductor) or ``"unfused"``."""
         return self.choice.how
 
     @property
@@ -91,13 +92,13 @@ class SiteReport:
 
     @property
     def refusal(self) -> Refusal | None:
-        """Why it is not fused, or why not as a kernel; None otherwise."""
+        """The reason why the site is not fused, or does not run as a kernel; None otherwise."""
         return self.choice.refusal
 
     @property
     def estimate(self) -> Choice | None:
-        """The choice, if it has expected times: kernels have, and in ``coda_inductor.explain`` all
-        GEMMs."""
+        """The choice if it has expected times, else None: kernels have them, and in
+        ``coda_inductor.explain`` all GEMMs."""
         return self.choice if self.choice.unfused_us else None
 
     @property
@@ -106,23 +107,23 @@ class SiteReport:
 
     @property
     def idle(self) -> bool:
-        """Is it a weight gradient with nothing to absorb, like almost all of them?"""
+        """Is it a weight gradient with nothing to absorb, as almost all are?"""
         code = "" if self.fused or self.refusal is None else self.refusal.code
         return self.role == "weight gradient" and code == "no-neighbours"
 
     @property
     def reason(self) -> str:
-        """Why it is not fused, or why not as a kernel, for people; empty otherwise."""
+        """The reason why the site is not fused, or not a kernel, as text; empty otherwise."""
         return "" if self.refusal is None else self.refusal.text
 
     @property
     def stopped(self) -> tuple[str, ...]:
-        """Where the epilogue ended and why, as ``"op: reason"``."""
+        """The ops where the epilogue ended, as ``"op: reason"``."""
         return tuple(f"{stop.what}: {stop.text}" for stop in self.stops)
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of memory traffic that a kernel saves (0 when not fused); if ``how`` is
+        """Bytes of memory traffic that a kernel saves; 0 if not fused. If ``how`` is
         ``"reference"``, no kernel runs and they are not saved."""
         return self.bytes_before - self.bytes_after
 
@@ -133,10 +134,10 @@ class MemoryReport:
 
     Attributes:
         kept: bytes that the forward pass leaves, inputs and outputs of the graph apart.
-        before: the same if nothing were computed again.
+        before: the same without recomputation.
         again: tensors that are computed again.
-        ms: how long that takes, as expected.
-        peak: the most bytes that the step takes beyond its inputs, as expected.
+        ms: the expected time of that.
+        peak: the expected peak of memory in bytes, beyond the step's inputs.
     """
 
     kept: int
@@ -159,9 +160,8 @@ def size_text(number: int) -> str:
 
 @dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs, what else was recognized but not rewritten, how often each
-    rewrite fired, and, under a limit of memory, what it keeps for the backward pass and computes
-    again."""
+    """The report of one compiled graph: its GEMMs, idioms that were not rewritten, the count of
+    each rewrite, and, with a limit of memory, the bytes kept for the backward pass."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
@@ -181,12 +181,12 @@ class GraphReport:
 
     @property
     def kernels(self) -> int:
-        """How many GEMMs run as a generated kernel."""
+        """The number of GEMMs that run as a generated kernel."""
         return sum(site.how == "kernel" for site in self.sites)
 
     @property
     def summary(self) -> str:
-        """``15 of 29 GEMMs fused``; without kernels, what may be and why no kernel runs."""
+        """``15 of 29 GEMMs fused``; without kernels, how many may be, and why no kernel runs."""
         if not self.sites:
             return "no GEMM in this graph"
         plain = [site for site in self.sites if site.how == "reference"]
@@ -199,7 +199,7 @@ class GraphReport:
         return ", ".join(parts)
 
     def table(self) -> str:
-        """:func:`sites_table` of the GEMMs, near misses and, with debugging, kernels' files."""
+        """The table of GEMMs, near misses and, with debugging, the paths of kernels."""
         lines = [f"memory: {self.memory}"] if self.memory is not None else []
         lines += [f"near miss: {m}" for m in self.near_misses]
         for row in fold(self.sites) if self.folder else ():
@@ -214,8 +214,8 @@ _REPORTS: deque[GraphReport] = deque(maxlen=256)
 def reports() -> list[GraphReport]:
     """Reports of the graphs compiled in this process, oldest first (the last 256).
 
-    A graph that came out of torch's compile cache was not analysed again and has no report; one
-    warning says so if there are no reports at all.
+    A graph from torch's compile cache is not analyzed again and has no report; a warning says so if
+    there are no reports at all.
     """
     counters = compat.counters  # imports Dynamo, which compile workers do not need
     hits = counters["aot_autograd"]["autograd_cache_hit"]
@@ -228,8 +228,8 @@ def reports() -> list[GraphReport]:
 
 
 def record(report: GraphReport) -> bool:
-    """Keep ``report`` for :func:`reports`, once; True if it is new. A graph may come twice, because
-    Inductor also hands the bodies of FlexAttention's calls to the passes, before their graph."""
+    """Keep ``report`` for :func:`reports`, once. Returns True if it is new. A graph may come twice,
+    because Inductor also passes the bodies of FlexAttention's calls to us, before their graph."""
     if any(other is report for other in _REPORTS):
         return False
     _REPORTS.append(report)
@@ -237,7 +237,7 @@ def record(report: GraphReport) -> bool:
 
 
 def replace(graphs: list[GraphReport]) -> None:
-    """Let :func:`reports` return ``graphs``."""
+    """Let :func:`reports` return the graphs in ``graphs``."""
     _REPORTS.clear()
     _REPORTS.extend(graphs)
 

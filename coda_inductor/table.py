@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of GEMMs as a table of text, and in the words that the page of ``explain`` shares."""
+"""Reports of GEMMs as a text table, and in words that the page of ``explain`` uses too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUNDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Sites that differ only in the layer. ``name`` has ``*`` in place of its number."""
+    """Sites that differ only in the layer. ``name`` has ``*`` instead of the layer's number."""
 
     name: str
     sites: tuple[SiteReport, ...]
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Of the first site; if there are several, without the numbers of layers."""
+        """The first site's reason; if there are several sites, without the numbers of layers."""
         return general_text(self.site.reason) if self.times > 1 else self.site.reason
 
     @property
@@ -59,7 +59,7 @@ class Row:
 
 
 def fold(sites: Sequence[SiteReport]) -> list[Row]:
-    """Rows in the order of their first site, without idle weight gradients."""
+    """Rows of equal sites, in the order of the first site, without idle weight gradients."""
     groups: dict[Hashable, list[SiteReport]] = {}
     for site in (site for site in sites if not site.idle):
         same = (
@@ -75,10 +75,10 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
 
 
 def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
-    """GEMMs as a text table as wide as the terminal, equal layers in one row, without columns that
-    are empty; times are those on ``gpu``. Weight gradients with nothing to absorb are one line
-    below, and so is a long reason of several rows. Without kernels, the bytes are those that one
-    would move. A narrow terminal shows times or bytes."""
+    """A text table of GEMMs, as wide as the terminal, with equal layers in one row and without
+    empty columns; times are for ``gpu``. Weight gradients with nothing to absorb are one line below
+    the table, and so is a long reason of several rows. Without kernels, the bytes are those that a
+    kernel would move. A narrow terminal shows either times or bytes."""
     heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
              f"us on {gpu}" if gpu else "us"]  # fmt: skip
     folded = fold(sites)
@@ -118,8 +118,7 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
 
 
 def fitted(text: str) -> str:
-    """A paragraph as wide as the terminal, without hyphenation; as it is without a terminal, and if
-    it holds columns."""
+    """A paragraph as wide as the terminal; unchanged without one, or if it contains columns."""
     columns = shutil.get_terminal_size((0, 0)).columns
     if len(text) <= columns or columns < 40 or "   " in text.strip():
         return text
@@ -130,8 +129,7 @@ def fitted(text: str) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """``text`` in lines of ``width`` columns, which end at spaces or behind the dots of a path,
-    never inside a name."""
+    """``text`` in lines of ``width`` columns, split at spaces or after the dots of a path."""
     lines = [""]
     for part in re.findall(r" *(?:[^ .]|\.(?=\d))+\.?| *\.", text):
         if lines[-1] and len(lines[-1] + part) > width:
@@ -154,12 +152,12 @@ def general_path(path: str) -> str:
 
 
 def general_text(text: str) -> str:
-    """A sentence that names modules, for all layers."""
+    """A sentence that names modules, with ``*`` for the numbers of layers."""
     return _LAYER_IN_TEXT.sub("*", text)
 
 
 def readable_bytes(count: float) -> str:
-    """``8.4 MB``: three figures, decimal units."""
+    """``8.4 MB``: three digits, decimal units."""
     units = ["B", "KB", "MB", "GB", "TB"]
     while count >= 999.5 and len(units) > 1:
         count /= 1000
@@ -174,7 +172,7 @@ def shape_text(site: SiteReport) -> str:
 
 
 def traffic_words(site: SiteReport) -> tuple[str, str]:
-    """Bytes that one site moves, and a remark if fusing adds some: ("3 MB -> 2 MB", "")."""
+    """(bytes before and after, a remark if fusing adds bytes) of one site: ("3 MB -> 2 MB", "")."""
     after = readable_bytes(site.bytes_after)
     if not site.fused:
         return after, ""
@@ -183,7 +181,7 @@ def traffic_words(site: SiteReport) -> tuple[str, str]:
 
 
 def time_words(site: SiteReport) -> tuple[str, str]:
-    """Expected microseconds, and what they are based on: ("16.2 -> 12.1", "measured")."""
+    """(expected microseconds, the source of these times): ("16.2 -> 12.1", "measured")."""
     choice = site.estimate
     if choice is None:
         return "unknown", ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's LM head and cross entropy as one graph.
+"""Compile torchtitan's LM head and cross entropy as one graph.
 
 torchtitan compiles a model block by block, and its loss by itself. The head between them runs in
 eager, and the loss reads and keeps the logits in float32. With this module, which a trainer of
@@ -8,11 +8,11 @@ product is a part of the loss's graph, and the logits stay in the head's dtype.
 
 While a model trains, its head returns its input, inside of FSDP's hooks as before. The loss
 function then computes logits and loss, in one compiled function. FSDP2 keeps the head's weight
-gathered until its gradient is there; where it does not, ``unshard()`` gathers it again. Parameters,
+gathered until its gradient is computed; if it does not, ``unshard()`` gathers it again. Parameters,
 checkpoints and the scaling of the loss stay as they are. In evaluation the head returns logits.
 
 Changes nothing, with a warning, without ``--compile.enable --compile.backend=coda`` and the
-component ``loss``, under tensor and pipeline parallelism, and where the loss is another one.
+component ``loss``, under tensor and pipeline parallelism, and for other losses.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ try:
 except ImportError as error:
     raise CodaError(f"coda_inductor.torchtitan needs torchtitan 0.2 ({error})") from error
 
-#: The models of torchtitan that return what ``output``, their head, computes.
+#: The models of torchtitan that return the result of ``output``, their head.
 MODELS = ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3")
 
 
 class HeadAndLoss:
-    """``loss`` of logits, or of the hidden states from which the head would have made them.
-    ``plain`` is the same function, not compiled."""
+    """``loss`` of logits, or of the head's input. ``plain`` is the same function, not compiled."""
 
     def __init__(self, loss: Callable[..., Tensor], plain: Callable[..., Tensor]):
         self.loss, self.plain = loss, plain
@@ -105,7 +104,7 @@ def with_head_and_loss(spec: Any) -> Any:
 
 
 def _obstacle(spec: Any, config: Any, dims: Any) -> str:
-    """Why head and loss do not become one graph; empty where they do."""
+    """The reason why head and loss do not become one graph; empty if they do."""
     if not config.enable or config.backend != "coda" or "loss" not in config.components:
         return 'they need --compile.enable --compile.backend=coda, with "loss" among its components'
     if dims.tp_enabled or dims.pp_enabled:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo graph through our passes, AOTAutograd and the partitioner as in Inductor, but without
-its code generation: ``explain``, ``check`` and the tests run our passes this way."""
+"""Run a Dynamo graph through our passes, AOTAutograd and the partitioner as in Inductor, but
+without code generation. ``explain``, ``check`` and the tests run our passes in this way."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Traced:
     """One graph as it would be compiled.
 
     Attributes:
-        call: runs it, op by op.
+        call: a function that runs it op by op.
         whole: the inference graph or the joint one, after ``passes``.
         graphs: the inference graph, or the forward and the backward one.
-        saved: what the forward pass saves for the backward pass.
-        training: whether there is a backward pass.
-        wrapper: wraps what was compiled, for the caller.
+        saved: the tensors that the forward pass saves for the backward pass.
+        training: is there a backward pass?
+        wrapper: a function that wraps the compiled graph for the caller.
     """
 
     call: Callable[..., Any] = lambda: None
@@ -49,9 +49,9 @@ def dry_run(
     record: Record,
     passes: Callable[..., None] = rewrite,
 ) -> Traced:
-    """Run our passes on Dynamo's graph ``gm``, which changes, and ``passes`` on the graph that
-    AOTAutograd traces of it. A dry record plans for no peak of memory: it depends on what the
-    device holds."""
+    """Run our passes on Dynamo's graph ``gm``, in place, and ``passes`` on the graph that
+    AOTAutograd traces from it. A dry record plans for no peak of memory, because that depends on
+    the device's memory in use."""
     plans = not record.dry or isinstance(record.options.memory, float | None)
     wrap = on_dynamo(gm, record)
     splits = Partitioner(lambda: record, str) if plans else min_cut_rematerialization_partition
@@ -66,7 +66,7 @@ def trace(
     passes: Callable[[Graph], None] | None = None,
     splits: Callable[..., Any] = min_cut_rematerialization_partition,
 ) -> Traced:
-    """Trace ``gm``, with ``passes`` at the place of ``joint_custom_pre_pass``, and split it by
+    """Trace ``gm``, with ``passes`` in the place of ``joint_custom_pre_pass``, and split it by
     ``splits`` into forward and backward pass."""
     traced = Traced()
 

@@ -2,7 +2,7 @@
 """Find the pass, pattern or GEMM that makes a script fail or its result differ.
 
 The script runs again and again, each time without other parts of the backend. Exit status 0 is
-good, any other one is bad: a script about a wrong result compares it and raises.
+good, any other is bad: a script that checks a result must raise if it is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, and print the result; 0.
+    """Search for the culprit and print it. Returns 0.
 
     Raises:
         OptionError: there is no such script.
@@ -86,14 +86,14 @@ def _cause(
 
 
 class _Script:
-    """The user's script, a new process for each run."""
+    """The user's script. Each run is a new process."""
 
     def __init__(self, command: list[str]):
         self.command, self.runs = command, 0
 
     def guilty(self, kind: str, names: list[str], *, first: bool = False) -> list[str]:
-        """Those of ``names`` without which the script succeeds, or the first of those; none if it
-        fails without all ``names``."""
+        """The ``names`` that the script needs disabled to succeed (with ``first``, only the first
+        one); an empty list if it fails even with all ``names`` disabled."""
         good, errors = set[str](), dict[str, str]()
 
         def fails(tried: Sequence[str]) -> str:
@@ -109,7 +109,7 @@ class _Script:
         return list(errors)
 
     def error(self, label: str, disable: Sequence[str], **variables: str) -> str:
-        """Why the script fails without what ``disable`` names; empty if it succeeds."""
+        """The script's error when the names in ``disable`` are disabled; empty if it succeeds."""
         out = ",".join([*filter(None, [os.environ.get("CODA_DISABLE")]), *disable])
         settings = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "CODA_DISABLE": out, **variables}
         error = _run(self.command, {**os.environ, **settings})
@@ -132,7 +132,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def _paths(site: str) -> list[str]:
-    """Of all GEMMs of a fused site: ``mlp.gate + up`` is ``mlp.gate`` and ``mlp.up``."""
+    """The module paths of a fused site: ``mlp.gate`` and ``mlp.up`` for ``mlp.gate + up``."""
     first, *others = site.split(" + ")
     return [first, *(first[: first.rfind(".") + 1] + other for other in others)]
 

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every file; 0 if all pass.
+    """Check every file. Returns 0 if all checks pass, 1 if any fails.
 
     Raises:
         OptionError: there is no such file, or a folder has no pattern file.
@@ -71,7 +71,8 @@ def _lines(path: Path, results: list[Result], *, quiet: bool) -> Iterator[str]:
 
 
 def _total(results: list[Result]) -> str:
-    """``all passed`` if no check was skipped: the pattern was tried, not only proven."""
+    """The last line of the output. It says ``all passed`` only if no check was skipped, because
+    then the pattern was tried, not only proven."""
     counts = Counter(r.outcome for r in results)
     if not counts["fail"] and not any(r.check.startswith("match") for r in results):
         return f"{counts['pass']} passed, {counts['skip']} skipped: proven, but never tried"

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain, print, save; 0.
+    """Explain the model, print the table and save the page. Returns 0.
 
     Raises:
         OptionError: the model does not exist, or the page cannot be written to that place.
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _unwritable(page: Path) -> str:
-    """Why the file cannot be written; empty if it probably can. Checked before all the work."""
+    """The reason why the file cannot be written, else empty. Checked first: the rest takes long."""
     if page.is_dir():
         return "it is a folder"
     return "" if page.parent.is_dir() else "its folder does not exist"

@@ -42,7 +42,7 @@ def model_of(
     arguments: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """The model that the arguments name, and its arguments: (model, args, kwargs). ``tokens``: the
-    length of a sequence, for Hugging Face models; None for 2048, or what the model reads at most.
+    length of a sequence, for Hugging Face models; None for 2048, or the model's maximum.
 
     Raises:
         OptionError: there is no such model; tells what to write.
@@ -95,8 +95,8 @@ def _function(target: str) -> Callable[[], Any]:
 def _hugging_face(
     arguments: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
-    """A model without weights: only shapes are needed. Its memory is reserved and never used; if
-    that much cannot even be reserved, the model stays on the meta device."""
+    """A model whose weights have no values, because only shapes are needed. Its memory is reserved
+    but never used; if the memory cannot even be reserved, the model is on the meta device."""
     try:
         import transformers
     except ImportError:
@@ -134,7 +134,7 @@ def _hugging_face(
 
 
 def cache_note(model: Callable[..., Any]) -> list[str]:
-    """Which ``use_cache`` a language model is called with: one sentence, or none."""
+    """A sentence that says with which ``use_cache`` a language model is called; else empty."""
     used = getattr(getattr(model, "config", None), "use_cache", None)
     if not isinstance(used, bool) or not speaks(model):
         return []
@@ -144,14 +144,14 @@ def cache_note(model: Callable[..., Any]) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """A positive number, as an argument's type."""
+    """Convert a command-line argument to a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def speaks(model: Callable[..., Any]) -> bool:
-    """Is it a language model: tokens in, logits out?"""
+    """Is it a language model, which reads tokens and returns logits?"""
     return any(part in type(model).__name__ for part in ("CausalLM", "LMHead"))
 
 
@@ -170,7 +170,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _setting(text: str, flag: str) -> tuple[str, Any]:
-    """``"gate=always"`` -> ("gate", "always"); numbers, booleans and None are read as such."""
+    """``"gate=always"`` -> ("gate", "always"); numbers, booleans and None become values."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise OptionError(f"{flag} {text!r}: write KEY=VALUE")

@@ -25,8 +25,8 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Result:
-    """One check. ``outcome`` is "pass", "fail", "skip", or "note" for what the author should know;
-    ``listings`` are (title, source)."""
+    """The result of one check. ``outcome`` is "pass", "fail", "skip", or "note" (information for
+    the author); ``listings`` are pairs (title, source)."""
 
     pattern: str
     check: str
@@ -82,12 +82,12 @@ def _try(pattern: Pattern, path: str) -> Iterator[Result]:
 
 
 def _error_text(error: Exception) -> str:
-    """Its class and the first line of its message: torch's messages have a page."""
+    """The error's class and the first line of its message: messages of torch fill a page."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
-    """It is recognized, absorbed by GEMMs, and the rewritten graph is the same function."""
+    """Check that GEMMs absorb the idiom and that the rewritten graph is the same function."""
     trial, eager = try_out(pattern, path, idiom, dtype=torch.float64)
     name = idiom.__name__
     text = "found in its example" if trial.raised == 1 else f"found {trial.raised} times, not once"
@@ -104,8 +104,8 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
 
 
 def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
-    """(outcome, what GEMMs absorbed). An op's rewrite may have conditions that its example, one
-    GEMM on either side, does not meet: that is reported, but is not a failure."""
+    """(outcome, the ops that GEMMs absorbed). The rewrite of an op may have conditions that its
+    example, with one GEMM on either side, does not meet. That is reported, but is not a failure."""
     counted = {key: times for key, times in trial.counts.items() if key.startswith(pattern.name)}
     text = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
     missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
@@ -125,9 +125,9 @@ def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
 
 
 def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
-    """The epilogue programs in bfloat16, the source of their kernels, and a check that GEMMs move
-    no more bytes and absorb no fewer ops than without the pattern, when its ops are plain ones. As
-    many bytes are a note: the pattern brings nothing."""
+    """Show the epilogue programs in bfloat16 and the source of their kernels. Check that GEMMs move
+    no more bytes and absorb no fewer ops than with the pattern disabled, when its ops are plain
+    ones. An equal number of bytes is a note: the pattern saves nothing."""
     trial, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))

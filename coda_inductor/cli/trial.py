@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern tried on its own example: the backend's passes, run eagerly, so that nothing but the
-rewriting can change a number.
+"""Try a pattern on its own example: the backend's passes run, and the result runs eagerly, so that
+only the rewriting can change a number.
 
 The example is the smallest graph around a pattern: its tensors are results of GEMMs of one input,
 and a GEMM reads the result::
@@ -30,7 +30,7 @@ ROWS, K, N = 24, 32, 40
 
 
 class Example(nn.Module):
-    """``idiom`` between GEMMs, with ``ROWS`` x ``K`` inputs and tensors of ``ROWS`` x ``N``.
+    """``idiom`` between GEMMs, as a module. Inputs are ``ROWS`` x ``K``, tensors ``ROWS`` x ``N``.
 
     Args:
         idiom: one spelling of the pattern.
@@ -53,15 +53,14 @@ class Example(nn.Module):
         self.down = nn.Parameter(torch.randn(N, K) * N**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(ROWS, K) -> (ROWS, K)."""
+        """Run the example: (ROWS, K) -> (ROWS, K)."""
         projections = {p: x @ self.weights[p] for p in self.inputs}
         others = {p: self.others[p] for p in self.others}
         return self.idiom(**projections, **others, **self.numbers) @ self.down
 
 
 def example_of(pattern: Pattern) -> dict[str, Any]:
-    """The pattern's example, completed from its meaning: shapes for tensors, 1.5, 1.75, ... for
-    numbers."""
+    """The pattern's example, completed from its meaning: shapes, and for numbers 1.5, 1.75, ..."""
     example = dict(pattern.examples[0]) if pattern.examples else {}
     if pattern.meaning is not None:
         signature = Signature(pattern.meaning)
@@ -82,8 +81,8 @@ def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
 
 @dataclass
 class Trial:
-    """One run: output and gradients, and what the passes did. ``left`` are the pattern's aten ops
-    that no GEMM absorbed, ``refused`` the report's near misses."""
+    """The result of one run: output, gradients, and the work of the passes. ``left``: the pattern's
+    aten ops that no GEMM absorbed; ``refused``: the near misses of the report."""
 
     results: list[Tensor]
     raised: int = 0
@@ -94,12 +93,12 @@ class Trial:
 
     @property
     def traffic(self) -> int:
-        """Bytes that GEMMs read and write."""
+        """The bytes that GEMMs read and write."""
         return sum(site.bytes_after for site in self.sites)
 
     @property
     def absorbed(self) -> int:
-        """Ops that run in their epilogues."""
+        """The number of ops that run in the epilogues of GEMMs."""
         return sum(len(site.absorbed) for site in self.sites)
 
 
@@ -111,8 +110,8 @@ def try_out(
     dtype: torch.dtype,
     disable: tuple[str, ...] = (),
 ) -> tuple[Trial, Trial]:
-    """(rewritten, eager): output and gradients of the example with ``idiom``, in ``dtype``, without
-    what ``disable`` names.
+    """(rewritten, eager): output and gradients of the example with ``idiom``, in ``dtype``. The
+    names in ``disable`` are disabled.
 
     Raises:
         CodaError: whatever fails inside the passes.
@@ -137,7 +136,7 @@ def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tenso
 
 
 class _Passes:
-    """A torch.compile backend: the passes of ``backend="coda"``, then aten graphs as they are."""
+    """A torch.compile backend: our passes, then the aten graphs, which run eagerly."""
 
     def __init__(self, pattern: Pattern, path: str, disable: tuple[str, ...]):
         self.pattern, self.raised = pattern, 0

@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print the tables; 0.
+    """Measure the sites and print the tables. Returns 0.
 
     Raises:
         OptionError: the model does not exist, or there is nothing to do.
@@ -58,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def stores() -> dict[str, dict[str, Figures]]:
-    """This user's measurements: the file's name -> its sites."""
+    """This user's measurements: the name of each file -> its sites and their figures."""
     folder = cache_dir() / measurements.FOLDER
     return {path.stem: measurements.sites_in(path) for path in sorted(folder.glob("*.json"))}
 
 
 def report(tables: dict[str, dict[str, Figures]]) -> str:
-    """The measurements as tables, one line per site: what won, and by how much."""
+    """The measurements as tables with one line per site: the fastest variant, and by how much."""
     if not tables:
         return f"no measurements yet (they would be in {cache_dir() / measurements.FOLDER})\n"
     parts = []

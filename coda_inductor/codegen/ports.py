@@ -26,7 +26,7 @@ _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmo
 
 @dataclass(frozen=True)
 class Sink(Reduce):
-    """A reduction in a kernel.
+    """A reduction as a kernel computes it.
 
     ``factors`` names the two values whose product is folded by one fused multiply-add, or None.
     ``masked``: lanes beyond the matrix must be replaced by the neutral element.
@@ -38,8 +38,9 @@ class Sink(Reduce):
 
 @dataclass(frozen=True)
 class Ports:
-    """``c``: the tile operand that is the GEMM's C operand. ``d``: the store that is D (None for
-    paired programs, whose stores are half as wide as the GEMM). ``aux``: the other stores."""
+    """The role of each operand and store. ``c``: the tile operand that is the GEMM's C. ``d``: the
+    store that is D (None for a paired program, whose stores have half its columns). ``aux``: the
+    others."""
 
     c: str | None
     d: Store | None
@@ -53,7 +54,7 @@ class Ports:
 
 @functools.lru_cache(maxsize=1024)
 def ports(program: EpilogueProgram) -> Ports:
-    """The mapping for ``program`` (which must be legal, see ``program.verify``)."""
+    """The roles of operands and stores of ``program``, a legal program (``program.verify``)."""
     uniform = _uniform(program)
     tiles = [o for o in program.operands if o.kind == "tile" and o.dtype in HALF_NAMES]
     sinks = []
@@ -94,7 +95,7 @@ def _factors(program, reduce, uniform) -> tuple[str, str] | None:
 
 
 def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
-    """Values that are zero in the lanes beyond the matrix along the reduced axis.
+    """The values that are zero in the lanes beyond the matrix along the reduced axis.
 
     There, accumulators and tile operands are zero (TMA fills with zeros), but vectors along that
     axis hold whatever shared memory held before: a row vector for sums over N, a column vector

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpilogueProgram -> readable Python source of a QuACK epilogue function. Pure text.
 
-The result is what runs on the GPU, one line per step, so that a user can open it and see what was
-fused. Contract of the function (QuACK's ``EpiMod``): ``epilogue(acc, c, <operands>)`` is traced
-once per accumulator element and returns ``{"D": ..., <other stores>, <reductions>}``.
+The result runs on the GPU. It has one line per step, so that a user can read which ops were fused.
+Contract of the function (QuACK's ``EpiMod``): ``epilogue(acc, c, <operands>)`` is traced once per
+accumulator element and returns ``{"D": ..., <other stores>, <reductions>}``.
 
 Example, for the program in :mod:`coda_inductor.program.ir`::
 
@@ -96,7 +96,7 @@ def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[s
 
 
 def _across(step: Step) -> str:
-    """A description of an operand that the program computes across columns."""
+    """The comment for an operand that the program computes across columns."""
     x, width, distance = step.args
     return f"{step.name}: {x}, columns {distance:g} apart of the head's first {width:g} exchanged"
 
@@ -144,5 +144,5 @@ def _sink(program: EpilogueProgram, sink: Sink) -> str:
 
 
 def _clean(text: str) -> str:
-    """Text that may stand in a docstring or comment of an ASCII source file."""
+    """``text`` without characters that a docstring or comment of an ASCII file cannot hold."""
     return text.encode("ascii", "replace").decode().replace("\\", "/").replace('"', "'")

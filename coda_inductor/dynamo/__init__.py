@@ -2,12 +2,12 @@
 """Passes on Dynamo's graph, before AOTAutograd, in this order.
 
 assertions      assertions of exported programs that hold are removed
-in_place        ops in place become ops out of place where nothing sees the difference
-losses          losses as people write them become cross entropies
-packed          a packed weight of gate and up becomes two
+in_place        in-place ops become plain ops where nothing can see the difference
+losses          losses in many spellings become cross entropies
+packed          a packed weight of gate and up becomes two weights
 dropouts        adapters behind dropout become products that draw their masks
-experts         a mixture over grouped products; summed_pairs: how its rows are summed by token
-idioms          what pattern files label becomes semantic ops
-attention       masks and repeated heads of SDPA
-late_gradients  returned logits get no made-up gradient
+experts         mixtures of experts over grouped products become semantic ops
+idioms          the idioms of pattern files become semantic ops
+attention       masks and repeated heads of SDPA become flags
+late_gradients  returned logits get no gradient of zeros; summed_pairs helps ``experts``
 """

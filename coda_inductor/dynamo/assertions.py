@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assertions of exported programs that hold are removed: a pattern refuses intermediates that
-something else reads.
+"""Remove assertions of exported programs that hold, because they hide idioms as further readers.
 
 Before::
 
@@ -12,7 +11,8 @@ After::
     to = aten.to.dtype(x, torch.float32)
 
 Why it is valid: dtype, device and layout are the same at every call. Leaves alone: assertions of
-sizes and strides, which may be symbolic; those that do not hold, which raise when they are traced.
+sizes and strides, which may be symbolic; assertions that do not hold, which raise when they are
+traced.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ Before (A_i (r, K); each dropout has a mask of its own)::
 
 After::
 
-    seed = randint(0, 2**63 - 1, (1,))                                    one a graph or region
+    seed = randint(0, 2**63 - 1, (1,))                                    one per graph or region
     h, g = dropout_linear(x, cat([A_0, A_1]), seed, 0, 2, p).split(r, -1)
 
 Why it is valid: the masks are as independent and as probable as before (``semantic.dropout``).
 torch's own generator draws the seed, so that ``manual_seed`` repeats a run and each step has masks
 of its own. Which masks a seed stands for differs, as it does between eager and torch.compile.
 
-Why it pays: a dropout writes a masked x, which is kept for the backward pass: seven a layer. Here x
-is read once for all layers that share it, and the backward pass draws the masks again.
+Why it pays: a dropout writes a masked x, which is kept for the backward pass: seven times per
+layer. Here x is read once for all layers that share it, and the backward pass draws the masks
+again.
 
 Layers of one x, p, rank and dtype share an op, at most ``MOST`` and ``LOW_RANK`` columns. A cast of
 x in between (peft's, to float32) becomes the op's own. Leaves alone: dropout without a mask (p = 0,
@@ -56,8 +57,8 @@ LEAST = 1024
 
 
 def multiply_masks(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its regions, in place. Each layer counts, or has a
-    reason."""
+    """Apply the rewrite to ``graph`` and its regions, in place. Each layer is counted or
+    refused."""
     dual = forward_mode(graph)
     for body in bodies(graph):
         groups: dict[tuple[Node, float, int, torch.dtype], list[Node]] = defaultdict(list)
@@ -132,8 +133,8 @@ def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -
 
 
 def _source(x: Node, layer: Node, hazards: Hazards) -> Node:
-    """The tensor that the op reads for ``layer``, whose input is ``x`` under a mask: casts are left
-    out if the op rounds to the same numbers."""
+    """The tensor that the op reads for ``layer``, whose input is ``x`` under a mask. A cast is
+    skipped if the op rounds to the same numbers."""
     while is_cast(x):
         before, dtype = x.all_input_nodes[0], fake(x).dtype
         exact = torch.promote_types(fake(before).dtype, dtype) == dtype
@@ -148,7 +149,7 @@ def _layer(dropout: Node) -> Node:
 
 
 def _batches(dropouts: list[Node], most: int, hazards: Hazards) -> list[Sequence[Node]]:
-    """Those whose layers one op may compute, at the place of the first of them."""
+    """Groups of ``dropouts`` whose layers one op may compute, at the group's first layer."""
     layers = [_layer(node) for node in dropouts]
     weights = [arguments(layer)["weight"] for layer in layers]
     movable = all(weight < layers[0] for weight in weights)

@@ -47,7 +47,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, group_rows
 
-#: Torch's ops, and those that transformers uses instead.
+#: Torch's ops, and the ops that transformers uses instead.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: Kinds of ops that may compute a weight from a parameter.
 _DERIVED = ("names", "turns", "copies", "casts")
@@ -108,7 +108,7 @@ class _Route:
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node] | None:
-    """A, B and the ends of groups of a product without bias; None for other nodes."""
+    """A, B and the group ends of a grouped product without bias; None for other nodes."""
     call = read(node)
     if call is None or any(call.get(name) is not None for name in ("bias", "out_dtype")):
         return None
@@ -119,14 +119,14 @@ def _operands(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _ends(product: Node) -> Node | None:
-    """The ends of groups of a product."""
+    """The group ends of a grouped product; None for other nodes."""
     operands = _operands(product)
     return None if operands is None else operands[2]
 
 
 def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
-    """For a product with gathered rows: the product, the tensor that the rows come from, in the
-    product's dtype, the ends of groups, and the pairs."""
+    """For a product with gathered rows: the product, the source of the rows (in the product's
+    dtype), the group ends, and the pairs. None for others."""
     if (operands := _operands(product)) is None:
         return None
     a, b, offs = operands
@@ -166,7 +166,7 @@ def _raise_up(
     whole: bool,
 ) -> None:
     """Replace a product, and the next one of the same rows with a similar weight, by
-    ``experts_up``. ``whole``: its result is later summed by token, so rows of no expert are not
+    ``experts_up``. ``whole``: the result is later summed by token, so rows without expert are not
     read."""
     product, gather, x, pairs = match
     a, b, offs = _operands(product)  # type: ignore[misc]
@@ -196,7 +196,7 @@ def _raise_up(
 
 
 def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
-    """Replace each node of ``numbers`` by the result of ``call`` with its number."""
+    """Replace each node of ``numbers`` by the result of ``call`` that has the node's number."""
     parts = [put(operator.getitem, call, i) for i in numbers.values()]
     for node, part in zip(numbers, parts, strict=True):
         node.replace_all_uses_with(part)
@@ -204,7 +204,7 @@ def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
 
 
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
-    """Drop masks that zero the rows of no expert in ``node``: these rows are not read."""
+    """Drop masks that set rows without an expert to zero: these rows are not read."""
     for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
         node.meta["example_value"] = fake(user)  # of which what reads it is recorded as a view
         user.replace_all_uses_with(node)
@@ -212,9 +212,9 @@ def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
 
 
 def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, whole: bool) -> None:
-    """Add the bias of each expert to the selected columns of ``product``, as rows of its groups,
-    and not to ``product``: then a gate that reads both can be in one tile. ``whole`` as in
-    :func:`_raise_up`."""
+    """Add each expert's bias after the columns of ``product`` are selected, as rows of its groups,
+    and not to ``product`` itself. Then a gate that reads both halves can be in one tile. ``whole``
+    as in :func:`_raise_up`."""
     call = called(only_reader(product), "add")
     if call is None or call.get("alpha") not in (None, 1):
         return
@@ -239,8 +239,7 @@ def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, wh
 
 
 def _hidden(node: Node, ends: Node) -> bool:
-    """Do all results computed from ``node`` go into products with the same groups, which skip rows
-    of no expert?"""
+    """Do all results of ``node`` end in products that skip rows without an expert?"""
 
     def readers(reader: Node) -> list[Node]:
         multiplied = op_name(reader) in _PRODUCTS and _ends(reader) is ends
@@ -251,16 +250,16 @@ def _hidden(node: Node, ends: Node) -> bool:
 
 
 def _changed(nodes: set[Node], hazards: Hazards) -> bool:
-    """Is one of the tensors ``nodes`` changed in place anywhere? Other results of the same op (a
-    sort's values) may be."""
+    """Is one of the tensors ``nodes`` changed in place anywhere? Changes of other results of the
+    same op (a sort's values) do not matter."""
     storages = {storage for node in nodes for storage in memory(node) or ()}
     changed = {n for w in hazards.writes for n in written_nodes(w) if isinstance(fake(n), Tensor)}
     return any(not storages.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
 def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> None:
-    """Replace a product of sorted rows by ``experts_up``. ``offsets``: ends of groups -> the same
-    with a zero in front."""
+    """Replace a product of sorted rows by ``experts_up``. ``offsets`` maps group ends to the same
+    tensor with a leading zero."""
     operands = _operands(node)
     if operands is None or fake(operands[2]).dtype != torch.int32:
         return
@@ -278,8 +277,7 @@ def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> Non
 
 
 def _sum_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
-    """The weighted sum of ``bias`` (E, d) over the pairs of each token that have an expert:
-    (T, d)."""
+    """The weighted sum of ``bias`` (E, d) over each token's pairs that have an expert: (T, d)."""
     ids = put("view", pairs.ids, -1, pairs.top_k)
     none = put(operator.ge, ids, pairs.experts)
     weights = put.cast(put("logical_not", none), fake(bias).dtype)
@@ -290,8 +288,7 @@ def _sum_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
 
 
 def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> bool:
-    """Is ``node`` another product of the same rows, with a weight that can be computed before
-    ``product``?"""
+    """Is ``node`` a product of the same rows whose weight can be computed before ``product``?"""
     if node is product or node < product or op_name(node) not in _PRODUCTS:
         return False
     operands, target = _operands(node), _operands(product)
@@ -308,7 +305,7 @@ def _derives_weight(node: Node) -> bool:
 
 
 def _hoist(node: Node, before: Node) -> None:
-    """Move ``node``, and what it is computed from, in front of ``before``."""
+    """Move ``node``, and all nodes that it depends on, in front of ``before``."""
     if node < before:
         return
     for n in node.all_input_nodes:

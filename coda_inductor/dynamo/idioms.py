@@ -66,7 +66,7 @@ def _raise(
     graph: Graph, pattern: Pattern, ops: dict[Node, set[str]], record: Record, dual: str | None
 ) -> bool:
     """Replace every idiom of ``pattern`` in one graph, whose nodes may be matched as ``ops``;
-    ``dual`` names a call with forward-mode differentiation. Returns whether there was any."""
+    ``dual`` names a call with forward-mode differentiation. Returns whether any was replaced."""
     present = set().union(*ops.values())
     idioms = [idiom for idiom in pattern.traced if idiom.ops <= present]
     if not idioms:
@@ -96,7 +96,7 @@ def _raise(
 
 
 def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None) -> Refusal | None:
-    """Why ``pattern`` must not fire at ``match``, or None."""
+    """The reason why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
         text = f"{dual} uses forward-mode differentiation, which semantic ops do not have"
         return refuse("idiom-form", text)
@@ -105,7 +105,7 @@ def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None)
 
 
 def _where(error: Exception) -> str:
-    """``file.py:12``: the place of an error in a pattern file, else where it was raised."""
+    """``file.py:12``: the line of a pattern file that caused the error, else the raising line."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
     frame = outside[0] if outside else frames[-1]
@@ -135,7 +135,7 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
 
 
 def _leaves(match: Match) -> set[Node]:
-    """The casts and views at the start of ``match``: of its parameters, and of each other."""
+    """The first casts and views of ``match``: their inputs are parameters, or each other."""
     leaves = {n for n in match.bound.values() if isinstance(n, Node)}
     views = [n for n in match.nodes if kind(n) == "names"]
     for node in sorted((*match.casts, *views)):  # in the graph's order
@@ -145,8 +145,8 @@ def _leaves(match: Match) -> set[Node]:
 
 
 def _changed(match: Match, writes: list[Node]) -> Refusal | None:
-    """Is an input changed that the op keeps for its gradient? The idiom may keep something else: a
-    log-softmax keeps its result, so its logits may be changed after it."""
+    """The reason if an input is changed that the op keeps for its gradient, else None. The idiom
+    may keep another tensor: a log-softmax keeps its result, so its logits may change afterwards."""
     if not getattr(fake(match.root), "requires_grad", False):
         return None
     inputs = [n for n in match.bound.values() if isinstance(n, Node)]
@@ -164,7 +164,7 @@ def _widens(node: Node) -> bool:
 
 
 def _dtype(value: object) -> torch.dtype | None:
-    """The dtype of a value, or of the parts that a tensor was divided into."""
+    """The dtype of a value, or of the parts of a tensor that was split."""
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return getattr(first, "dtype", None)
 
@@ -176,7 +176,7 @@ def _fake(arg: object) -> object:
 
 
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
-    """Run the op on the recorded fake values: its result must be like the idiom's."""
+    """The reason if the op's result, for the recorded fake values, is unlike the idiom's."""
     want = fake(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-place ops on a tensor whose memory is not shared become plain ones.
+"""In-place ops on a tensor whose memory is not shared become out-of-place ops.
 
 Before::
 
@@ -13,8 +13,8 @@ After::
     y = linear(h, W);  add = y + x
     bias = zeros(T, T).masked_fill(hidden, -inf)
 
-Why it is valid: the tensor was created in this graph, is not a view and has none, so later readers
-can read the result instead. Both ops compute the same, in one dtype.
+Why it is valid: the tensor was created in this graph, is no view, and no view of it exists, so
+later readers can read the result instead. Both ops compute the same, in one dtype.
 
 What it enables: patterns and masks do not match across in-place changes.
 

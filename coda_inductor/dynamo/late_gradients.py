@@ -2,8 +2,8 @@
 """If the user computes no gradient of returned logits, no gradient of zeros is created for them.
 
 A causal LM returns its logits together with the loss. Its compiled backward pass then takes a
-gradient for both. If the user calls backward only on the loss, autograd passes zeros for the other
-one: a tensor as large as the logits, which is written, added and read for nothing.
+gradient for both. If the user calls backward only on the loss, autograd passes zeros for the
+logits: a tensor as large as the logits, which is written, added and read for nothing.
 
 Before::
 
@@ -20,8 +20,8 @@ gradient of h goes on through the compiled graph. For soft-capped logits, c * ta
 c), g is first multiplied by 1 - (logits / c)^2.
 
 Refuses, silently, because the graph does not get worse: outputs that are not a linear layer of
-graph inputs, soft-capped or not; that nothing else in the graph reads; that are changed in place;
-that take less than ``LEAST_BYTES``; or of which a view is returned too, which needs its gradient.
+graph inputs (soft-capped or not), have no other reader, are changed in place, or have less than
+``LEAST_BYTES``; outputs if a view of them is returned too, which needs its gradient.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Compiled = Callable[..., Any]
 
 
 class _Late(torch.autograd.Function):
-    """Makes detached ``logits`` differentiable. They are ``h @ w.T + b``, soft-capped by ``cap``
-    unless that is 0."""
+    """Makes detached ``logits`` differentiable. The logits are ``h @ w.T + b``, soft-capped by
+    ``cap`` unless ``cap`` is 0."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, h: Tensor, w: Tensor, b: Tensor | None, cap: float) -> Tensor:
@@ -93,8 +93,8 @@ def _heads() -> tuple[Idiom, ...]:
 
 
 def separate(graph: Graph, record: Record) -> None:
-    """Detach such outputs of ``graph``, in place. The record gets the wrapper for the compiled
-    graph, so that its inputs and results do not change for the caller."""
+    """Detach returned logits of ``graph``, in place. The record gets a wrapper for the compiled
+    graph, so that inputs and results do not change for the caller."""
     output = graph.output_node()
     results = list(output.args[0])
     inputs = list(graph.find_nodes(op="placeholder"))
@@ -119,13 +119,13 @@ def separate(graph: Graph, record: Record) -> None:
 
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:
-    """``node``, ``ends``, and the nodes between them."""
+    """``node``, ``ends``, and all nodes between them."""
     return ends.union(closure([node], lambda n: () if n in ends else n.all_input_nodes))
 
 
 def _shared(logits: Node, results: list[Any]) -> bool:
-    """Does another result share the memory? AOTAutograd recreates a returned view from its base,
-    and Inductor takes the base and the detached result for one output."""
+    """Does another result share the memory of ``logits``? AOTAutograd recreates a returned view
+    from its base, and Inductor treats the base and the detached result as one output."""
     values = [fake(r) for r in results if isinstance(r, Node)]
     storages = [storage(t) for t in values if isinstance(t, Tensor)]
     return storages.count(storage(fake(logits))) > 1
@@ -139,8 +139,7 @@ def _is_large(node: Node) -> bool:
 
 
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
-    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped by ``cap`` unless that is
-    0; else None."""
+    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped unless ``cap`` is 0."""
     match = first_match(_heads(), logits)
     layer = None if match is None else next(n for n in match.nodes if op_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
@@ -168,8 +167,8 @@ def _wrap(compiled: Compiled, heads: list[tuple[int, int, int | None, float]]) -
 
 
 def _watch(results: list[Any], i: int) -> None:
-    """Raise if the user changed the logits before a backward pass that reads them. As with
-    torch.compile, that is not an error if the loss does not need them."""
+    """Raise if the user changed the logits before a backward pass that reads them. If the loss does
+    not need them, a change is no error, as with torch.compile."""
     holder = [results[i]]  # the backward pass keeps them as long anyway
     before = version(holder[0])
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of an LM head's logits, in many spellings, become cross entropies of all rows in the
-head's order.
+"""Losses of an LM head's logits become cross entropies of all rows in the head's order.
 
 Before (logits z (B, T, V))::
 
@@ -15,11 +14,11 @@ After::
     p = F.cross_entropy(z.flatten(0, -2), index.flatten(), reduction="none").neg().view_as(index)
 
 Why it is valid: an ignored row adds nothing to a sum or to the row count of a mean, and has no
-gradient. Without reduction, its zero is cut off again. The position of the classes' dimension does
-not change the loss of a row. A cross entropy of one class is minus its log-softmax; for an
-``index`` no row is ignored: one below zero remains an error.
+gradient. Without reduction, the zeros of ignored rows are cut off again. The position of the
+classes' dimension does not change the loss of a row. A cross entropy of one class is minus its
+log-softmax; for an ``index`` no row is ignored: a negative index remains an error.
 
-What it enables: rule R7. The log-sum-exps are of rows of the head's result, neither logits nor
+What it enables: rule R7. The log-sum-exps belong to rows of the head's result, neither logits nor
 their log-softmax are copied, and the gradient takes the logits' place or is computed one slice of
 the vocabulary at a time.
 
@@ -68,7 +67,7 @@ def respell_losses(graph: Graph, record: Record) -> None:
 
 
 def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
-    """Replace a gather of a log-softmax, if it is one, by a cross entropy, which is returned."""
+    """Replace a gather of a log-softmax by a cross entropy. Returns it; None for other gathers."""
     node, softmax, index = gather.node, gather["input"], gather["index"]
     if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
         return None
@@ -126,7 +125,7 @@ def _targets_classes(loss: Call) -> bool:
 
 
 def _classes_second(node: Node) -> Node | None:
-    """The tensor (B, T, ..., V) that ``node`` transposes to (B, V, T, ...), if it does."""
+    """The tensor (B, T, ..., V) if ``node`` transposes it to (B, V, T, ...), else None."""
     source = next(iter(node.all_input_nodes), None)
     logits = fake(source)
     turns = isinstance(logits, torch.Tensor) and logits.dim() > 2
@@ -134,8 +133,8 @@ def _classes_second(node: Node) -> Node | None:
 
 
 def _without_last_row(loss: Call) -> tuple[Node | None, tuple[Node, ...]]:
-    """The logits (B, T, V) of which the loss reads all rows except the last of each sequence, and
-    the nodes between them, first the slice; None for another loss."""
+    """The logits (B, T, V) and the nodes between them and the loss, first the slice, if the loss
+    reads all rows except the last of each sequence; (None, ()) for others."""
     node: Node = loss["input"]
     chain: tuple[Node, ...] = ()
     rows, target = fake(node), fake(loss["target"])
@@ -167,8 +166,8 @@ def _is_copy(source: Node, copy: Node) -> bool:
 
 
 def _replace(loss: Call, logits: Node, chain: tuple[Node, ...]) -> None:
-    """Replace ``loss`` by the loss of all rows of ``logits``; ``chain``: the slice that leaves out
-    the last row of each sequence, if there is one, and what follows it."""
+    """Replace ``loss`` by the loss of all rows of ``logits``. ``chain``: the slice that drops the
+    last row of each sequence, if there is one, and the nodes after it."""
     node, put, classes = loss.node, Put(loss.node), loss["target"]
     if chain:
         rows = fake(chain[0]).shape[:2]

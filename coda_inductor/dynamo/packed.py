@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A packed projection whose two halves are combined (Phi-3's ``gate_up_proj``) becomes two
-projections by the halves of its weight, which the fuser then pairs in one tile (rule R6).
+projections with the halves of its weight, which the fuser then pairs in one tile (rule R6).
 
 Before (W (2F, K))::
 
@@ -20,9 +20,9 @@ views of it, so nothing is copied. Autograd joins the weight's gradient by a cop
 ``Plan.split_loses`` includes.
 
 Leaves alone: products of unknown or odd width; a single half; halves that are changed in place or
-are graph outputs (autograd forbids in-place changes of what ``chunk`` returns); halves with an
-in-place or a mode change between them. Stays one product: one with other readers, or more than two
-parts; halves that no elementwise op combines; weights that are not K-major, or not plain tensors.
+are graph outputs (autograd forbids in-place changes of results of ``chunk``); halves with an
+in-place or a mode change between them; products with other readers or more than two parts; halves
+that no elementwise op combines; weights that are not K-major, or not plain tensors.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _BETWEEN = ("names", "parts")
 
 
 def split_packed(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Only a pair that later
-    shares a tile counts."""
+    """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Only pairs that later
+    share a tile are counted."""
     plan = None
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if op_name(n) == "linear"]
@@ -74,7 +74,7 @@ def _plan(graph: Graph, record: Record) -> Plan:
 
 
 def _even(product: Node) -> bool:
-    """Has ``product`` two halves of columns, (..., 2F)?"""
+    """Does ``product``, (..., 2F), have an even number of columns?"""
     if not (tensors := plain(product)) or not tensors[0].dim():
         return False
     width = tensors[0].shape[-1]
@@ -82,8 +82,7 @@ def _even(product: Node) -> bool:
 
 
 def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
-    """(M, K) and (K, N) of a linear layer, in the dtype that it computes in; None if they are not
-    plain tensors."""
+    """(M, K) and (K, N) of a linear layer, in its compute dtype; None if not plain tensors."""
     tensors = plain(node, *_layer(node)[:2])
     if tensors is None or tensors[2].dim() != 2:
         return None
@@ -98,8 +97,8 @@ def _layer(node: Node) -> tuple[Any, ...]:
 
 
 def _halves(product: Node) -> dict[Node, int]:
-    """Nodes that select the lower (0) or the upper (1) half of the columns of ``product``; empty
-    unless both are selected."""
+    """The nodes that select the lower (0) or the upper (1) half of the columns of ``product``;
+    empty if one half is not selected."""
     half = fake(product).shape[-1] // 2
     ends = {(0, half, 1): 0, (half, None, 1): 1}
     halves = {n: ends[span] for n, span in _columns(product).items() if span in ends}
@@ -107,25 +106,25 @@ def _halves(product: Node) -> dict[Node, int]:
 
 
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
-    """Nodes that select columns of ``product``, each with start, stop and step."""
+    """The nodes that select columns of ``product``, each with (start, stop, step)."""
     near = _near(product)
     calls = [call for n in near if (call := normalize(n)) and call.op == "columns"]
     return {c.node: (c["start"], c["stop"], c["step"]) for c in calls if c["input"] is product}
 
 
 def half_readers(product: Node) -> dict[Node, int]:
-    """Nodes that select a half of the columns of ``product``, each with its number, if all readers
-    do; else empty."""
+    """The nodes that select a half of the columns of ``product``, each with its number, if all
+    readers do so; else empty."""
     return _if_complete(product, _halves(product) if _even(product) else {})
 
 
 def column_readers(product: Node) -> dict[Node, slice]:
-    """The same for any columns."""
+    """The nodes that select columns of ``product``, with slices; empty unless all readers do so."""
     return {node: slice(*span) for node, span in _if_complete(product, _columns(product)).items()}
 
 
 def _if_complete(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
-    """``parts``, if nothing else of ``product`` is read except its size; else empty."""
+    """``parts``, if other readers of ``product`` need only its size; else empty."""
     others = [n for n in _near(product) if n not in parts and op_name(n) != "size"]
     return parts if all(n.users and kind(n) in _BETWEEN for n in others) else {}
 
@@ -137,7 +136,7 @@ def _near(product: Node) -> list[Node]:
 
 
 def _units(product: Node) -> list[Node]:
-    """The gated linear units of the columns of ``product``."""
+    """The gated linear units (``F.glu``) that read the columns of ``product``."""
     units = [node for node in product.users if op_name(node) == "glu"]
     last = (-1, fake(product).dim() - 1)
     return [node for node in units if arguments(node)["dim"] in last]
@@ -176,7 +175,7 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
 
 
 def _meet(halves: dict[Node, int]) -> bool:
-    """Does some elementwise op depend on both?"""
+    """Does an elementwise op depend on both halves?"""
     lower, upper = (closure([n for n in halves if halves[n] == i], _behind) for i in (0, 1))
     return not lower.keys().isdisjoint(upper)
 
@@ -186,7 +185,7 @@ def _behind(node: Node) -> list[Node]:
 
 
 def _elementwise(node: Node) -> bool:
-    """Is the aten op with its normalized name elementwise?"""
+    """Does ``node`` call an elementwise op (the aten op with its normalized name)?"""
     call = normalize(node)
     name = op_name(node) if call is None else call.op
     packet = getattr(torch.ops.aten, name, None)
@@ -195,7 +194,7 @@ def _elementwise(node: Node) -> bool:
 
 
 def _split(product: Node) -> list[Node]:
-    """The products with the halves of its weight, inserted before ``product``."""
+    """Insert the products with the halves of the weight before ``product``. Returns them."""
     put, dtype = Put(product), fake(product).dtype
     # Cast once, where autocast would cast each half.
     x, *factors = (put.cast(node, dtype) for node in _layer(product) if node is not None)
@@ -209,7 +208,7 @@ def _chunk(put: Put, node: Node, dim: int) -> list[Node]:
 
 
 def _expand(product: Node, unit: Node) -> None:
-    """Write out a gated linear unit, unless the result would have another layout."""
+    """Write out a gated linear unit as elementwise ops, unless that changes the result's layout."""
     with fake(product).fake_mode:
         lower, upper = fake(product).chunk(2, -1)
         if not same((lower * torch.sigmoid(upper)).stride(), fake(unit).stride()):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pairs of a token and its expert are sorted, counted and summed again (``experts``).
+"""How pairs of token and expert are sorted by expert, counted, and summed by token (``experts``).
 
-T tokens have top_k pairs each, M in all, in the order of tokens; ``perm`` (M,) sorts them by
+There are M = T * top_k pairs of T tokens, in the order of tokens; ``perm`` (M,) sorts them by
 expert. After the last product, rows are put back in the order of tokens and summed by token, or
 added to the row of their token; they are weighted before or after.
 """
@@ -22,7 +22,7 @@ from coda_inductor.graph.walk import base, only_reader
 
 
 def _name(node: Node) -> bool:
-    """Does ``node`` only rename the same numbers, or cast them?"""
+    """Does ``node`` only rename or cast the numbers that it reads?"""
     if (call := called(node, "getitem")) is not None:  # w[:, None]
         index, whole = call["index"], (slice(None), None, Ellipsis)
         return isinstance(index, tuple) and all(any(i is w or i == w for w in whole) for i in index)
@@ -30,7 +30,7 @@ def _name(node: Node) -> bool:
 
 
 def _passes(node: Node) -> bool:
-    """``_name`` for numbers with a gradient: it passes the gradient on, and truncates nothing."""
+    """Like ``_name``, for numbers with a gradient: ``node`` passes it on and truncates nothing."""
     if not _name(node) or kind(node) == "detaches":
         return False
     return all(fake(n).is_floating_point() for n in (node, node.all_input_nodes[0]))
@@ -38,8 +38,8 @@ def _passes(node: Node) -> bool:
 
 @dataclass
 class Pairs:
-    """``ids`` (M,), the expert of each pair; ``perm``, the node that sorts them; the number of
-    experts, and the ends of groups that were checked to be theirs."""
+    """The pairs of one block: ``ids`` (M,), the expert of each pair; ``perm``, the node that sorts
+    them; the number of experts, and the group ends that were checked to belong to them."""
 
     ids: Node
     perm: Node
@@ -49,7 +49,7 @@ class Pairs:
 
     @staticmethod
     def of(index: Any) -> Pairs | None:
-        """The pairs for which ``index`` is the token of each: ``perm // top_k``."""
+        """The pairs if ``index`` holds the token of each pair, ``perm // top_k``; else None."""
         perm, top_k = tokens(index)
         ids = _sorted(perm)
         tensor = fake(ids)
@@ -70,7 +70,7 @@ class Pairs:
         return fits and ids and fake(offs).dtype == torch.int32
 
     def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
-        """Is ``node`` the expert of each pair; ``in_order``: sorted by expert?"""
+        """Does ``node`` hold the expert of each pair? ``in_order``: sorted by expert."""
         call, ids = called(node, "getitem"), base(self.ids, _name)
         if node is ids or call is None:
             return node is ids and not in_order
@@ -80,7 +80,7 @@ class Pairs:
         return base(call["input"], _name) is ids and self.is_perm(call["index"])
 
     def empties(self, node: Node) -> bool:
-        """Does ``node`` fill rows of no expert with zeros? Here these rows may hold anything."""
+        """Does ``node`` fill rows without an expert with zeros? Here these may have any values."""
         call = called(node, "masked_fill", "masked_fill_")
         mask = called(base(call["mask"], _name), "ge") if call is not None else None
         if call is None or mask is None or (call["value"], mask["other"]) != (0, self.experts):
@@ -88,13 +88,13 @@ class Pairs:
         return self.are_ids(base(mask["input"], _name))
 
     def clamps(self, node: Node) -> bool:
-        """Does ``node`` only change the numbers of pairs without expert?"""
+        """Does ``node`` only change the numbers of pairs without an expert?"""
         call = called(node, "clamp", "clamp_")
         return call is not None and (call["min"], call["max"]) == (None, self.experts - 1)
 
     def bias(self, node: Any) -> tuple[Node, Node] | None:
-        """(A matrix, an index) if ``node`` holds, for each sorted pair, the matrix's row of its
-        expert; rows of no expert may hold anything."""
+        """(matrix, index) if ``node`` holds, for each sorted pair, the matrix's row of its expert.
+        Rows without an expert may have any values."""
         call = called(node, "getitem")
         if call is None or fake(call["input"]).dim() != 2:
             return None
@@ -102,7 +102,7 @@ class Pairs:
         return (call["input"], call["index"]) if self.are_ids(index, in_order=True) else None
 
     def inverts(self, node: Node) -> bool:
-        """Is ``node`` the position of each pair in the order of experts?"""
+        """Does ``node`` hold the position of each pair in the order of experts?"""
         node = base(node, _name)
         if (call := called(node, "argsort")) is not None:
             return base(call["input"], _name) is self.perm
@@ -122,8 +122,8 @@ class Pairs:
 
 
 def tokens(index: Any) -> tuple[Any, int]:
-    """(perm, top_k) if ``index`` is ``perm // top_k``, maybe repeated along rows (:func:`by_row`);
-    else itself and 1."""
+    """(perm, top_k) if ``index`` is ``perm // top_k``, possibly repeated along rows
+    (:func:`by_row`); else (index, 1)."""
     index = base(index, lambda n: _name(n) or op_name(n) in ("expand", "expand_as"))
     call = called(index, "floor_divide", "div")
     if call is None:
@@ -136,7 +136,7 @@ def tokens(index: Any) -> tuple[Any, int]:
 
 
 def by_row(index: Node, rows: Node) -> bool:
-    """Does ``index`` have one number per row of ``rows`` (M, d): is it (M,), or that repeated?"""
+    """Does ``index``, (M,) or its repetition, have one number per row of ``rows`` (M, d)?"""
     tensor = fake(index)
     return tensor.dim() == 1 or (same(tensor.shape, fake(rows).shape) and tensor.stride(1) == 0)
 
@@ -165,10 +165,10 @@ def find_sum(product: Node, pairs: Pairs) -> Sum | None:
 
 
 class Sum:
-    """A sum of rows by token, found by walking down from their product.
+    """A sum of rows by token: a walk from their product down to the result.
 
     Attributes:
-        node: where the walk is, at last the result.
+        node: the current node of the walk, at the end the result.
         weights: of pairs, (T, top_k) or (M,) in the order of tokens, if any.
         onto: the tensor that the sum is added to, if any.
         bias: (E, d), one row per expert, if any.
@@ -184,7 +184,7 @@ class Sum:
         self.dtype = fake(product).dtype
 
     def follow(self) -> bool:
-        """Walk down to the result; False without a result."""
+        """Walk down to the result. Returns False if there is none."""
         while not self.done:
             if not self._step(only_reader(self.node)):
                 return False
@@ -215,8 +215,8 @@ class Sum:
         return self.weights is not None
 
     def _add(self, call: Call) -> bool:
-        """The bias of each row's expert, while rows are sorted and not weighted yet. After a mask,
-        pairs of no expert would get a bias too."""
+        """Accept the bias of each row's expert, while rows are sorted and not weighted yet. After a
+        mask it is refused, because pairs without an expert would get a bias too."""
         bias = self.pairs.bias(call["other"] if call["input"] is self.node else call["input"])
         early = not (self.back or self.emptied or self.bias or self.weights)
         if not early or call.get("alpha") not in (None, 1):
@@ -225,8 +225,8 @@ class Sum:
         return self.bias is not None
 
     def _weights(self, node: Node) -> Node | None:
-        """The weights of pairs in the order of tokens; ``node`` (M, 1) or (T, top_k, 1) has them in
-        the current order."""
+        """The weights of pairs in token order; ``node`` is (M, 1) or (T, top_k, 1), in present
+        order."""
         tensor = fake(node)
         if tensor is None or not same(tensor.shape[-1], 1):
             return None
@@ -239,7 +239,7 @@ class Sum:
         return node if self._of_pairs(node) else None
 
     def _of_pairs(self, node: Node) -> bool:
-        """Is ``node`` (M,) or (T, top_k)?"""
+        """Does ``node`` have the shape (M,) or (T, top_k)?"""
         tensor = fake(node)
         return tensor.dim() == 1 or (tensor.dim() == 2 and same(tensor.shape[1], self.pairs.top_k))
 
@@ -250,7 +250,7 @@ class Sum:
         return self.back
 
     def _setitem(self, call: Call) -> bool:
-        """rows[perm] = y, where rows were zeros."""
+        """Accept ``rows[perm] = y``, where ``rows`` were zeros."""
         rows, index = call["input"], call["index"]
         users = [u for u in rows.users if u is not call.node]
         zeros = op_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
@@ -275,7 +275,7 @@ class Sum:
         return self.done
 
     def _scatter_add(self, call: Call) -> bool:
-        """Rows added to the row of their token."""
+        """Accept rows that are added to the row of their token."""
         onto, index = call["input"], call["index"]
         plain = call.get("alpha") in (None, 1) and call["dim"] in (0, -2)
         if self.back or not plain or call["source"] is not self.node:
@@ -289,7 +289,7 @@ class Sum:
         return True
 
     def _bmm(self, call: Call) -> bool:
-        """Weights (T, 1, top_k) times rows (T, top_k, d)."""
+        """Accept a product of weights (T, 1, top_k) and rows (T, top_k, d)."""
         w = call["input"]
         tensor = fake(w)
         if self.weights is not None or not self.back or call["mat2"] is not self.node:

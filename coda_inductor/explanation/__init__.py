@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``coda_inductor.explain``: what the backend would do with a model, for people.
+"""``coda_inductor.explain``: a report of the backend's effect on a model, for users.
 
 ``capture`` records the graphs with and without our passes, ``build`` computes the ``result`` from
 them, with a ``forecast`` of their time, and ``page`` renders it.

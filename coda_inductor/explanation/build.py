@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From captured graphs to an :class:`Explanation`."""
+"""Build an :class:`Explanation` from captured graphs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from coda_inductor.tracing import Traced
 
 
 def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanation:
-    """The explanation of the model ``name`` with these graphs, as on ``gpu``. ``breaks``: why there
-    is more than one."""
+    """The explanation of the model ``name`` with these graphs, as on ``gpu``. ``breaks``: the
+    reason if there are several graphs."""
     result = Explanation(name, _device(graphs), any(g.traced.training for g in graphs), gpu.article)
     for captured in graphs:
         result.sites += captured.report.sites
@@ -65,7 +65,7 @@ def _saved(parts: Traced) -> list[Saved]:
 
 
 def _is_view(node: Node) -> bool:
-    """Is ``node`` a view, or a part of what a view returns?"""
+    """Is ``node`` a view, or an item of a view's results?"""
     return may_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture a model's graphs as torch.compile would see them, with and without our passes.
 
-Dynamo runs, AOTAutograd traces, the partitioner splits; no code is generated and the model is not
-run: the backend raises as soon as it has the graph, so that Dynamo installs no code and replays no
-side effect. A model with graph breaks must be run to get past them: that happens on a copy, and the
+Dynamo, AOTAutograd and the partitioner run; no code is generated and the model does not run: the
+backend raises as soon as it has the graph, so that Dynamo installs no code and replays no side
+effect. A model with graph breaks must be run to get past them: that happens on a copy, and the
 random state is restored.
 """
 
@@ -41,7 +41,7 @@ from coda_inductor.tracing import Traced, dry_run, trace
 
 @dataclass
 class Captured:
-    """One Dynamo graph without (``stock``) and with our passes (``traced``), and their report."""
+    """One Dynamo graph without (``stock``) and with our passes (``traced``), and the report."""
 
     stock: Traced
     traced: Traced
@@ -49,12 +49,12 @@ class Captured:
 
 
 class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
-    """Raised by the backend once a graph is captured."""
+    """The backend raises this once a graph is captured."""
 
 
 class _Backend:
-    """The torch.compile backend that captures. ``stop``: at the first graph; ``kwargs``: the
-    arguments of ``Record`` about the GPU."""
+    """The torch.compile backend that captures graphs. ``stop``: raise at the first graph;
+    ``kwargs``: the arguments of ``Record`` that concern the GPU."""
 
     def __init__(self, options: Options, stop: bool, **kwargs: Any):
         self.options, self.stop, self.kwargs = options, stop, kwargs
@@ -85,9 +85,9 @@ def capture(
     device: torch.device | None = None,
     gpu: Gpu | None = None,
 ) -> tuple[list[Captured], str]:
-    """Every graph of ``model(*args, **kwargs)``, see the module docstring, and why there is more
-    than one (empty for one). ``device`` and ``gpu`` as in ``Record``; sites are measured there if
-    ``options`` asks for it.
+    """(graphs, breaks): every graph of ``model(*args, **kwargs)``, see the module docstring, and
+    the reason if there are several (else empty). ``device`` and ``gpu`` as in ``Record``; sites are
+    measured there if ``options`` asks for it.
 
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
@@ -108,9 +108,8 @@ def capture(
 def _capture(
     function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend
 ) -> list[Captured]:
-    """The graphs of one call. To get past graph breaks a copy is run. Dynamo's cache belongs to
-    code objects, so our entries stay in it: a later compile of the same code checks some more
-    guards."""
+    """The graphs of one call. With graph breaks a copy runs, to get past them. Our entries stay in
+    Dynamo's cache, which belongs to code objects: a later compile checks a few more guards."""
     try:
         if not backend.stop:
             function, args, kwargs = copy.deepcopy((function, args, kwargs))
@@ -129,7 +128,7 @@ def _capture(
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Leave no trace: random state, compile caches, torch's own handling of backend errors."""
+    """A context that restores random state, compile caches, and torch's handling of errors."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with (
         torch.random.fork_rng(devices),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a call or step is expected to take on a GPU: a roofline of its graphs.
 
-Products take the time that the gate expects; fused ones also the additional time that was measured
-or is expected for their site. Attention multiplies at a part of cuBLAS's rate. The rest is
-elementwise kernels, one for all ops that depend on the same products: it reads and writes each of
-its tensors once. An op whose result only later kernels read is computed in the first of them.
+Products take the time that the gate expects; for fused products the site's additional time,
+measured or expected, is added. Attention multiplies at a fraction of cuBLAS's rate. The rest are
+elementwise kernels, one for all ops that depend on the same products; each reads and writes its
+tensors once. An op whose result only later kernels read is computed in the first of them.
 
 The constants are an H200's (``benchmarks/results/h200_account*.json``). Those for products and
 masks were fitted to measured steps. The host, an optimizer and hidden blocks are not included.
@@ -47,9 +47,10 @@ _KERNELS = (*_ATTENTION, "gemm_epilogue", "bmm", "grouped", "convolution", _LOSS
 def forecast(
     stock: Sequence[Graph], traced: Sequence[Graph], sites: Sequence[SiteReport], gpu: Gpu
 ) -> tuple[float, float] | None:
-    """Expected microseconds of graphs without our passes, and with them, with the reports
-    ``sites``. None if the host is the limit, and for models that were not compared with a measured
-    step: other dtypes than 16-bit ones, experts; and encoders, which took up to 2x as long."""
+    """(stock, traced): expected microseconds of the graphs without our passes and with them;
+    ``sites`` reports the latter. None if the host is the limit, and for models that were not
+    compared with a measured step: other dtypes than 16-bit ones, experts, encoders (up to 2x as
+    long)."""
     gemms = [node for graph in stock for node in graph.nodes if node.target in TRACED]
     attention = [n for g in (*stock, *traced) for n in g.nodes if _named(n, _ATTENTION)]
     if not gpu.rated or any(fake(gemm_inputs(n)[0]).dtype not in HALF for n in gemms):
@@ -99,7 +100,7 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
 
 
 def _read(node: Node, read: Node) -> int:
-    """The bytes that ``node`` reads of the tensor ``read``."""
+    """The number of bytes of the tensor ``read`` that ``node`` reads."""
     most = [bytes_of(node)] * _named(node, _LOOKUPS)
     return min(bytes_of(read), bytes_of(base(read, may_view)) or bytes_of(read), *most)
 
@@ -113,7 +114,7 @@ def _named(node: Node, words: Sequence[str]) -> bool:
 
 
 def _alone_us(node: Node, gpu: Gpu) -> float:
-    """Expected microseconds of a node that is a separate kernel, but no product of ``TRACED``."""
+    """Expected microseconds of a node that is a kernel of its own and no product of ``TRACED``."""
     if _named(node, _ATTENTION):
         return _attention_us(node, gpu)
     if _LOSS in str(node.target):  # logits are read, their gradient is written and read
@@ -122,7 +123,7 @@ def _alone_us(node: Node, gpu: Gpu) -> float:
 
 
 def masked(graphs: Sequence[Graph]) -> bool:
-    """Does attention read a mask?"""
+    """Does any attention call read a mask?"""
     return any(_mask(n) for g in graphs for n in g.nodes if _named(n, _ATTENTION))
 
 

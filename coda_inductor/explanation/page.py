@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An explanation as one HTML page: everything inlined, nothing fetched."""
+"""Render an explanation as one HTML page, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _config(row: Row) -> str:
-    """The config that its kernel has or would have; empty if none was requested."""
+    """The config of the row's kernel, whether it is fused or not; empty if none was requested."""
     estimate = row.site.estimate
     return estimate.config if estimate else row.site.config
 
@@ -90,7 +90,7 @@ def _code_css() -> Markup:
 
 
 def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]:
-    """Kept tensors by module (layers folded), shape and dtype: how many and how large."""
+    """Kept tensors by module (layers folded), shape and dtype, each with its count and size."""
     rows: dict[tuple[str, tuple[int, ...], str], dict[str, Any]] = {}
     for when, tensors in (("before", before), ("after", after)):
         for tensor in tensors:

@@ -49,15 +49,15 @@ class Explanation:
     Attributes:
         name: the model's class.
         device: the type of the tensors' device.
-        training: is there a backward pass in it?
+        training: does the model have a backward pass here?
         gpu: the GPU of the times and decisions, "an H200".
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
-        near_misses: idioms that were recognized but not rewritten, as the passes saw them.
+        near_misses: idioms that were recognized but not rewritten, with the reasons of the passes.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
         saved_after: the same with this backend.
         ms: the expected time of a call or step under torch.compile, and with this backend; None
             without an estimate. The optimizer and the host's time are not included.
-        notes: what a reader needs to know to understand the rest.
+        notes: sentences that a reader needs to understand the rest.
     """
 
     name: str
@@ -83,14 +83,14 @@ class Explanation:
 
     @property
     def legal(self) -> int:
-        """How many GEMMs may be fused, but are not expected to be faster."""
+        """The number of GEMMs that could be fused, but are not expected to be faster."""
         left = (site for site in self.sites if site.refusal and site.refusal.code in SLOWER)
         return sum(gemm_count(site) for site in left if not site.fused)
 
     @property
     def forecast(self) -> str:
-        """``243 -> 137 ms (within 16 %)``: of the call or step; empty without an estimate. The
-        error is from steps on an H200, none with a mask that hides blocks, which kernels skip."""
+        """``243 -> 137 ms (within 16 %)``: the expected time; empty without an estimate. The error
+        is from steps on an H200, none with a mask that hides blocks."""
         if self.ms is None:
             return ""
         before, after = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in self.ms)
@@ -110,8 +110,8 @@ class Explanation:
 
     @property
     def bytes_before(self) -> int:
-        """Memory traffic of all GEMMs in one call or training step, with what they absorb, under
-        plain torch.compile: calculated (``SiteReport.bytes_before``)."""
+        """Calculated memory traffic of all GEMMs, and of the ops that they absorb, in one call or
+        training step under plain torch.compile (``SiteReport.bytes_before``)."""
         return sum(site.bytes_before for site in self.sites)
 
     @property
@@ -129,14 +129,14 @@ class Explanation:
 
     @property
     def comparable(self) -> bool:
-        """Does the model have gradients without our passes too, so that it keeps tensors? Torch has
-        none of a loss on meta tensors (aten::nll_loss has no autograd kernel there), but our op
-        has."""
+        """Does the model have gradients without our passes too, so that tensors are kept there? For
+        a loss on meta tensors torch has none (aten::nll_loss has no kernel there), but our op
+        does."""
         return not (self.training and self.saved_after and not self.saved_before)
 
     @property
     def summary(self) -> str:
-        """A sentence or two with the numbers."""
+        """One or two sentences with the main numbers."""
         if not self.gemms:
             return "There is no GEMM in it, so there is nothing to fuse."
         if not self.fused:
@@ -169,12 +169,12 @@ class Explanation:
 
     @property
     def rows(self) -> list[Row]:
-        """The GEMMs with identical layers folded, without :attr:`idle` ones."""
+        """The GEMMs with identical layers folded, except those in :attr:`idle`."""
         return fold(self.sites)
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
-        """Refusals by code and text, apart from numbers: first those with a remedy, then the most
+        """Refusals by code and text (without numbers): first those with a remedy, then the most
         frequent."""
         left = [site for site in self.sites if not site.fused and not site.idle]
         groups: dict[str, list[Refusal]] = {}
@@ -216,7 +216,7 @@ class Explanation:
 
 
 def gemm_count(site: SiteReport) -> int:
-    """The number of the model's GEMMs in a site: pairs and sums name each."""
+    """The number of the model's GEMMs in a site: the names of pairs and sums list each GEMM."""
     return site.site.count(" + ") + 1
 
 
@@ -225,7 +225,7 @@ def _refusals(sites: Iterable[SiteReport]) -> list[Refusal]:
 
 
 def common_text(misses: Sequence[Refusal]) -> str:
-    """One sentence for refusals whose sentences differ in numbers: the first one's."""
+    """One sentence for refusals whose sentences differ only in numbers: the first refusal's."""
     if len(misses) == 1:
         return misses[0].text
     first, *others = dict.fromkeys(general_text(miss.text) for miss in misses)
@@ -233,7 +233,7 @@ def common_text(misses: Sequence[Refusal]) -> str:
 
 
 def locations(misses: Sequence[Refusal]) -> str:
-    """``lm_head, rms_norm at model.layers.*.norm (x 16)``: where, with layers folded."""
+    """``lm_head, rms_norm at model.layers.*.norm (x 16)``: the places, with layers folded."""
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
         named = miss.what != "gemm" and miss.subject != miss.where

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every GEMM absorbs the memory-bound work around it into its epilogue.
 
-operands     how an outside tensor covers the tile
+operands     how a tensor from outside covers the tile
 region       what an epilogue absorbs, and its program
 grow         grow a GEMM's epilogue
-grower       node after node is absorbed, in the order of the graph, or taken back
+grower       nodes are absorbed one by one, in the order of the graph, or taken back
 tile         ops of the graph become steps on the tile
-fit          a region without a kernel gives up what takes most shared memory
+fit          a region that needs too much shared memory gives up nodes
 stores       which values leave the tile
 heads        rotations of attention heads on the tile
 sums         a sum of GEMMs is one GEMM

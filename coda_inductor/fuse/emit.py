@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a region's program into the graph: one custom op call, and views back to the old shapes.
+"""Put a region's program into the graph: one call of a custom op, and views with the old shapes.
 
 Before::
 
@@ -72,8 +72,8 @@ def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
 
 
 def check_views(region: Region) -> None:
-    """Check that every shape which the outside reads can be rebuilt from (M, N). Called before
-    ``emit`` changes anything.
+    """Check that every shape that nodes outside of ``region`` read can be rebuilt from (M, N).
+    Called before ``emit`` changes anything.
 
     Raises:
         Refused: a shape has several symbolic sizes, and no view in the region makes it.
@@ -125,8 +125,8 @@ def _twice(put: Put, node: Node, sizes: list[int]) -> Node:
 
 
 def _rewire_store(before: Node, region: Region, output: Node, nodes: list[Node]) -> None:
-    """Let everything outside that reads one of ``nodes`` (one value in several dtypes and shapes)
-    read ``output`` instead. Two tensors share memory afterwards if they did before."""
+    """Let every node outside of the region that reads one of ``nodes`` (one value in several dtypes
+    and shapes) read ``output`` instead. Two tensors share memory afterwards if they did before."""
     inside = {*region.values, *region.reduces}
     tensors: dict[Node, Node] = {}
     for node in nodes:
@@ -143,7 +143,7 @@ def _rewire_store(before: Node, region: Region, output: Node, nodes: list[Node])
 
 
 def _finalize(put: Put, region: Region, partials: Node) -> Node:
-    """Fold the partials of a reduction (rule R2), the part of it that is outside the kernel."""
+    """Insert the sum over partials of a reduction (rule R2), which is outside the kernel."""
     node, reduce = put.like, region.reduces[put.like]
     along = -1 if reduce.axis == "row" else 0
     if reduce.combine == "logsumexp":
@@ -165,8 +165,8 @@ def _finalize(put: Put, region: Region, partials: Node) -> Node:
 
 
 def _sizes(node: Node, region: Region) -> list[Any]:
-    """The sizes of ``node`` as arguments of a view: numbers, one -1, or, when several are symbolic,
-    nodes (the arguments of the view that made the shape)."""
+    """The sizes of ``node`` as arguments of a view: numbers and one -1, or, if several sizes are
+    symbolic, nodes (the arguments of the view that made the shape)."""
     shape = fake(node).shape
     symbolic = sum(isinstance(s, torch.SymInt) for s in shape)
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If no kernel has enough shared memory for a region, the region gives up what takes most of it.
+"""A region that needs more shared memory than any kernel has gives up its heaviest tile.
 
 Before (a norm's gradient on a float32 residual stream; FP8, products added up step by step)::
 
@@ -9,9 +9,9 @@ After (the sums, which read x, are Inductor's)::
 
     acc; add t0, t1; store dn
 
-The region loses everything that is computed from the heaviest loaded tile, or, if it loads none,
-from the last stored one. What comes before that stays: a residual's sum is fused although the norm
-after it is not. This repeats until the rest fits or nothing is left.
+The region loses all nodes that are computed from the heaviest loaded tile, or, if it loads none,
+from the last stored one. Earlier nodes stay: a residual's sum is fused although the norm after it
+is not. This repeats until the rest fits or nothing is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOO_HEAVY = refuse("shared-memory", "with it, the epilogue needs more shared mem
 
 
 def heaviest(region: Region) -> list[Node]:
-    """The absorbed nodes to leave out of ``region``; empty if nothing can be left out."""
+    """The absorbed nodes to remove from ``region``; empty if none can be removed."""
     tiles = [operand for operand in region.operands.values() if operand.kind == "tile"]
     tiles.reverse()  # of equal ones, take the one that was read last
     for tile in sorted(tiles, key=lambda t: -WIDTHS[t.dtype]):
@@ -37,7 +37,7 @@ def heaviest(region: Region) -> list[Node]:
 
 
 def _dependents(values: set[str], region: Region) -> list[Node]:
-    """The absorbed nodes that are ``values`` or computed from them."""
+    """The absorbed nodes that are ``values`` or depend on them."""
     reached = set(values)
     for step in region.steps:
         if reached.intersection(step.args):

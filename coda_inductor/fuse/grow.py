@@ -41,8 +41,7 @@ def grow(
     """The largest legal region around ``anchors``, or around their sum ``total``; ``lanes`` as in
     :class:`Region`. All anchors must be on the same side.
 
-    Raises:
-        Refused: an anchor's own result would have to be stored, but cannot be.
+    Raises: Refused: an anchor's own result would have to be stored, but cannot be.
     """
     bans = dict(bans or {})
     initial = set(bans)
@@ -62,8 +61,7 @@ def grow(
 
 
 def _fewer_tiles(first: Grower) -> Grower:
-    """A tile that the backward pass recomputes is not loaded if the region can compute it from
-    tiles that it loads later."""
+    """``first``, or a region with fewer loads that computes what the backward pass recomputes."""
     region, scope, tiles = first.region, first.scope, first.tiles()
     recomputed = {tile for tile in tiles if scope.recomputed(tile)}
     if not recomputed:

@@ -34,8 +34,8 @@ __all__ = ["Bans", "Grower"]
 
 
 class Grower(Tile):
-    """Grows its region. A later ban takes back the decisions since the node was first considered,
-    and no more."""
+    """Grows its region. A later ban of a node undoes only decisions since it was first
+    considered."""
 
     def __init__(
         self, region: Region, scope: Scope, bans: Bans, loaded: AbstractSet[Node] = frozenset()
@@ -50,7 +50,7 @@ class Grower(Tile):
         self.end = self._state()
 
     def _start(self) -> bool:
-        """Put in the products; False if nothing can be absorbed."""
+        """Add the products to the region. Returns False if nothing can be absorbed."""
         region = self.region
         if region.total is not None:
             self._sum(region.total)
@@ -71,8 +71,7 @@ class Grower(Tile):
         return True
 
     def run(self, *, early: bool) -> Region:
-        """Grow as far as possible. ``early``: ban what cannot be stored as soon as that is certain,
-        so that growing does not go on for nothing."""
+        """Grow as far as possible. ``early``: ban a value once it certainly cannot be stored."""
         checked = len(self.history)
         while self.frontier:
             node = heapq.heappop(self.frontier)
@@ -101,8 +100,8 @@ class Grower(Tile):
         return self.region
 
     def ban(self, troubles: Bans) -> bool:
-        """Let ``troubles`` stay outside; False if they include a root, or what is banned already.
-        Growing goes on from where the first of them was considered."""
+        """Exclude ``troubles`` from the region. Returns False if they include a root, or nodes that
+        are banned already. Growing continues at the first of them."""
         for node, reason in troubles.items():
             if node in self.roots or node in self.bans:
                 return False
@@ -116,7 +115,7 @@ class Grower(Tile):
         return True
 
     def finish(self) -> Region:
-        """The region with all reasons, in the order of the graph."""
+        """The complete region, with all reasons, in the order of the graph."""
         if self.started:
             values = [*self.region.values]
             absorbed = (*values[: self.end[0][0]], *self.region.reduces)
@@ -135,19 +134,19 @@ class Grower(Tile):
         return node in self.region.values or node in self.region.reduces
 
     def _is_final(self, node: Node) -> bool:
-        """Is it certain that ``node`` stays outside, if it is not inside?"""
+        """Is it certain that ``node`` stays outside if it is not inside now?"""
         final = node in self.visited or node in self.bans
         return final and (self.anchor in self.scope.forward or not self.scope.recomputed(node))
 
     def _routes(self) -> None:
-        """The operands that tell which rows use which weights."""
+        """Add the operands that assign rows to weights."""
         for node, kind in zip(routes_of(self.anchor), ROUTES, strict=True):
             if node is not None:
                 self.region.operand(node, kind)
 
     def _sum(self, total: Node) -> None:
-        """The terms, and the nodes between them and their sum, are inside and have no value of
-        their own: only the sum is read."""
+        """Absorb the terms of a sum, and the nodes between the terms and ``total``. They have no
+        value of their own, because only the sum is read."""
         todo = [total]
         while todo:
             node = todo.pop()
@@ -157,7 +156,7 @@ class Grower(Tile):
         self.region.values[total] = "acc"
 
     def _final_refusal(self, node: Node) -> Refusal | None:
-        """Why no larger region can absorb ``node`` either; None if that is not certain."""
+        """The reason why no larger region can absorb ``node`` either, if that is certain."""
         if node in self.bans:
             return self.bans[node]
         if node.op == "output":
@@ -170,7 +169,7 @@ class Grower(Tile):
         return None if node.target in REDUCTIONS else self._misfit(node)
 
     def _absorb(self, node: Node) -> Refusal | None:
-        """Absorb ``node`` into the region; None, or why it must stay outside."""
+        """Absorb ``node`` into the region. Returns None, or the reason why it must stay outside."""
         if node.target in REDUCTIONS:
             return self._reduction(node)
         return unroll(self._lower(node))

@@ -32,8 +32,8 @@ UNREDUCED = refuse("kernel-form", "kernels that rotate heads cannot reduce")
 
 
 def lower_rotation(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
-    """The value of ``node``, a rotation of ``x``, or why the tile of ``region`` cannot compute it
-    (its operands and steps may then have grown)."""
+    """The value of ``node``, a rotation of ``x``, or the reason why the tile of ``region`` cannot
+    compute it. If it cannot, the region's operands and steps may have grown."""
     if not isinstance(x, str):
         return refuse("not-on-tile", "it does not rotate a value of the tile")
     if len(region.accs) > 1 or dtype_name(fake(gemm_inputs(region.anchors[0])[0]).dtype) in FP8:
@@ -54,7 +54,7 @@ def lower_rotation(node: Node, x: Value | None, region: Region, emit: Emit) -> V
 
 
 def _swap(x: str, region: Region, emit: Emit) -> Value | Refusal:
-    """The value at the other column of the pair of ``x``, or why it cannot be computed."""
+    """The value in the other column of each pair of ``x``, or why it cannot be computed."""
     assert region.heads is not None
     steps = {step.name: step for step in region.steps}
     loaded = {o.name: key for key, o in region.operands.items()}

@@ -22,7 +22,7 @@ MAX_VECTORS = 6
 
 
 def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
-    """The limit that operands of these kinds exceed, of what a kernel can stage, or None."""
+    """The limit of a kernel that operands of these kinds exceed, or None."""
     if paired and "tile" in kinds:
         text = "a paired tile reads only one value per row, one per column, or scalars"
         return refuse("kernel-form", text)
@@ -36,8 +36,8 @@ def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
 def classify(shape: tuple, full: tuple) -> str | None:
     """The operand kind of a tensor of ``shape`` broadcast against ``full`` = (*lead, N).
 
-    Returns None when it broadcasts over only part of the leading dimensions, except for the first
-    one: a vector for each row of a batch, whose parts must be as large as a kernel's tiles.
+    Returns None if it broadcasts over only some leading dimensions. The exception is the first one:
+    then each row of a batch has a vector, and must be as large as a kernel's tiles.
     """
     if len(shape) > len(full):
         return None
@@ -55,13 +55,12 @@ def classify(shape: tuple, full: tuple) -> str | None:
 
 
 def wider(node: Node, anchor: Node) -> bool:
-    """Is ``node`` float64 where the tile of the GEMM ``anchor`` is computed in float32?"""
+    """Is ``node`` float64 although the tile of the GEMM ``anchor`` is computed in float32?"""
     return fake(node).dtype == torch.float64 != fake(anchor).dtype
 
 
 def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
-    """Why ``node`` cannot be an operand for a tile of ``anchor``, viewed in shape ``full``, or None
-    if it can."""
+    """The reason why ``node`` cannot be an operand for ``anchor``, viewed as ``full``, or None."""
     tensor = fake(node)
     if not isinstance(tensor, torch.Tensor):
         return refuse("operand-kind", f"{label(node)} is not a tensor")

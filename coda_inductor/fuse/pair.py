@@ -12,7 +12,7 @@ After::
 Valid because elementwise work on two products of one shape needs only their tiles at the same
 position. Refuses when something else in the forward pass reads one of the two products: that
 product would have to be stored, and then loading it in the second GEMM's epilogue costs no more.
-What the backward pass reads is stored in addition to the result.
+Products that only the backward pass reads are stored beside the result.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from coda_inductor.refusal import Refused
 
 
 def find_pair(anchor: Node, scope: Scope, bans: Bans) -> Region | None:
-    """The region of ``anchor`` and a later GEMM of the same A that combines both, if any."""
+    """The region of ``anchor`` and a later GEMM of the same A that combines both, or None."""
     return next((r for r in _regions(anchor, scope, bans) if _meet(r, scope)), None)
 
 
 def alternating(anchor: Node, scope: Scope, bans: Bans) -> Region | None:
     """The region of a grouped GEMM whose even and odd columns are read separately and then combined
-    (gpt-oss's gate and up)."""
+    (gate and up of gpt-oss), or None."""
     lanes = {user: _lane(user, anchor) for user in anchor.users}
     if routes_of(anchor)[0] is None or {*lanes.values()} != {0, 1}:
         return None
@@ -90,7 +90,7 @@ def _meets(anchor: Node, scope: Scope) -> bool:
 
 
 def _readers(a: Node) -> set[Node]:
-    """GEMMs that read ``a``, also through views of one tensor (each linear makes its own view)."""
+    """The GEMMs that read ``a``, also through views of it (each linear layer has its own view)."""
     names, users = readers(base(a, _views), _views)
     inputs = [name for name in names if same(fake(name).shape, fake(a).shape)]
     return {user for user in users if user.target in GEMMS and gemm_inputs(user)[0] in inputs}
@@ -106,8 +106,7 @@ def _same_layout(left: Node, right: Node) -> bool:
 
 
 def _meet(region: Region, scope: Scope) -> bool:
-    """Does some stored value depend on both products, and is every other one stored only for the
-    backward pass?"""
+    """Does a stored value depend on both products, and do only backward nodes read all others?"""
     reach = _reach(region)
     results = dict(region.stored())
     results |= {r.value: [] for r in region.reduces.values() if r.value not in results}
@@ -119,7 +118,7 @@ def _meet(region: Region, scope: Scope) -> bool:
 
 
 def _reach(region: Region) -> dict[object, frozenset[str]]:
-    """Value -> the products that it depends on."""
+    """Each value -> the products that it depends on."""
     reach: dict[object, frozenset[str]] = {acc: frozenset({acc}) for acc in region.accs}
     for step in region.steps:
         reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))

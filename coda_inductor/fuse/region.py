@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A region: one GEMM, or several that share a tile, and what its epilogue absorbs.
+"""A region: one GEMM, or several that share a tile, and the nodes that its epilogue absorbs.
 
 Nothing here changes a graph: :mod:`coda_inductor.fuse.grow` fills regions, ``emit`` puts them in.
 """
@@ -43,16 +43,16 @@ SWAPPED = "swapped row"
 
 @dataclass
 class Region:
-    """One or more GEMMs and what their epilogue absorbs, in graph order.
+    """One or more GEMMs and the nodes that their epilogue absorbs, in graph order.
 
     Attributes:
         anchors: the GEMM; or the two of a pair, each with an accumulator; or the terms of a sum.
         total: the node that adds the terms of a sum; None if the anchors are not a sum.
         values: absorbed nodes, the anchors included, and their values in the program.
         copies: nodes of which the tile computes a copy, while the originals stay for other readers.
-        operands: what is read, and as what kind: one of ``KINDS``, or ``SWAPPED``.
-        lanes: nodes that select the even (0) or the odd (1) columns of the one anchor, each of
-            which is an accumulator, and all that reads it.
+        operands: the tensors that are read, each with its kind: one of ``KINDS``, or ``SWAPPED``.
+        lanes: nodes that select the even (0) or the odd (1) columns of the one anchor, which are
+            its accumulators, and no other reader exists.
         heads: for a region that rotates heads: columns per head, how many of these are rotated, and
             the distance of the two columns of a pair (``program.heads``).
         eager: does each node round its value to its dtype, as eager does?
@@ -104,8 +104,8 @@ class Region:
 
     @property
     def idle(self) -> bool:
-        """Does it compute only the product, as an unfused GEMM does? A cast that the readers of the
-        product would do does not count as work."""
+        """Does the region compute only the product, as an unfused GEMM does? A cast that the
+        readers of the product could do does not count."""
         if not self.work:
             return True
         program = self.program
@@ -118,7 +118,7 @@ class Region:
         return step is not None and step.op in OPS and OPS[step.op].boolean
 
     def step(self, value: Value) -> Step | None:
-        """The step that computes ``value``, if one does: its name says which."""
+        """The step that computes ``value``, or None; the value's name is the step's."""
         name = str(value)
         return self.steps[int(name[1:])] if re.fullmatch(r"v\d+", name) else None
 
@@ -140,8 +140,8 @@ class Region:
         return operand.name
 
     def stored(self, is_final: Callable[[Node], bool] = lambda _: True) -> dict[Value, list[Node]]:
-        """Values that something outside reads, each with the nodes that are read; of readers, only
-        those count for which ``is_final`` holds."""
+        """Values that nodes outside read, each with the nodes that are read. Only readers for which
+        ``is_final`` holds count."""
         inside = {*self.values, *self.reduces}
         result: dict[Value, list[Node]] = {}
         for node, value in self.values.items():
@@ -176,9 +176,10 @@ class Region:
     def _stored_dtype(self, nodes: list[Node]) -> torch.dtype:
         """The dtype in which the value of all ``nodes`` is stored.
 
-        It is the narrowest from which each of them follows without loss: a float32 copy of a
-        bfloat16 value is stored as bfloat16, and its readers convert while they read. The exception
-        is a graph output without narrower copies: converting it would need another kernel.
+        It is the narrowest dtype that all of them can be restored from without loss: a float32 copy
+        of a bfloat16 value is stored as bfloat16, and its readers convert while they read. The
+        exception is a graph output without narrower copies: converting it would need another
+        kernel.
         """
         dtype = _common([fake(node).dtype for node in nodes])
         leaves = any(user.op == "output" for node in nodes for user in readers(node)[1])
@@ -192,7 +193,7 @@ class Region:
 
 
 def in_place(terms: tuple[Node, ...]) -> bool:
-    """Can one kernel read the ``terms`` of a sum in place? On a CPU: are there two of one K?"""
+    """Can one kernel read the ``terms`` of a sum in place? On a CPU: do two have one K?"""
     pairs = [gemm_inputs(t) for t in terms]
     left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
     if left[0].is_cuda:
@@ -201,7 +202,7 @@ def in_place(terms: tuple[Node, ...]) -> bool:
 
 
 def _ends_alone(node: Node) -> bool:
-    """Does ``node`` reach the graph's output without being combined with another tensor?"""
+    """Does ``node`` reach the graph's output without an op that combines it with another tensor?"""
 
     def meets(user: Node) -> bool:
         tensors = [n for n in user.all_input_nodes if isinstance(fake(n), torch.Tensor)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a region leave the tile, and whether they can and should."""
+"""Decide which values of a region leave the tile, and whether they can and should be stored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_STORES = 3
 def unstorable(
     region: Region, is_final: Callable[[Node], bool] | None = None
 ) -> dict[Node, Refusal]:
-    """Nodes that must leave the region, because they cannot be stored or because storing them gains
-    nothing, and why. One at a time, because without it others may stay; but of many that are too
-    many, half. ``is_final``: while the region grows, which nodes outside of it stay there."""
+    """Nodes that must leave the region, each with a reason: they cannot be stored, or storing them
+    saves nothing. One node at a time, because others may then stay; but half of the nodes if there
+    are too many. ``is_final``: while the region grows, which outside nodes stay there."""
     sure = is_final or (lambda _: True)
     stored = region.stored(sure)
     nodes_by_value: dict[Value, list[Node]] = {}
@@ -61,5 +61,5 @@ def unstorable(
 
 
 def _owner(node: Node, region: Region) -> Node:
-    """The op that an alias is another name of: banning only a view would not help."""
+    """The op that ``node`` is an alias of: a ban of only the view would not help."""
     return base(node, lambda n: renames(n) and n.all_input_nodes[0] in region.values)

@@ -12,7 +12,7 @@ After::
 Valid for every sum of products of one shape; the sum is then rounded once instead of each product.
 Two terms of equal K are read in place (``mainloop.readings.join``). Others must be concatenated.
 That pays if elementwise kernels write the left operands anyway, so that only the weights are
-copied, or at least read them anyway, as for the gradients of q, k and v.
+copied, or if such kernels at least read them, as for the gradients of q, k and v.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ def _copy_is_free(term: Node, scope: Scope) -> bool:
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Does one of Inductor's kernels, not the epilogue of a GEMM, write ``node``? Heads that it
-    writes in the order of rows are permuted views of what it computes."""
+    """Does a kernel of Inductor's, not the epilogue of a GEMM, write ``node``? Heads that it writes
+    in the order of rows are permuted views of its result."""
     node = base(node, lambda n: renames(n) or n.target is aten.permute.default)
     return elementwise(node) and producer(node) is None
 
 
 def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
-    """The A and B operands of a region's GEMM, put in front of ``before``. Operands that cannot
-    be read in place are concatenated. A left operand that an elementwise kernel writes is then not
-    written twice: its other readers read a slice of the concatenation. The exceptions are graph
+    """The A and B operands of a region's GEMM, inserted before ``before``. Operands that cannot be
+    read in place are concatenated. If an elementwise kernel writes a left operand, its other
+    readers then read a slice of the concatenation, to avoid a second copy. The exceptions are graph
     outputs, each of which is its own tensor, and readers that another left operand depends on."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops of the graph become steps on the tile of one region, or are taken back: see ``grow``."""
+"""Translate graph ops to steps on the tile of one region, or take them back: see ``grow``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _Lowering = Generator[Any, Any, Refusal | None]
 
 
 class Tile:
-    """Computes nodes on the tile of ``region``. ``loaded``: tiles that it loads in any case."""
+    """Computes nodes on the tile of ``region``. ``loaded``: tiles that are loaded in any case."""
 
     def __init__(
         self, region: Region, scope: Scope, bans: Bans, loaded: AbstractSet[Node] = frozenset()
@@ -64,7 +64,8 @@ class Tile:
         self.starts: dict[Node, int] = {}
 
     def _begin(self, node: Node, acc: Value) -> Refusal | None:
-        """Apply the GEMM op's own work on its product: scales (FP8), a bias."""
+        """Apply the scales (FP8) and the bias that the GEMM op itself applies to its product.
+        Returns the reason if it cannot."""
         shape, bias, scales = fake(node).shape, bias_of(node), scales_of(node)
         for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
             if operand is None:
@@ -78,7 +79,7 @@ class Tile:
         return None
 
     def _misfit(self, node: Node) -> Refusal | None:
-        """Why ``node`` is not an op on the tile, or None."""
+        """The reason why ``node`` is not an op on the tile, or None."""
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
             text = f"{words_for(node)} is not elementwise"
@@ -99,8 +100,8 @@ class Tile:
         return None
 
     def _lower(self, node: Node, pull: bool = False) -> _Lowering:
-        """Compute ``node`` on the tile, absorbed or as a copy (``pull``). Returns None, or why that
-        is impossible (then nothing has changed)."""
+        """Compute ``node`` on the tile, absorbed or as a copy (``pull``). Returns None, or the
+        reason if it cannot; then nothing has changed."""
         state = self._state()
         reason = (yield self._lower_args(node, pull)) or operands.too_many(
             [kind for _, kind in self.region.operands], paired=len(self.region.accs) == 2
@@ -110,7 +111,7 @@ class Tile:
         return reason
 
     def _parts(self) -> Iterable[Any]:
-        """The lists and dictionaries that grow, at their ends only."""
+        """The lists and dictionaries of the region's state. They grow only at their ends."""
         region = self.region
         lists = region.values, region.copies, region.operands, region.steps
         return *lists, region.reduces, region.refusals, self.reductions, self.extras
@@ -194,15 +195,15 @@ class Tile:
             self._restore(state)
 
     def _reads_more(self, node: Node, tiles: set[Node]) -> bool:
-        """Is it certain that computing ``node`` loads two tiles or more besides ``tiles``? Without
-        this a long sum would be tried term by term, for each of its readers."""
+        """Is it certain that ``node`` needs two or more tiles besides ``tiles``? Without this check
+        a long sum would be tried term by term, for each of its readers."""
         new = self._loads(node, tiles)
         parts = (n for n in node.all_input_nodes if self._value(n) is None)
         loads = tiles | new
         return len(new) + any(source(n) not in loads and self._loads(n, loads) for n in parts) > 1
 
     def _loads(self, node: Node, tiles: set[Node]) -> set[Node]:
-        """The tiles that computing ``node`` certainly loads besides ``tiles``."""
+        """The tiles that ``node`` certainly needs besides ``tiles``."""
         new: set[Node] = set()
         if not isinstance(fake(node), torch.Tensor):
             return new
@@ -224,7 +225,7 @@ class Tile:
         (self.region.copies if pull else self.region.values)[node] = value
 
     def _round(self, value: Value, dtype: torch.dtype) -> Value:
-        """``value`` as an op of eager's leaves it in memory."""
+        """``value``, rounded to ``dtype`` as eager rounds each result in memory."""
         op, step = ROUNDING.get(dtype_name(dtype)), self.region.step(value)
         if op is None or (step is not None and step.op == op):
             return value
@@ -266,7 +267,7 @@ class Tile:
         self.starts[node] = min(index, self.starts.get(node, index))
 
     def _check(self, arg: Any, full: tuple) -> Refusal | None:
-        """Why ``arg`` cannot be read on the tile, or None."""
+        """The reason why ``arg`` cannot be read on the tile, or None."""
         if not isinstance(arg, Node):
             number = isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg
             if arg is None or number or isinstance(arg, str):
@@ -281,7 +282,7 @@ class Tile:
         return operands.refusal(arg, full, self.anchor)
 
     def _depends(self, node: Node) -> bool:
-        """Does an outside node depend on the region? (Absorbing its user would make a cycle.)"""
+        """Does the outside ``node`` depend on the region? Then absorbing its user makes a cycle."""
         if self.scope.depends(node, self.region.anchors):
             return True
         return bool(self.extras) and not back_to(min(self.extras), [node]).keys().isdisjoint(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a site moves to and from memory, before and after fusion.
 
-A calculation, not a measurement: each kernel reads each of its tensors once and writes each result
-once, as if nothing stayed in a cache between kernels and nothing was fetched twice within one.
-Before: each GEMM, and one elementwise kernel that reads the products and does all that the epilogue
+The bytes are calculated, not measured: each kernel reads each of its tensors once and writes each
+result once, as if no data stayed in a cache between kernels or was loaded twice within one. Before:
+each GEMM, and one elementwise kernel that reads the products and does all work that the epilogue
 absorbed. After: the fused kernel, with partials of reductions and copies of weights that must be
 concatenated.
 """

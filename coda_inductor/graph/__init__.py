@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary of aten graphs: all questions that passes ask about a graph, and all edits.
+"""Questions that passes ask about aten graphs, and all edits of graphs.
 
-read       what a node calls: an op, and its arguments by name
-nodes      what is recorded of nodes, and what kind each is
-walk       up to what a node is computed from, down to its readers
-sizes      sizes that may be symbolic
-vocabulary which ops an epilogue computes, and as which steps of a program
-gemms      what a GEMM is: its operands, sums of GEMMs, which GEMM computes a tensor
-sides      forward or backward
-edit       put nodes in, run and erase calls
+read       the call of a node: an op, and its arguments by name
+nodes      the recorded values of nodes, and their kinds
+walk       walks from a node up to its inputs, or down to its readers
+sizes      comparisons of sizes that may be symbolic
+vocabulary the ops that an epilogue computes, and their steps in a program
+gemms      the operands of a GEMM, sums of GEMMs, the GEMM that computes a tensor
+sides      does a node belong to the forward or the backward pass?
+edit       insert, run and erase calls
 splice     insert the ops of a function
-snapshots  restore a graph
-collectives  what follows a collective
+snapshots  save and restore a graph
+collectives  collectives, and the moves around them
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in aten graphs: what follows one needs the results of all ranks' GEMMs.
+"""Collectives in aten graphs: their readers need the results of all ranks' GEMMs.
 
 Tracing through DTensor gives local tensors and torch's functional collectives: ``all_reduce``,
 ``reduce_scatter_tensor`` and ``all_gather_into_tensor``, each followed by ``wait_tensor``.
@@ -44,7 +44,7 @@ def moves(node: Any) -> bool:
 
 
 def ahead(node: Node) -> Node | None:
-    """The collective that ``node`` is, or is moved into; None for anything else."""
+    """The collective that ``node`` is, or whose input ``node`` is moved to; None for others."""
     todo = [node]
     for _ in range(_FAR):
         if not todo:
@@ -58,8 +58,8 @@ def ahead(node: Node) -> Node | None:
 
 
 def overlap(gemm: Node) -> Refusal | None:
-    """Why ``gemm`` is left alone, or None: Inductor's asynchronous tensor parallelism, if it is on,
-    splits the GEMM to overlap it with a collective."""
+    """Why ``gemm`` must not be fused, or None: Inductor's asynchronous tensor parallelism, if it is
+    on, splits the GEMM to overlap it with a collective."""
     if not micro_pipeline():
         return None
     before = [base(a, moves).target for a in gemm.all_input_nodes]

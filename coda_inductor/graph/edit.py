@@ -24,12 +24,12 @@ META_KEYS = (
 
 
 def insertions(graph: Graph) -> list[Node]:
-    """The nodes that :class:`Put` and ``splice`` have put into ``graph`` so far, in that order."""
+    """The nodes that :class:`Put` and ``splice`` have inserted into ``graph``, in that order."""
     return vars(graph).setdefault("coda_put", [])
 
 
 def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a function, or of the method of that name, for values."""
+    """The result of a function (or of the tensor method ``target``) for real or fake values."""
     if isinstance(target, str):
         tensor, *args = args
         target = getattr(tensor, target)
@@ -56,8 +56,8 @@ def fake_mode(args: Sequence[Any]) -> Any:
 
 
 class Put:
-    """Puts calls in front of ``like``, or of another node, ``before``, with the meta of ``like``
-    and in the dialect of its graph. ``pattern``, a name and an occurrence, counts as fired when an
+    """Inserts calls in front of ``like``, or of the node ``before``, with the meta of ``like`` and
+    in the dialect of its graph. ``pattern``, (name, occurrence), is counted as fired when an
     epilogue absorbs one of them."""
 
     def __init__(
@@ -67,8 +67,8 @@ class Put:
         self.on_dynamo = DYNAMO in like.meta
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call of a function, or of the method of that name, with meta for the partitioner and
-        the source line.
+        """Insert a call of a function or a tensor method, with meta for the partitioner and the
+        source line. Returns the node.
 
         A reshape that copies nothing becomes a view, because the partitioner does not know
         reshapes: it would save a tensor and its view as two, and let the backward pass overwrite
@@ -100,12 +100,12 @@ class Put:
         return self(aten.mul.Tensor, left, right)
 
     def row_sum(self, node: Node) -> Node:
-        """The sum over the last dimension, which stays, with size 1."""
+        """The sum over the last dimension, which is kept with size 1."""
         return self(aten.sum.dim_IntList, node, [-1], True)
 
     def column_sum(self, node: Node) -> Node:
-        """The sum over all dimensions but the last; of a vector itself, because aten reads an empty
-        list of dimensions as all of them."""
+        """The sum over all dimensions but the last. A vector is returned as it is, because aten
+        reads an empty list of dimensions as all of them."""
         dims = list(range(fake(node).dim() - 1))
         return self(aten.sum.dim_IntList, node, dims) if dims else node
 
@@ -113,11 +113,11 @@ class Put:
         return self(aten.reshape.default, node, sizes)
 
     def transpose(self, node: Node) -> Node:
-        """Of a matrix."""
+        """Insert the transpose of a matrix."""
         return self(aten.permute.default, node, [1, 0])
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``; itself if that is its dtype."""
+        """``node`` in ``dtype``; ``node`` itself if it has that dtype."""
         if fake(node).dtype == dtype:
             return node
         if self.on_dynamo:
@@ -125,7 +125,7 @@ class Put:
         return self(prims.convert_element_type.default, node, dtype)
 
     def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
-        """The nodes that ``function``, plain torch code, returns for ``source``."""
+        """Insert the nodes of ``function``, plain torch code, for ``source``."""
         env: dict[Node, Node] = {}
         for step in symbolic_trace(function).graph.nodes:
             args, kwargs = map_arg((step.args, step.kwargs), env.__getitem__)
@@ -135,7 +135,7 @@ class Put:
         raise AssertionError("a traced function has an output")
 
     def sizes(self, node: Node) -> list[Any]:
-        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
+        """The sizes of ``node`` as arguments of a view; symbolic ones are read from ``node``."""
         shape = fake(node).shape
         return [
             self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
@@ -144,8 +144,8 @@ class Put:
 
 
 def reorder(nodes: Sequence[Node]) -> None:
-    """Move readers of ``nodes`` that are placed before them after them, with their own readers.
-    This is cheaper than sorting the whole graph for each rewrite.
+    """If readers of ``nodes`` stand before ``nodes``, move these and their own readers behind. This
+    is cheaper than sorting the whole graph for each rewrite.
 
     Raises:
         CycleError: there is no such order; without this check, the search would not end.
@@ -162,7 +162,7 @@ def reorder(nodes: Sequence[Node]) -> None:
 
 
 def _readers_before(nodes: Sequence[Node]) -> set[Node]:
-    """The readers of ``nodes`` that are placed before them, and their own readers up to the last of
+    """The readers of ``nodes`` that stand before them, and their own readers up to the last of
     ``nodes``: later ones need not move."""
     if not nodes:
         return set()
@@ -180,8 +180,8 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
 
 
 def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure) -> None:
-    """Erase all ``nodes`` without readers, and then the nodes that only they read, except for nodes
-    for which ``keeps`` holds."""
+    """Erase all ``nodes`` without readers, and then each node that only erased nodes read. Nodes
+    for which ``keeps`` holds stay."""
     todo = list(nodes)
     while todo:
         node = todo.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs of an aten graph: their operands, sums of GEMMs, which GEMM computes a tensor."""
+"""GEMMs of an aten graph: their operands, their sums, and the GEMM that computes a tensor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from coda_inductor.semantic.fp8 import scaled_mm
 
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
 DENSE = (aten.mm.default, aten.addmm.default, scaled_mm)
-#: These, and those in which each row has the B of its group.
+#: These, and grouped GEMMs, in which each row has the B of its group.
 GEMMS = (*DENSE, grouped_mm)
 #: The products in a traced graph, before a pass raises scaled ones.
 TRACED = (*GEMMS, aten_scaled_mm)
 
-#: What schemas call A and B.
+#: The names of A and B in schemas.
 _FACTORS = {
     aten.mm.default: ("input", "mat2"),
     aten.addmm.default: ("mat1", "mat2"),
@@ -45,7 +45,7 @@ Legal = Callable[[Node], Refusal | None]
 
 
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
-    """(A, B) of a GEMM's node. For a grouped one, B is (E, K, N), and rows may be gathered from A:
+    """(A, B) of a GEMM's node. For a grouped GEMM, B is (E, K, N), and rows may be gathered from A:
     M and N are the sizes of the node itself."""
     args = arguments(gemm)
     left, right = _FACTORS[gemm.target]
@@ -53,14 +53,14 @@ def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
 
 
 def low_rank(gemm: Node) -> bool:
-    """Is K of ``gemm`` so small that its stores take longer than its multiplications?"""
+    """Is K of ``gemm`` so small that stores take longer than multiplications?"""
     m, n = (hint(size) for size in fake(gemm).shape[-2:])
     k = hint(fake(gemm_inputs(gemm)[0]).shape[-1])
     return k <= LOW_RANK and LOW_RANK_RATIO * k <= min(m, n)
 
 
 def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
-    """The offsets of the groups of a grouped product, and the index of its rows, if any."""
+    """The group offsets and the row index of a grouped product; None for a missing one."""
     if gemm.target is not grouped_mm:
         return None, None
     args = arguments(gemm)
@@ -68,7 +68,7 @@ def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
 
 
 def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
-    """The (E, ``n``) tensor if ``x`` holds its row of each group of ``gemm``; else None."""
+    """The (E, ``n``) tensor whose row e ``x`` repeats for group e of ``gemm``, or None."""
     if x.target is not group_rows or arguments(x)["offsets"] is not routes_of(gemm)[0]:
         return None
     bias, b = fake(arguments(x)["x"]), fake(gemm_inputs(gemm)[1])
@@ -77,7 +77,7 @@ def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
 
 
 def scales_of(gemm: Node) -> tuple[Node, ...]:
-    """The factors of the rows and the columns of a scaled product; empty for another GEMM."""
+    """The factors of the rows and the columns of a scaled product; empty for others."""
     if gemm.target is not scaled_mm:
         return ()
     args = arguments(gemm)
@@ -85,7 +85,7 @@ def scales_of(gemm: Node) -> tuple[Node, ...]:
 
 
 def fast_accumulation(gemm: Node) -> bool:
-    """May ``gemm`` sum over K in fewer bits than float32? Only scaled products have that option."""
+    """May ``gemm`` sum over K with fewer bits than float32? Only scaled products can."""
     return gemm.target is scaled_mm and bool(arguments(gemm)["fast"])
 
 
@@ -96,20 +96,19 @@ def bias_of(gemm: Node) -> Node | None:
 
 
 def plain_bias(gemm: Node) -> bool:
-    """Does ``gemm`` add one value per column, unscaled?"""
+    """Does ``gemm`` add one value per column, without a factor?"""
     bias = bias_of(gemm)
     return bias is not None and unscaled(gemm) and fake(bias).dim() == 1
 
 
 def unscaled(gemm: Node) -> bool:
-    """Does ``gemm`` multiply neither its product nor what it adds by a number?"""
+    """Does ``gemm`` scale neither its product nor its addend by a number?"""
     args = arguments(gemm)
     return args.get("alpha", 1) == args.get("beta", 1) == 1
 
 
 def addends(node: Any) -> list[Node]:
-    """The two tensors of one shape that ``node`` adds, without broadcasting; empty for any other
-    node."""
+    """The two tensors of one shape that ``node`` adds, without broadcasting; empty for others."""
     if not isinstance(node, Node) or node.target is not aten.add.Tensor:
         return []
     args = arguments(node)
@@ -122,7 +121,7 @@ def addends(node: Any) -> list[Node]:
 
 def terms(node: Node) -> list[Node] | None:
     """The products that ``node`` adds up; None if it is not a plain sum (or a single product), or
-    if its parts have other readers. ``node`` itself may have any readers."""
+    if its terms have other readers. ``node`` itself may have any readers."""
     products: list[Node] = []
     todo = [node]
     while todo:
@@ -141,5 +140,5 @@ def terms(node: Node) -> list[Node] | None:
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM from whose tile ``x`` is computed, element by element."""
+    """The last GEMM whose tile ``x`` is computed from, element by element; or None."""
     return next((node for node in sources(x) if node.target in GEMMS), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of aten graphs: what is recorded of them, and what kind each is."""
+"""The recorded values of aten nodes, and the kinds of nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coda_inductor.program.dtypes import FLOATS
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: A part of an op's name -> what people call the op; the first one counts.
+#: A part of an op's name -> the words for the op; the first match counts.
 _WORDS = {
     "attention_backward": "the gradient of attention", "attention": "attention",
     "gemm_epilogue": "a fused GEMM", "grouped_mm": "a product of experts", "bmm": "a product",
@@ -34,15 +34,15 @@ DYNAMO = "example_value"
 
 
 def fake(node: Any) -> Any:
-    """The fake value that Dynamo or AOTAutograd recorded for a node; None if neither did. Anything
-    else passes through."""
+    """The fake value recorded for a node by Dynamo or AOTAutograd, or None; other objects
+    unchanged."""
     if not isinstance(node, Node):
         return node
     return node.meta[DYNAMO] if DYNAMO in node.meta else node.meta.get("val")
 
 
 def bytes_of(*nodes: Any) -> int:
-    """Bytes of the tensors that are recorded for ``nodes``, each with one or several."""
+    """The total bytes of the tensors that are recorded for ``nodes``."""
     total = 0
     for value in map(fake, nodes):
         if isinstance(value, torch.Tensor):  # where a mask selects rows, numel() has no hint
@@ -53,14 +53,13 @@ def bytes_of(*nodes: Any) -> int:
 
 
 def plain(*nodes: Any) -> list[Any] | None:
-    """The values of ``nodes``, if all of them are recorded and plain tensors; else None."""
+    """The values of ``nodes`` if all are recorded and are plain tensors; else None."""
     values = [fake(node) for node in nodes]
     return values if all(hasattr(value, "fake_mode") for value in values) else None
 
 
 def is_view(node: Node, tensor: Any) -> bool:
-    """Does ``node``, in any spelling, have exactly the elements of ``tensor``: the same memory,
-    sizes and strides?"""
+    """Has ``node``, in any spelling, the memory, sizes and strides of ``tensor``?"""
     pair = fake(node), tensor
     if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in pair):
         return False
@@ -70,7 +69,7 @@ def is_view(node: Node, tensor: Any) -> bool:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments, by name, of a node that calls something."""
+    """The arguments of a node that calls an op, by name."""
     call = read(node)
     assert call is not None, f"{node.name} is a call that its signature allows"
     return call.args
@@ -78,7 +77,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def constant(node: Node) -> float | None:
     """The number in a 0-dim constant tensor (from ``torch.where(c, x, 0.0)``, for example), as its
-    dtype truncates, wraps or rounds it."""
+    dtype truncates, wraps or rounds it; None for others."""
     if node.target not in (aten.full.default, aten.scalar_tensor.default):
         return None
     args = arguments(node)
@@ -95,7 +94,7 @@ def constant(node: Node) -> float | None:
 
 
 def module_path(node: Node) -> str:
-    """The dotted path of the module that ``node`` came from, or an empty string."""
+    """The dotted path of the module that ``node`` comes from, or an empty string."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -110,12 +109,12 @@ def module_path(node: Node) -> str:
 
 
 def locate(node: Node) -> str:
-    """Where ``node`` is, for people: its module's path, or its own name without one."""
+    """The place of ``node`` in messages: its module's path, or its own name without one."""
     return module_path(node) or node.name
 
 
 def words_for(node: Node) -> str:
-    """The work of ``node``, for people: "attention", "a reshape", or the name of its op."""
+    """The work of ``node`` in messages: "attention", "a reshape", or the name of its op."""
     if node.op != "call_function":
         return {"output": "the caller", "placeholder": "an input"}.get(node.op, node.op)
     name = getattr(node.target, "__name__", "").split(".")[0] or str(node.target)
@@ -123,18 +122,18 @@ def words_for(node: Node) -> str:
 
 
 def label(node: Node) -> str:
-    """``node`` for people: "attention in blocks.0.attn", a product by its module alone."""
+    """``node`` in messages: "attention in blocks.0.attn"; a product by its module alone."""
     path, words = module_path(node), words_for(node)
     return words if not path else path if words == "a product" else f"{words} in {path}"
 
 
 def is_erased(node: Node) -> bool:
-    """Was it erased from its graph? Then its neighbors no longer point to it."""
+    """Was ``node`` erased from its graph? Then its neighbors no longer point to it."""
     return node.prev.next is not node
 
 
 def row_major(tensor: torch.Tensor) -> bool:
-    """Is ``tensor`` contiguous for certain? Kernels store rows, but users keep their strides."""
+    """Is ``tensor`` certainly contiguous? Kernels store rows; users' tensors keep their strides."""
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not same(size, 1) and not same(stride, expected):
@@ -144,12 +143,12 @@ def row_major(tensor: torch.Tensor) -> bool:
 
 
 def renames(node: Any) -> bool:
-    """Does ``node`` only rename what it reads: the same elements in the same order?"""
+    """Does ``node`` only rename its input: the same elements in the same order?"""
     return kind(node) in _NAMES
 
 
 def converts(node: Any) -> bool:
-    """Does ``node`` change the dtype of what it reads, and nothing else?"""
+    """Does ``node`` change the dtype of its input, and nothing else?"""
     if kind(node) != "casts":
         return False
     before, after = fake(node.all_input_nodes[0]), fake(node)
@@ -159,8 +158,8 @@ def converts(node: Any) -> bool:
 def is_cast(node: Any) -> bool:
     """Does ``node`` convert between float types, and do nothing else?
 
-    In a joint graph one that narrows float64 is not such a cast: programs of float64 GEMMs compute
-    in float64 and do not round.
+    In a joint graph, a conversion from float64 to a narrower type does not count: programs of
+    float64 GEMMs compute in float64 and do not round.
     """
     if kind(node) != "casts":
         return False
@@ -175,7 +174,7 @@ def is_cast(node: Any) -> bool:
 
 
 def renames_or_casts(node: Any) -> bool:
-    """Does ``node`` only rename what it reads, or change its dtype?"""
+    """Does ``node`` only rename its input, or change its dtype?"""
     node_kind = kind(node)
     return node_kind in _NAMES or (node_kind == "casts" and is_cast(node))
 
@@ -204,7 +203,7 @@ def elementwise(node: Node) -> bool:
 
 
 def may_view(node: Node) -> bool:
-    """May the result of ``node`` share memory with what it reads?"""
+    """May the result of ``node`` share memory with one of its inputs?"""
     if renames(node) or node.target is operator.getitem:
         return True
     op_schema = schema(node.target)

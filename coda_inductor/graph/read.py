@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of nodes in any dialect: an op, and its arguments by the names of torch's schemas.
 
-Dynamo's graphs call functions and methods, joint graphs aten's overloads, both the project's own
+Dynamo's graphs call functions and methods; joint graphs call overloads of aten; both call our own
 ops. All are read in the same way, with defaults filled in::
 
     torch.sum(x, -1), x.sum(dim=-1), aten.sum.dim_IntList(x, -1)
@@ -69,7 +69,7 @@ _LITERALS: dict[type, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Call:
-    """The call of ``node``: ``op`` of ``args``, in the signature's order, defaults filled in.
+    """The call of ``node``: ``op`` with ``args``, in the signature's order and with defaults.
     ``through``: nodes between ``node`` and its arguments that are part of the op."""
 
     node: Node
@@ -78,19 +78,19 @@ class Call:
     through: tuple[Node, ...] = ()
 
     def to(self, op: str, *through: Node, **args: Any) -> Call:
-        """The call of the same node in another form: ``op`` with ``args``."""
+        """The same node's call in another form: ``op`` with ``args``."""
         return Call(self.node, op, args, through)
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
 
     def get(self, name: str) -> Any:
-        """The argument of that name; None if the call has no such argument."""
+        """The argument ``name``; None if the call has no such argument."""
         return self.args.get(name)
 
 
 def read(node: Any) -> Call | None:
-    """The call of ``node``; None if it calls nothing, or if no signature allows the call."""
+    """The call of ``node``; None if it calls nothing, or if no signature fits."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     name, signatures = _signatures(node.target)
@@ -107,7 +107,7 @@ def read(node: Any) -> Call | None:
 
 
 def change(node: Node, **new: Any) -> None:
-    """Change arguments of ``node``, which are ``new`` by their names."""
+    """Set the arguments of ``node`` named in ``new``."""
     call = read(node)
     assert call is not None, f"{node.name} is a call that its signature allows"
     names = list(call.args)
@@ -119,15 +119,15 @@ def change(node: Node, **new: Any) -> None:
 
 
 def called(node: Any, *ops: str) -> Call | None:
-    """The call of ``node``, if it calls one of ``ops``."""
+    """The call of ``node`` if it calls one of ``ops``; else None."""
     call = read(node)
     return call if call is not None and call.op in ops else None
 
 
 def op_name(node: Any) -> str:
-    """The op that ``node`` calls, without its arguments; empty if it calls nothing. Names that are
-    neither torch's nor Python's have their module's name in front, because a custom op may
-    be called ``chunk`` too."""
+    """The op that ``node`` calls, without its arguments; empty if it calls nothing. Other ops than
+    torch's and Python's have their module's name in front: a custom op may be called ``chunk``
+    too."""
     calls = isinstance(node, Node) and node.op in ("call_function", "call_method")
     return _signatures(node.target)[0] if calls else ""
 
@@ -161,7 +161,7 @@ def is_torch(target: Any) -> bool:
 
 
 class _Signature:
-    """``parameters``, with their types as schemas write them, where there are types."""
+    """One signature: ``parameters``, with their types as schemas write them, if there are types."""
 
     def __init__(self, parameters: Sequence[Parameter]):
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -173,7 +173,7 @@ class _Signature:
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, choose: bool
     ) -> dict[str, Any] | None:
-        """All arguments by name; None if they do not fit. With ``choose``, types must fit too."""
+        """All arguments by name; None if they do not fit. ``choose``: the types must fit too."""
         if len(args) == len(self.names) == len(self.types) and not (kwargs or choose):
             return dict(zip(self.names, args, strict=True))
         last = len(self.names) - 1
@@ -205,8 +205,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _signatures(target: Any) -> tuple[str, tuple[_Signature, ...]]:
-    """The common name of a function, an op or the method of that name, and its signatures, if there
-    are any."""
+    """(common name, signatures) of a function, an op, or a tensor method."""
     method = isinstance(target, str)
     function = getattr(torch.Tensor, target, None) if method else target
     name = target if method else _function_name(target)
@@ -230,7 +229,7 @@ def _signatures(target: Any) -> tuple[str, tuple[_Signature, ...]]:
 
 
 def _signature(overload: Any, method: bool = False) -> _Signature:
-    """``method``: the tensor comes first, at any position in the schema."""
+    """The signature of an overload. ``method``: put the tensor first, from any position."""
     parameters = []
     for a in schema(overload).arguments:
         default = a.default_value if a.has_default_value() else Parameter.empty

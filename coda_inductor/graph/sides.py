@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes of a joint graph belong to the forward pass and which to the backward.
+"""Does a node of a joint graph belong to the forward or to the backward pass?
 
-A joint graph computes the outputs and the gradients in one; torch splits it after us. A fused
-site must lie on one side, or the forward pass would wait for a gradient. The side depends on what a
-node is *for*, not on its place: ``silu'(g)`` depends on forward values only and yet belongs to the
+A joint graph computes the outputs and the gradients in one; torch splits it after us. A fused site
+must lie on one side, or the forward pass would wait for a gradient. The side depends on the *use*
+of a node, not on its position: ``silu'(g)`` depends on forward values only and yet belongs to the
 backward pass, because no output needs it. Inference graphs are all forward.
 """
 
@@ -27,7 +27,7 @@ EARLY = "coda_early"
 
 
 class Scope:
-    """The sides of one graph's nodes.
+    """The side (forward or backward) of each node of one graph.
 
     Attributes:
         forward: the nodes that some output of the forward pass needs, or that are ``EARLY``.
@@ -55,8 +55,8 @@ class Scope:
                 self.forward.add(node)
 
     def refresh(self) -> None:
-        """Add the nodes that a pass has put into the graph. One that depends on forward values
-        alone belongs to the forward pass, unless one of its inputs is recomputed."""
+        """Add the nodes that a pass has inserted. A node that depends only on forward values
+        belongs to the forward pass, unless one of its inputs is recomputed."""
         new = sorted(node for node in self._put[self._count :] if not is_erased(node))
         self._count = len(self._put)
         for node in new:
@@ -74,17 +74,17 @@ class Scope:
                         heapq.heappush(todo, user)
 
     def depends(self, node: Node, products: Iterable[Node]) -> bool:
-        """Is ``node`` computed from one of ``products``, GEMMs of the graph, or one of them?"""
+        """Is ``node`` one of ``products``, GEMMs of the graph, or computed from one?"""
         bits = [self.products(product) and self._bits[product] for product in products]
         return bool(self.products(node) & functools.reduce(operator.or_, bits))
 
     def replace(self, product: Node, new: Node) -> None:
-        """``new``, a product, takes the place of ``product``: the same nodes depend on it."""
+        """Let ``new``, a product, take the place of ``product``: the same nodes depend on it."""
         if product in self._bits:
             self._bits[new] = self._bits[product]
 
     def products(self, node: Node) -> int:
-        """The GEMMs that ``node`` is computed from, itself included, a bit for each."""
+        """A bit mask of the GEMMs that ``node`` is computed from, itself included."""
         table, todo = self._above, [node]
         while todo:
             top = todo[-1]
@@ -104,7 +104,7 @@ class Scope:
         return (left in self.forward) == (right in self.forward)
 
     def recomputed(self, node: Node) -> bool:
-        """Is ``node`` computed in the backward pass from forward values alone?"""
+        """Is ``node`` computed in the backward pass from forward values only?"""
         outside = node in self.forward or node in self.graded
         return node.op == "call_function" and not outside
 

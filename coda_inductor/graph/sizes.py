@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def same(left: Any, right: Any) -> bool:
-    """Are two sizes (or shapes) equal for certain? Never adds a guard."""
+    """Are two sizes (or shapes) certainly equal? Never adds a guard."""
     if isinstance(left, (tuple, list, torch.Size)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, int) and isinstance(right, int):
@@ -22,7 +22,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def same_strides(left: Tensor, right: Tensor) -> bool:
-    """Do two tensors of one shape have equal strides for certain, in dimensions longer than 1?"""
+    """Do two tensors of one shape certainly have equal strides in dimensions longer than 1?"""
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(same(n, 1) or same(a, b) for n, a, b in sizes)
 

@@ -15,9 +15,9 @@ def snapshot(graph: Graph) -> Graph:
 
 
 def restore(graph: Graph, copy: Graph) -> None:
-    """Restore ``graph`` to what it was at ``copy = snapshot(graph)``, from any state: in the middle
-    of a pass, nodes may be placed before their inputs. Placeholders stay the same nodes, because
-    torch keeps more about them than their meta; those that a pass added are erased."""
+    """Restore the state of ``graph`` at ``copy = snapshot(graph)``, from any state: within a pass,
+    nodes may be placed before their inputs. Placeholders stay the same nodes, because torch keeps
+    more about them than their meta; placeholders that a pass added are erased."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     others = [n for n in graph.nodes if n.op != "placeholder"]
     for node in others:

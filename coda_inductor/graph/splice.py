@@ -3,7 +3,7 @@
 
 For equal tensors (dtypes, sizes, strides) a function has equal ops: it is traced once for each fake
 mode, that is for each graph, and copied afterwards. An FP8 layer has some thirty equal scales;
-tracing each took half of all our time.
+without copies, tracing them took half of our time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def splice(
     """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
 
     Returns the function's results as nodes. Each has the meta of ``like``, by default of
-    ``before``, and ``meta``. Decompositions are
-    Inductor's: the nodes are what it would compile if the user had written the function's body.
+    ``before``, and ``meta``. Decompositions are Inductor's, as if the user had written the
+    function's body.
 
     Raises:
         RuntimeError: the function created a constant tensor.
@@ -94,8 +94,8 @@ def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> Graph:
 
 
 def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable | None:
-    """The key of the trace; None if it is uncertain, because sizes are symbolic, or two tensors
-    share memory, which a function may test."""
+    """The key of the trace. None if it is uncertain, because sizes are symbolic, or because two
+    tensors share memory, which a function may test."""
     parts: list[Hashable] = [function, spec]
     storages = []
     for value in flat:
@@ -116,7 +116,7 @@ def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable |
 
 
 def _new_value(node: Node, mode: Any) -> Any:
-    """A new value for a copied node: recorded values show which tensors share memory."""
+    """A new fake value for a copied node: recorded values show which tensors share memory."""
     old, op_schema = node.meta["val"], schema(node.target)
     views = op_schema is None or any(a.alias_info is not None for a in op_schema.arguments)
     if views or not isinstance(old, torch.Tensor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which aten ops can run on an accumulator tile, and as which steps of a program.
+"""The aten ops that can run on an accumulator tile, and their steps in a program.
 
 Each row maps an op to a function ``(emit, *args) -> value`` of its arguments, in its schema's order
 and with all defaults: ``emit(op, *args)`` appends a step and returns its name; an argument is the
@@ -55,7 +55,7 @@ def _pow(emit: Emit, x: Value, exponent: Value) -> Value | None:
 
 
 def _gelu(emit: Emit, x: Value, approximate: str = "none") -> Value:
-    """Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415), section 2."""
+    """GELU: Hendrycks and Gimpel, arXiv 1606.08415, section 2."""
     if approximate == "tanh":
         cubic = emit("mul", emit("mul", emit("mul", x, x), x), 0.044715)
         inner = emit("mul", emit("add", x, cubic), math.sqrt(2 / math.pi))
@@ -72,7 +72,7 @@ def _where(emit: Emit, condition: Value, x: Value, y: Value) -> Value:
 
 
 def _logical(op: str, decides: bool) -> Callable[..., Value]:
-    """``op`` of two truth values: one that ``decides`` is its result, whatever the other one is."""
+    """A step for ``op`` of two truth values. If one of them is ``decides``, it is the result."""
 
     def lowering(emit: Emit, x: Value, y: Value) -> Value:
         for value, other in ((x, y), (y, x)):

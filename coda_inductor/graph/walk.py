@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks: from a node up to what it renames or is computed from, and down to its readers."""
+"""Walks from a node up to its inputs and sources, and down to its readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FAR = 256
 
 
 def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[Any, None]:
-    """``start``, what ``step`` leads to from there, and so on."""
+    """``start``, and all objects that ``step`` leads to from there, directly or not."""
     visited = dict.fromkeys(start)
     todo = list(visited)
     while todo:
@@ -36,8 +36,8 @@ def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[
 
 
 def unroll(start: Generator[Any, Any, Any]) -> Any:
-    """The result of ``start``: a recursion of generators, each of which yields the calls that it
-    makes. A chain of ops may be longer than Python's stack is deep."""
+    """The result of ``start``, a recursion as generators that yield their calls. A chain of ops may
+    be longer than Python's stack is deep."""
     stack, result = [start], None
     while stack:
         try:
@@ -50,7 +50,7 @@ def unroll(start: Generator[Any, Any, Any]) -> Any:
 
 
 def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
-    """``nodes`` and what they are computed from, as far back as ``first``."""
+    """``nodes`` and the nodes that they are computed from, as far back as ``first``."""
     return closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first])
 
 
@@ -74,10 +74,10 @@ def bare(node: Any) -> Any:
 
 
 def sources(node: Node) -> Iterator[Node]:
-    """``node``, and what it is computed from by elementwise ops.
+    """Yield ``node``, and all nodes that elementwise ops compute it from.
 
-    The last one of the graph comes first, so a caller can stop early: the rest is older. A residual
-    stream leads back through all layers, on either side of an addition.
+    The last node of the graph comes first, so a caller can stop early: all others are older. A
+    residual stream leads back through all layers, on either side of an addition.
     """
     todo = {node}
     for _ in range(_FAR):
@@ -103,8 +103,7 @@ def _renames_or_widens(node: Node) -> bool:
 
 
 def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
-    """(names, readers): ``node`` and its other names, nodes for which ``through`` holds; and all
-    other readers of these."""
+    """(names, readers): ``node`` and its views for which ``through`` holds; all other readers."""
     visited = {node: None}
     names = [node]
     for name in names:
@@ -115,7 +114,7 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
 
 
 def consumer(node: Node) -> Node:
-    """``node``, or the first op that reads it where it is a view or a copy."""
+    """``node``; if it is a view or a copy, the first op that reads it."""
 
     def moves(node: Node) -> bool:
         return may_view(node) or node.target is torch.ops.aten.clone.default
@@ -125,19 +124,17 @@ def consumer(node: Node) -> Node:
 
 
 def only_reader(node: Node | None, through: Callable[[Any], bool] = lambda _: False) -> Node | None:
-    """The one reader of ``node``, apart from nodes for which ``through`` holds, whose readers count
-    instead; None if there are several, or none."""
+    """The only reader of ``node``, or None. Nodes for which ``through`` holds are skipped."""
     users = [] if node is None else readers(node, through)[1]
     return users[0] if len(users) == 1 else None
 
 
 def leaves(node: Node) -> bool:
-    """Is ``node``, or a view of it, an output of the graph? Then callers see its strides and what
-    it shares memory with."""
+    """Is ``node``, or a view of it, a graph output? Then callers see its strides and memory."""
     names = closure([node], lambda n: [user for user in n.users if may_view(user)])
     return any(user.op == "output" for name in names for user in name.users)
 
 
 def parts(node: Node) -> dict[int, Node]:
-    """The results of ``node`` that are read, by their index."""
+    """The results of ``node`` that are read, by index."""
     return {arguments(u)["index"]: u for u in node.users if u.target is operator.getitem}

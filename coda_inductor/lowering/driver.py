@@ -59,7 +59,7 @@ _SITE_COUNTERS = frozenset({"experts_backward"})
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
-    """Fuse what may and should be fused, in place; a failure at one site affects only that site.
+    """Fuse every GEMM that may and should be fused, in place. A failure affects only its site.
 
     The record gets a report for every GEMM, and how often each pattern fired.
 
@@ -83,7 +83,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
 def _fuse_rounds(graph: Graph, record: Record) -> _Fused:
     """Fuse with the best plan. If sites are measured, planning goes in rounds: sites that were
     planned without a measurement are measured and the graph is planned again, because the decision
-    about one site determines what its neighbors may absorb."""
+    about one site changes the ops that are left for its neighbors."""
     tuning = record.plan.tuning
     if tuning is None:
         return _fuse_all(graph, record)
@@ -107,8 +107,8 @@ def _fuse_rounds(graph: Graph, record: Record) -> _Fused:
 
 
 def _fuse_all(graph: Graph, record: Record) -> _Fused:
-    """Fuse all GEMMs. Returns the report number of each call, (pattern, occurrence) of everything
-    that was absorbed, and a report for every GEMM."""
+    """Fuse all GEMMs. Returns the report number of each call, (pattern, occurrence) of each
+    absorbed idiom, and a report for every GEMM."""
     fired: set[tuple[str, str]] = set()
     calls: dict[Node, int] = {}
     done: set[Node] = set()
@@ -135,8 +135,8 @@ def _fuse_all(graph: Graph, record: Record) -> _Fused:
 
 @dataclass(frozen=True)
 class _SitePlan:
-    """The report of a GEMM and, if it is fused, its region, its site, and (pattern, occurrence) of
-    everything that was absorbed."""
+    """The report of a GEMM and, if fused, its region, its site, and (pattern, occurrence) of
+    absorbed idioms."""
 
     report: SiteReport
     fused: tuple[Region, Site] | None = None
@@ -144,7 +144,7 @@ class _SitePlan:
 
 
 class _Planner:
-    """Decides what happens to each GEMM of one graph; does not change the graph."""
+    """Decides the fate of each GEMM of one graph, without changes to the graph."""
 
     def __init__(self, graph: Graph, record: Record):
         self.record, self.scope = record, Scope(graph, eager=record.options.numerics == "eager")
@@ -155,7 +155,7 @@ class _Planner:
         }
 
     def plan(self, anchor: Node) -> _SitePlan:
-        """The plan for ``anchor``."""
+        """The plan for ``anchor``: its report, and its region if it is fused."""
         try:
             return self._plan(anchor)
         except Exception as error:
@@ -192,7 +192,7 @@ class _Planner:
         return _refuse_site(report, _excuse(anchor, first))
 
     def _site(self, region: Region) -> Site:
-        """``region`` as a site. One kernel reads the terms of a sum in place, or their weights are
+        """``region`` as a site. A kernel reads a sum's terms in place, or weights are
         concatenated."""
         pairs = [tuple(map(fake, gemm_inputs(anchor))) for anchor in region.anchors]
         terms, copied = len(pairs) if region.in_place else 1, ()
@@ -205,7 +205,7 @@ class _Planner:
         )  # fmt: skip
 
     def _candidates(self, anchor: Node) -> Iterator[Builder]:
-        """How to grow regions around ``anchor``, the most profitable first."""
+        """Functions that grow regions around ``anchor``, the most profitable first."""
         legal = self.record.plan.legal
         sums = None if self.scope.eager else find_sum(anchor, self.scope, legal)
         if sums is not None:
@@ -218,14 +218,14 @@ class _Planner:
             yield lambda bans: self._without(heads, anchor, bans)
 
     def _without(self, heads: list[Node], anchor: Node, bans: Bans) -> Region | None:
-        """The region of ``anchor`` without ``heads``, the rotations of its result, if the
-        program with them is slower."""
+        """The region of ``anchor`` without ``heads``, the rotations of its result, if a program
+        with them is slower; else None."""
         refusals = dict.fromkeys(heads, refuse("no-gemm", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**refusals, **bans})
         return region if region.work else None
 
     def _grow(self, builder: Builder) -> tuple[Region, Site] | None:
-        """The region without what is disabled, small enough for a kernel, and its site."""
+        """The region without disabled patterns, small enough for a kernel, and its site."""
         bans = dict(self.bans)
         while (region := builder(bans)) is not None and not self.record.enabled("residual"):
             adds = [node for node in _residual_adds(region) if node not in bans]
@@ -243,7 +243,7 @@ class _Planner:
         return None
 
     def _judge(self, region: Region, site: Site, report: SiteReport) -> _SitePlan | Refusal | None:
-        """``region`` as it runs, or why it is not fused."""
+        """The plan of ``region``, or the reason why it is not fused."""
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
         names = [*(patterns if patterns == ["epilogue"] else _SITE_COUNTERS.intersection(patterns))]
@@ -313,7 +313,7 @@ def _disabled(name: str) -> Refusal:
 
 
 def _is_wgrad(anchor: Node) -> bool:
-    """Is it the gradient of a weight? Its K is the number of rows."""
+    """Is ``anchor`` the gradient of a weight? Its K is the number of rows."""
     return is_transpose(gemm_inputs(anchor)[0]) or bool(anchor.meta.get(WEIGHT_GRADIENT))
 
 
@@ -323,7 +323,7 @@ def _excuse(anchor: Node, why: Refusal | None) -> Refusal | None:
 
 
 def _op_names(region: Region) -> tuple[str, ...]:
-    """The ops that an epilogue computes, for people."""
+    """The short names of the ops that an epilogue computes, for reports."""
     names = tuple(_short(node) for node in region.work if not is_cast(node))
     return names or (("cast",) if region.work else ("product",))
 
@@ -341,12 +341,12 @@ def _neighbours(anchor: Node) -> list[Node]:
 
 
 def _short(node: Node) -> str:
-    """``mul`` for ``aten.mul.Tensor``, for the table."""
+    """The name of ``node`` in the table: ``mul`` for ``aten.mul.Tensor``."""
     return str(node.target).removeprefix("aten.").removeprefix("coda_inductor.").split(".")[0]
 
 
 def _idle_reason(region: Region) -> Refusal:
-    """Why nothing was absorbed: the first neighbor's reason."""
+    """The reason why nothing was absorbed: the first neighbor's."""
     for node, why in region.refusals.items():
         text = f"nothing to absorb: {label(consumer(node))} reads it ({{}})"
         return _stop(node, why).within(text)
@@ -354,7 +354,7 @@ def _idle_reason(region: Region) -> Refusal:
 
 
 def _stop(node: Node, why: Refusal) -> Refusal:
-    """Why ``node`` was not absorbed: a collective, if it leads to one; else ``why``."""
+    """The reason why ``node`` was not absorbed: a collective, if it leads to one; else ``why``."""
     if (collective := ahead(node)) is None:
         return why
     name = collective.target.overloadpacket.__name__
@@ -363,7 +363,7 @@ def _stop(node: Node, why: Refusal) -> Refusal:
 
 
 def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:
-    """(pattern, occurrence) of everything a region absorbed."""
+    """(pattern, occurrence) of each idiom that a region absorbed."""
     if not region.work:
         return set()
     patterns = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}

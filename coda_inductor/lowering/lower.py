@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of programs become kernels, or plain ops again where no kernel can run.
+"""Turn calls of programs into kernels, or back into plain ops where no kernel can run.
 
 A kernel takes seconds to compile. With ``record.later``, compilation only starts here, and Inductor
 does its own work meanwhile; :func:`settle` waits for it.
@@ -29,8 +29,8 @@ SITE = "coda_site"
 
 
 def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
-    """Compile the kernels of ``calls`` (each with the number of its site) in parallel; expand
-    what runs as plain ops or does not compile. One warning per cause.
+    """Compile the kernels of ``calls`` (each with the number of its site) in parallel; expand calls
+    that run as plain ops or do not compile. One warning per cause.
 
     Raises:
         FallbackError: with ``options["strict"]``, for a failure.
@@ -49,8 +49,8 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
 
 
 def settle(graph: Graph, record: Record) -> bool:
-    """Wait for the kernels that calls in ``graph``, a part of a lowered one, may launch. Those that
-    do not compile become plain ops; True if there are any.
+    """Wait for the kernels of calls in ``graph``, a part of a lowered one. Calls whose kernel does
+    not compile become plain ops. Returns True if there are any.
 
     Raises:
         FallbackError: with ``options["strict"]``, if there are any.
@@ -83,7 +83,7 @@ def _settle(calls: list[Node], record: Record) -> bool:
 
 
 def _announce(sites: list[SiteReport], *, strict: bool) -> None:
-    """One warning per cause, naming the first site; with ``strict``, an error."""
+    """Log one warning per cause, with the first site; with ``strict``, raise an error."""
     failures: dict[str, list[str]] = {}
     for site in sites:
         if site.refusal is not None and site.refusal.failure:

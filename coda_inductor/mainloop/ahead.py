@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled into QuACK's on-disk cache, in processes that cannot see the GPU."""
+"""Compile kernels into QuACK's on-disk cache, in processes that cannot see the GPU."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from coda_inductor.program import EpilogueProgram
 
 
 def prepare(arch: str) -> None:
-    """Compile for ``arch`` in this process, e.g. "90"."""
+    """Set the architecture that this process compiles for, e.g. "90"."""
     _pool_initializer(arch, f"sm_{arch}a")
 
 
 def cache_folder() -> str | None:
-    """Where QuACK keeps kernels; None if nowhere."""
+    """The folder where QuACK keeps kernels; None if it keeps none."""
     return quack.cache.CACHE_DIR
 
 
 def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
-    """Where a kernel is kept; ``how`` as ``mod.kernel_name`` takes it."""
+    """The path of a kernel's file; ``how`` as ``mod.kernel_name`` takes it."""
     file = store.kernel_path(kernel_name(program, config, *how))
     return file if file.exists() else store.read_only(file) or file
 

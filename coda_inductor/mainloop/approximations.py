@@ -8,7 +8,7 @@ compute with (``f.exp2``, ``f.log2``, ``f.reciprocal_of_normal``, ``f.absolute``
 ``f.lt``), so that it can be tested without a GPU.
 
 The coefficients are weighted least squares fits, made minimax by Lawson's iteration, in float64;
-their relative error on the interval named is below 4e-8, before float32 rounds.
+their relative error on each function's interval is below 4e-8, before float32 rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EXPM1 = (
 
 
 def erf(x: Any, f: Any) -> Any:
-    """The error function; NaN of NaN, +-1 of +-inf."""
+    """The error function, which is NaN for NaN and +-1 for +-inf."""
     size = f.absolute(x)
     t = f.where(f.lt(size, 4.0), size, 4.0)
     tail = 1.0 - f.exp2(-(t * _polynomial(_ERF_LARGE, t)))
@@ -53,23 +53,23 @@ def erf(x: Any, f: Any) -> Any:
 
 
 def log1p(x: Any, f: Any) -> Any:
-    """log(1 + x), exact for small x; NaN below -1."""
+    """log(1 + x), accurate for small x; NaN below -1."""
     s = x * f.reciprocal_of_normal(x + 2.0)
     near = s * _polynomial(_LOG1P, s * s)
     return f.where(f.lt(f.absolute(x), 0.5), near, f.log2(x + 1.0) * _LN_2)
 
 
 def expm1(x: Any, f: Any) -> Any:
-    """exp(x) - 1, exact for small x."""
+    """exp(x) - 1, accurate for small x."""
     near = x * _polynomial(_EXPM1, x)
     return f.where(f.lt(f.absolute(x), 0.5), near, f.exp2(x * _LOG2_E) - 1.0)
 
 
 def tanh(x: Any, f: Any) -> Any:
-    """1 - 2 / (1 + exp(2 x)), good to 1e-7 absolute; saturates to +-1 without overflow."""
+    """The hyperbolic tangent 1 - 2 / (1 + exp(2 x)): error 1e-7, saturates without overflow."""
     return 1.0 - 2.0 * f.reciprocal_of_normal(f.exp2(x * (2.0 * _LOG2_E)) + 1.0)
 
 
 def _polynomial(coefficients: Sequence[float], x: Any) -> Any:
-    """Horner's scheme."""
+    """The polynomial's value at ``x``, by Horner's scheme."""
     return functools.reduce(lambda value, c: value * x + c, coefficients[1:], coefficients[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can kernels be built and run in this process? Reasons, never exceptions."""
+"""Can kernels be built and run in this process? The functions return reasons and raise nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 @functools.lru_cache(maxsize=1)
 def identity() -> tuple[str, ...]:
     """The machine's part of a compiled graph's identity: versions of torch and of the kernel
-    libraries ("absent" without one), the environment of a kernel's code, the GPUs' names, and why
-    there are no kernels on each. Another version or GPU must not hit old cache entries."""
+    libraries ("absent" without one), the environment of a kernel's code, and for each GPU its name
+    and why it has no kernels. Another version or GPU must not hit old cache entries."""
     versions = [f"{library} {version(library)}" for library in _LIBRARIES]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [
@@ -37,8 +37,8 @@ def identity() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def kernel_stack(device: torch.device | None = None) -> Refusal | None:
-    """Why no kernel can run in this process on ``device`` (None: the current CUDA device), or None
-    if they can. Imports no kernel library. A GPU that is not present ("meta") counts as complete.
+    """The reason why no kernel can run in this process on ``device`` (None: the current CUDA
+    device), or None. Imports no kernel library. A GPU that is absent ("meta") counts as complete.
     """
     if device is not None and device.type == "meta":
         return None
@@ -53,13 +53,13 @@ def kernel_stack(device: torch.device | None = None) -> Refusal | None:
 
 
 def unsupported_gpu(arch: Arch) -> Refusal | None:
-    """Why no kernel runs on GPUs of this generation, or None if kernels do."""
+    """The reason why no kernel runs on GPUs of this generation, or None."""
     text = f"{arch.name} is not supported: {QUACK.spec} has no GEMM for it"
     return None if arch.runs else refuse("old-gpu", text)
 
 
 def scales_vectors(device: torch.device) -> bool:
-    """Does cuBLAS multiply FP8 products with a scale for each row and column on ``device``? From
+    """Does cuBLAS multiply FP8 with a scale for each row and column on ``device``? It does from
     CUDA 12.9 on, on Hopper (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
     if device.type == "meta":
         return True
@@ -72,13 +72,13 @@ def scales_vectors(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def library_stack() -> Refusal | None:
-    """Why no kernel can be compiled here, on any device, or None."""
+    """The reason why no kernel can be compiled here, on any device, or None."""
     text = _missing()
     return None if text is None else refuse("no-kernel-stack", text)
 
 
 def _missing() -> str | None:
-    """Why the kernel libraries do not suffice, or None."""
+    """The reason why the kernel libraries do not suffice, or None."""
     for library in (QUACK, CUTEDSL):
         installed = version(library.package)
         if installed == "absent":
@@ -101,8 +101,8 @@ def _missing() -> str | None:
 
 
 def missing_from_libraries() -> str | None:
-    """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
-    their files and imports nothing, which would take seconds."""
+    """The first private name that the installed QuACK or CuTeDSL lacks, or None. Their files are
+    read, not imported, because an import takes seconds."""
     return next((path for path in KERNELS if not _exists(path)), None)
 
 

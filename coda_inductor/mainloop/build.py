@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpiMod + config -> QuACK launch plan. Compiles the kernel, or loads it from the disk cache."""
+"""EpiMod + config -> QuACK launch plan. The kernel is compiled, or loaded from the disk cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def build(
     *,
     device: torch.device | str = "meta",
 ) -> GemmEpiPlan:
-    """Compile for any M, N, K: only dtypes, majors and the config are compiled in.
+    """Compile a kernel for any M, N, K: only dtypes, majors and the config are compiled in.
 
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
-    ``variant``: of the reading of A and B (``mainloop.readings``).
-    ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
+    ``variant``: a variant of the reading of A and B (``mainloop.readings``). ``device``: "meta"
+    needs QUACK_ARCH; a CUDA device is asked for its architecture.
 
     Raises:
-        ValueError: there is no such kernel; the compiler might end the process.
+        ValueError: there is no such kernel. The compiler might abort the process instead.
         Exception: whatever QuACK or CuTeDSL raises.
     """
     capability = get_device_capacity(torch.device(device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a slice of the logits, in Triton: one pass over the slice."""
+"""Compute the gradient of a slice of the logits in Triton, in one pass over the slice."""
 
 from __future__ import annotations
 

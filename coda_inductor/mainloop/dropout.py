@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``semantic.dropout`` in Triton: each direction reads x and draws its masks once.
 
-Drawing takes longer than reading: Philox is some 40 instructions for eight elements of one mask. So
-the gradients of x and of the weights share a kernel.
+Drawing masks takes longer than reading x: Philox is some 40 instructions for eight elements of one
+mask. So the gradients of x and of the weights share a kernel.
 
-Forward, a program has one mask: rows of x times one A, over a part of K. Programs of the same rows
-follow each other, so that only the first one reads x from memory. Backward, a program has a block
-of columns and a part of the rows. It sums the gradient of x over all masks, and holds one gradient
-of A for each. Sums over parts are made in order by another kernel,
-so that results repeat bit by bit.
+In the forward pass, a program has one mask: rows of x times one A, over a part of K. Programs of
+the same rows follow each other, so that only the first one reads x from memory. In the backward
+pass, a program has a block of columns and a part of the rows. It sums the gradient of x over all
+masks, and holds one gradient of A for each. Another kernel adds the parts in order, so that results
+repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDS = tl.constexpr(ROUNDS)
 
 @triton.jit
 def _keep(seed, rows, at, number, DROPPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The part of a mask in ``rows`` and the columns from ``at`` on."""
+    """The part of a mask in ``rows`` and in the columns that start at ``at``."""
     zeros = tl.zeros((ROWS, COLUMNS // 8), tl.int32)
     eights = zeros + at // 8 + tl.arange(0, COLUMNS // 8)[None, :]
     a, b, c, d = tl.philox(seed, eights, zeros + rows[:, None], zeros + number, zeros, _ROUNDS)
@@ -119,7 +119,7 @@ def _dropout_sum(parts, out, n, count, BLOCK: tl.constexpr):
 def dropout_linear(
     x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float
 ) -> Tensor:
-    """As ``semantic.dropout.dropout_linear``, not in float64."""
+    """As ``semantic.dropout.dropout_linear``, except for float64."""
     out = weight.new_empty(*x.shape[:-1], weight.shape[0])
     if out.numel():
         _launch(_dropout_forward, x, weight, seed, first, count, p, (), out)
@@ -130,7 +130,7 @@ def dropout_linear_backward(
     dt: Tensor, x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``semantic.dropout.dropout_linear_backward``, not in float64."""
+    """As ``semantic.dropout.dropout_linear_backward``, except for float64."""
     dx, dweight = gradients(dt, x, weight, seed, first, count, p, needs)
     if not dt.numel():
         return dx.zero_(), dweight.zero_()
@@ -140,11 +140,12 @@ def dropout_linear_backward(
 
 
 def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-    """Rows, columns and warps of a tile forward, and backward: as many as fit into registers.
+    """(rows, columns, warps) of a tile in the forward and in the backward pass, as large as
+    registers allow.
 
-    Of ten backward, for one to three masks of rank 8 to 64 and K from 2048 to 14336, (64, 32, 4)
-    was within 13 % of the best, but for one mask at K = 2048 (29 %); others lost up to 40 %
-    elsewhere. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
+    Of ten backward tiles, for one to three masks of rank 8 to 64 and K from 2048 to 14336, (64, 32,
+    4) was within 13 % of the best, except for one mask at K = 2048 (29 %); other tiles were up to
+    40 % slower. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
     return (64, 64, 8 if rank > 128 else 4), (64, 32, 4 if count * max(16, rank) <= _WIDE else 8)
 
 
@@ -152,7 +153,8 @@ def _launch(
     kernel: Any, x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float,
     more: tuple[Tensor, ...], out: Tensor, **flags: bool,
 ) -> None:  # fmt: skip
-    """Launch ``kernel``, which writes ``out``; its sum is cut so that all multiprocessors work."""
+    """Launch ``kernel``, which writes ``out``. Its sum is split to keep all multiprocessors
+    busy."""
     x, rank = x.reshape(-1, x.shape[-1]), weight.shape[0] // count
     x = x if x.stride(1) == 1 else x.contiguous()
     (m, k), forward, processors = x.shape, kernel is _dropout_forward, 1

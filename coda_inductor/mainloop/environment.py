@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine and the environment, on which a kernel's code depends besides program and config."""
+"""The parts of the machine and the environment that a kernel's code depends on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _IGNORED = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
 
 def environment() -> tuple[str, ...]:
     """The machine type, CuTeDSL's CUDA variants with their versions, and the ``CUTE_DSL_*``
-    options. Part of every kernel's key, so that hosts with a common home do not share kernels that
-    only one of them can load."""
+    options. They are part of every kernel's key, so that hosts with a common home do not share
+    kernels that only one of them can load."""
     options = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()
@@ -27,7 +27,8 @@ def environment() -> tuple[str, ...]:
 
 
 def label() -> str:
-    """The same in a folder's name, without the options: ``x86_64-quack0.6.5-cutlass4.8.1-cu12``."""
+    """The environment as a folder's name, without options:
+    ``x86_64-quack0.6.5-cutlass4.8.1-cu12``."""
     parts = [platform.machine() or "machine"]
     for short, name in (("quack", "quack-kernels"), ("cutlass", "nvidia-cutlass-dsl")):
         parts.append(f"{short}{version(name)}")
@@ -40,7 +41,7 @@ def _variants() -> list[str]:
 
 
 def version(library: str) -> str:
-    """Of an installed library, or "absent"."""
+    """The installed version of ``library``, or "absent"."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory-bound ops around a mixture's grouped GEMMs, in Triton; and the gradient of their
-weights, a GEMM of QuACK's whose K is the rows of an expert. See ``semantic.experts``.
+weights, a GEMM of QuACK whose K is the rows of an expert. See ``semantic.experts``.
 
 Routing is a counting sort: each block of pairs counts them by expert, and a scan over blocks gives
-the start for each block and expert. A pair's place is that start plus the number of earlier pairs
-of the same expert in the block. The sort is stable, and the same at every run.
+the start for each block and expert. A pair's position is that start plus the number of earlier
+pairs of the same expert in the block. The sort is stable, and the same at every run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TILES, _MANY_COLUMNS = {"few": (128, 256, 2, False), "many": (128, 192, 2, True
 
 @triton.jit
 def _expert(ids, pair, m, EXPERTS: tl.constexpr):
-    """The expert of each pair; EXPERTS for none, and beyond the last pair more than that."""
+    """The expert of each pair; EXPERTS if it has none, and a larger number beyond the last pair."""
     expert = tl.load(ids + pair, pair < m, -1)
     expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
     return tl.where(pair < m, expert, EXPERTS + 1)
@@ -52,7 +52,7 @@ def _count(ids, counts, m, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, B
 
 @triton.jit
 def _scan(counts, totals, blocks, SPAN: tl.constexpr):
-    """For one expert: the number of its pairs before each block, in place, and in total."""
+    """For one expert: the number of its pairs before each block, in place, and their total."""
     row, total = counts + tl.program_id(0) * blocks, 0
     for start in range(0, blocks, SPAN):
         offset = start + tl.arange(0, SPAN)
@@ -86,8 +86,7 @@ def _position(
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``semantic.experts.route``; ``experts`` at most 1022.
 
-    Raises:
-        ValueError: there are more.
+    Raises: ValueError: there are more.
     """
     m, width = ids.shape[0], triton.next_power_of_2(experts + 2)
     if width > _MOST_EXPERTS:
@@ -157,7 +156,7 @@ def combine(
 def grouped_wgrad(
     a: Tensor, rows: Tensor | None, bs: Sequence[Tensor], offsets: Tensor, turned: bool
 ) -> Tensor:
-    """As ``semantic.experts.grouped_wgrad``, in 16 bits; each part of ``bs`` is a launch that
+    """As ``semantic.experts.grouped_wgrad``, in 16 bits. Each part of ``bs`` is a launch that
     writes its columns of the result, in either layout."""
     out = wgrad_result(a, bs, offsets, turned)
     start = 0
@@ -195,8 +194,8 @@ def _gradient_name(program: str, size: str, variant: str, device: torch.device) 
 
 
 def compile_gradient(program: str, size: str, variant: str) -> None:
-    """Compile the kernel of a gradient of weights, in a process that launches nothing. Arguments
-    as in its request (``runtime.on_cuda.requests``)."""
+    """Compile the kernel of a weight gradient, in a process that launches nothing. The arguments
+    are as in its request (``runtime.on_cuda.requests``)."""
     quack.gemm.get_max_active_clusters = lambda *_, **__: 0
     quack.gemm.launch_gemm = lambda *_: None
     quack.gemm._gemm_plan_cache.clear()

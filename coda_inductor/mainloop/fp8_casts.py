@@ -2,9 +2,9 @@
 """``semantic.fp8_casts`` in Triton: each element is read once, in tiles.
 
 Both kernels only move memory, so a tile is as large as possible with four or more blocks on a
-multiprocessor (16 KB of 16 bits each: enough reads in flight to cover their latency), and 128 long
-in the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
-There is nothing to tune, and so nothing to measure at run time.
+multiprocessor (16 KB of 16 bits each: enough reads in flight to cover their latency), and has 128
+elements in the direction in which a transposed tile is written: a whole line of 128 bytes. There is
+nothing to tune, and so nothing to measure at run time.
 
 Values are not clamped before the cast: Triton compiles a cast to FP8 to ``cvt.rn.satfinite`` if the
 hardware has it (compute capability 8.9), which saturates infinite values too and keeps NaN. Clamps
@@ -49,8 +49,8 @@ _launchers: dict[Hashable, Callable[..., Any]] = {}
 
 @triton.jit
 def _beside(pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
-    """Scales (or the factor) as they broadcast against a tile. If that is transposed, its columns
-    are rows of ``x``."""
+    """Scales (or the factor) in a form that broadcasts against a tile. If the tile is transposed,
+    its columns are rows of ``x``."""
     if HOW == 1:
         by = tl.load(pointer)
     elif HOW == 2:
@@ -169,7 +169,7 @@ def fp8_cast(
 
 
 def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Tensor, Tensor]:
-    """As ``semantic.fp8_casts.fp8_amax``. Raises as :func:`fp8_cast` does."""
+    """As ``semantic.fp8_casts.fp8_amax``. Raises the same errors as :func:`fp8_cast`."""
     results = amax_results(x, factor, row, col)
     _launch(_amax_kernel, _amax_tile, x, (factor,), results, row, col)
     return results
@@ -180,7 +180,7 @@ def _launch(
     results: Sequence[Tensor], *flags: bool,
 ) -> None:  # fmt: skip
     """Launch ``kernel`` on ``x`` (M, K), its factors and scales, and the contiguous ``results``;
-    ``flags``: more of its constants."""
+    ``flags``: further constants of the kernel."""
     key: Hashable = None
     if _current(x):
         key = (id(kernel), x.device.index, *flags, *map(_layout, (x, *vectors, *results)))
@@ -212,13 +212,13 @@ def _launch(
 def _cast_tile(
     k: int, _factor: int, _weight: int, _scale: int, scale_t: int, _divide: bool
 ) -> tuple[int, int, int]:
-    """Rows, columns and warps."""
+    """(rows, columns, warps) of a tile."""
     columns = _TURNED if scale_t else min(_STRAIGHT, triton.next_power_of_2(k))
     return _TILE // columns, columns, 4
 
 
 def _amax_tile(_k: int, _factor: int, _row: bool, col: bool) -> tuple[int, int]:
-    """The same for square tiles."""
+    """The size and warps of a square tile."""
     return TILE, _WARPS[col]
 
 
@@ -228,7 +228,7 @@ def _current(x: Tensor) -> bool:
 
 
 def _layout(x: Tensor | None) -> Hashable:
-    """The properties that a launch depends on."""
+    """The properties of ``x`` that a launch depends on."""
     return x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 
@@ -246,6 +246,6 @@ def _broadcast(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int
 
 @functools.cache
 def _lacks_fp8(device: torch.device) -> bool:
-    """Has the GPU no instructions for casts to FP8? The kernels rely on their saturation."""
+    """Does the GPU lack instructions for casts to FP8? The kernels rely on their saturation."""
     cuda = torch.version.cuda is not None
     return device.type == "cuda" and not (cuda and "casts" in arch_of(device).features)

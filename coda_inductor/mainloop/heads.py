@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanged columns of a head (``program.heads.swap``), as a QuACK resource.
+"""The exchange of columns within a head (``program.heads.swap``), as a QuACK resource.
 
 No data moves through shared memory. On Hopper the accumulator is in registers, and in each row a
 thread has the same columns of every eight: the neighbor column, and columns at a multiple of eight,
@@ -25,7 +25,7 @@ Subtile = tuple[int, int]
 
 
 class Swap(EpiOp):
-    """The accumulator with columns of each head exchanged. Its launch argument, the number of
+    """The accumulator, with the columns of each head exchanged. Its launch argument, the number of
     columns of a head, is compiled in."""
 
     fn_port = "value"
@@ -50,18 +50,18 @@ class Swap(EpiOp):
         return {self.name: getattr(args, self.name)}
 
     def begin(self, gemm, param, smem_tensor, ctx):
-        """Tell ``HeadAccumulator`` where the partner of each register is."""
+        """Tell ``HeadAccumulator`` the place of each register's partner."""
         sources = partners(*_columns(ctx), param, *self.pairs)
         vars(gemm).setdefault("partners", {})[self.name] = sources
 
     def begin_loop(self, gemm, state, epi_coord):
-        """A fragment like the accumulator's: ``HeadAccumulator`` has loaded it."""
+        """A fragment like the accumulator's, which ``HeadAccumulator`` has loaded."""
         return gemm.swapped[self.name]
 
 
 class HeadAccumulator:  # a mixin for QuACK kernel classes
-    """Loads, before each subtile of the accumulator, what its swaps need of this subtile and
-    others: with the last load Blackwell passes its tensor memory to the next tile."""
+    """Loads the accumulators that the swaps of a subtile need, of this subtile and others, before
+    each subtile: with the last load Blackwell passes its tensor memory to the next tile."""
 
     partners: dict[str, dict[Subtile, list[tuple[Subtile, int]]]]
 
@@ -85,10 +85,10 @@ def partners(
     width: int,
     distance: int,
 ) -> dict[Subtile, list[tuple[Subtile, int]]]:
-    """For each register of each subtile, where the column is that it is exchanged with.
+    """For each register of each subtile, the place of the column that it is exchanged with.
 
     ``offsets``: subtile -> (rows, columns) of its registers, counted from a thread's first element
-    of the tile. ``firsts``: the columns of these.
+    of the tile. ``firsts``: the columns of these first elements.
 
     Raises:
         ValueError: another thread has the column, or its register depends on the thread.
@@ -139,7 +139,8 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
 
 
 def _load_swapped(registers: list[tuple[Subtile, int]], load, like):
-    """A fragment like ``like`` of ``registers``; ``load`` loads the registers of a subtile."""
+    """A fragment like ``like`` with the values of ``registers``; ``load`` loads the registers of a
+    subtile."""
     parts = {}
     for subtile in dict.fromkeys(subtile for subtile, _ in registers):
         parts[subtile] = cute.make_rmem_tensor(like.layout, like.element_type)

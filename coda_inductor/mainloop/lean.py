@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An epilogue with small buffers, so that the main loop has more of shared memory.
 
-QuACK gives an epilogue four stages of each tile it loads and two of each it stores, 32 columns
-wide. With a heavy epilogue (two tiles in, three out) a 128 x 128 tile then has five steps of A and
-B in flight instead of seven, and these hide the latency of memory: 511 us with five,
-565 with four, 690 with three, whatever the epilogue gained by it (dSwiGLU, M=N=8192, K=2048, H100).
-A *lean* epilogue is 16 columns wide and has two stages of everything. Its fewer registers are worth
+QuACK gives an epilogue four stages of each tile that it loads and two of each that it stores, 32
+columns wide. With a heavy epilogue (two tiles in, three out) a 128 x 128 tile then has five steps
+of A and B in flight instead of seven, and these hide the latency of memory: 511 us with five, 565
+with four, 690 with three, whatever the epilogue gained by it (dSwiGLU, M=N=8192, K=2048, H100). A
+*lean* epilogue is 16 columns wide and has two stages of everything. Its fewer registers are worth
 as much: at 32 columns, 128 x 192 accumulators spill.
 """
 
@@ -21,8 +21,8 @@ _RESERVED_BYTES = 2048
 
 
 class LeanEpilogue:  # a mixin for QuACK kernel classes
-    """Does nothing unless ``lean`` is set on the kernel object before it is traced: on Hopper, for
-    programs that load tiles."""
+    """Makes the epilogue lean if ``lean`` is set on the kernel object before it is traced: on
+    Hopper, for programs that load tiles."""
 
     lean = False
 
@@ -31,7 +31,7 @@ class LeanEpilogue:  # a mixin for QuACK kernel classes
         return (rows, _COLUMNS) if self.lean else (rows, columns)
 
     def _compute_stages(self, cta_tile, epi_tile, *args, **kwargs):
-        """(stages of A and B, of each store, of each load)."""
+        """The number of stages: (of A and B, of each store, of each load)."""
         if not self.lean:
             return super()._compute_stages(cta_tile, epi_tile, *args, **kwargs)  # type: ignore[misc]
         a_dtype, _, d_dtype, c_dtype, epilogue_args, capacity, _, warp_shape = args

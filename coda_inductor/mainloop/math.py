@@ -5,8 +5,8 @@ Each takes Float32 scalars (Hopper, consumer Blackwell) or packed pairs of them,
 (data center Blackwell), or a mix with Python numbers; comparisons give Booleans. Addition,
 subtraction, multiplication and negation need no function: the operators do the same.
 
-Fast approximations are used where they are good to float32 (relative error near 1e-7). The
-hardware's tanh is not (1e-3 relative), so it is not used.
+Fast approximations are used if their relative error is near 1e-7, as float32's. The hardware's tanh
+has 1e-3, so it is not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _lanewise(scalar_function):
 
 
 def _float_op(function, **kwargs):
-    """``function`` of Float32 scalars, lifted."""
+    """``function`` of Float32 scalars, lifted to packed pairs."""
     return _lanewise(lambda *args: function(*map(Float32, args), **kwargs))
 
 

@@ -88,10 +88,10 @@ class CodaEpiMod(EpiMod):
 
 @functools.cache
 def load(program: EpilogueProgram, variant: str = "") -> CodaEpiMod:
-    """The EpiMod of ``program``; renders, writes and runs its source on first use.
+    """The EpiMod of ``program``. Its source is rendered, written and run on first use.
 
     Raises:
-        ValueError: none of its readings has this ``variant``.
+        ValueError: no reading has this ``variant``.
     """
     path = source_path(program, variant)
     source = render(program, variant)
@@ -111,7 +111,7 @@ def load(program: EpilogueProgram, variant: str = "") -> CodaEpiMod:
 
 
 def source_path(program: EpilogueProgram, variant: str = "") -> Path:
-    """Where the source of ``program`` is, or will be once it has been loaded."""
+    """The path of the source of ``program``, which exists once the program has been loaded."""
     name = f"{program.key}_{variant}" if variant else program.key
     return cache_dir() / "epilogues" / f"{name}_v{RENDERER_VERSION}.py"
 
@@ -119,8 +119,8 @@ def source_path(program: EpilogueProgram, variant: str = "") -> Path:
 def kernel_name(
     program: EpilogueProgram | str, config: Any, a_major: str, b_major: str, variant: str, arch: str
 ) -> str:
-    """The name of a kernel's file; arguments as ``build`` takes them, or texts for a kernel without
-    program; ``arch`` is the compute capability, e.g. "90"."""
+    """The name of a kernel's file. The arguments are as for ``build``, or texts for a kernel
+    without program; ``arch`` is the compute capability, e.g. "90"."""
     program = program.key if isinstance(program, EpilogueProgram) else program
     key = program, str(config), a_major, b_major, variant, arch, codegen_hash()
     return hashlib.sha256(repr(key).encode()).hexdigest()
@@ -128,8 +128,8 @@ def kernel_name(
 
 @functools.lru_cache(maxsize=1)
 def codegen_hash() -> str:
-    """Changes with every source file that turns programs into code, and with the parts of the
-    machine and the environment that the code depends on."""
+    """A hash of every source file that turns programs into code, and of the parts of the machine
+    and the environment that the code depends on."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{RENDERER_VERSION} {environment()}".encode())
     for folder in ("mainloop", "codegen"):

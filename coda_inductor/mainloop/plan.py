@@ -10,7 +10,8 @@ device, and takes PyTorch's current stream.
 
 Hopper's dynamic scheduler counts the tiles that it assigned. Its counter is allocated and cleared
 for each launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears
-it at each replay. It cannot be kept: at no time is an allocation for later certain to be possible.
+it at each replay. It is not kept, because there is no time at which an allocation for later is
+surely possible.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch import Tensor
 
 
 def counter(a: Tensor) -> Tensor:
-    """The dynamic scheduler's counter, for one launch with ``a``: (1,) int32."""
+    """The dynamic scheduler's counter for one launch with ``a``: (1,) int32."""
     return a.new_zeros(1, dtype=torch.int32)
 
 
 def run(plan: GemmEpiPlan, a, b, d, c, values, groups=None, index=None) -> None:
-    """Launch ``plan`` on the current stream; tensors as ``build.dummy_arguments`` has them, and
-    the operands "groups" and "index" of its program.
+    """Launch ``plan`` on the current stream. The tensors are as from ``build.dummy_arguments``;
+    ``groups`` and ``index`` are the program's operands of these kinds.
 
     Raises whatever QuACK or the driver raises.
     """
@@ -46,8 +47,8 @@ Launch = Callable[..., None]
 
 
 def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch:
-    """A function that launches ``plan`` like ``run_gemm_epi_plan``. ``names``: of the epilogue's
-    values; each call passes these in this order, and then None."""
+    """A function that launches ``plan`` like ``run_gemm_epi_plan``. ``names``: the names of the
+    epilogue's values; each call passes these values in this order, and then None."""
     active = {name for name, _, _ in plan.call_ops}
     slots = [
         names.index(name) if name in active and name in names else len(names)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions that this package was written against and tested with.
 
-``pyproject.toml`` has the same ranges for pip and the README names the tested versions; tests
-compare. Installed versions may still differ: ``pip install --no-deps``, a base image, a nightly.
+``pyproject.toml`` has the same ranges for pip, and the README names the tested versions; tests
+compare them. Installed versions may still differ: ``pip install --no-deps``, a base image, a
+nightly.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 @dataclass(frozen=True)
 class Range:
-    """Versions of ``package`` from ``low`` on and before ``high``, as pip reads ``>=low,<high``."""
+    """Versions of ``package`` from ``low`` up to, but not including, ``high``."""
 
     package: str
     low: str
@@ -22,7 +23,7 @@ class Range:
 
     @property
     def spec(self) -> str:
-        """As in pyproject.toml, e.g. ``quack-kernels>=0.6.5,<0.7``."""
+        """The range as in pyproject.toml, e.g. ``quack-kernels>=0.6.5,<0.7``."""
         return f"{self.package}>={self.low},<{self.high}"
 
     def holds(self, version: str) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuACK epilogue resources of our own: masked reductions, scalars that live on the device, a row
-for each part of a batch, the distance between two allocations; a maximum that keeps NaN.
+"""QuACK epilogue resources of our own: masked reductions, scalars on the device, a row for each
+part of a batch, the distance between two allocations, and a maximum that keeps NaN.
 
 QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
 tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
@@ -44,11 +44,11 @@ class _MaskedSum(VecReduce):
 
 
 class MaskedRowSum(_MaskedSum, ColVecReduce):
-    """Sums over N, partials (M, n_tiles)."""
+    """Sums over N, with partials (M, n_tiles)."""
 
 
 class MaskedColSum(_MaskedSum, RowVecReduce):
-    """Sums over M, partials (m_tiles, N)."""
+    """Sums over M, with partials (m_tiles, N)."""
 
 
 def reduction(sink: Sink) -> EpiOp:
@@ -63,14 +63,14 @@ def reduction(sink: Sink) -> EpiOp:
 
 
 class _NaNMax(str):
-    """The name of a maximum that is NaN if a value is, like torch's. QuACK's own drops NaN."""
+    """The name of a maximum that keeps NaN, like torch's. QuACK's own drops NaN."""
 
 
 _quacks_combine = quack.epilogue.ops._vec_reduce_combine
 
 
 def _combine(a, b, combine):
-    """QuACK's combination of two partial results, and ours."""
+    """The function that combines two partial results: QuACK's, or ours for a maximum."""
     if isinstance(combine, _NaNMax):
         return cute.arch.fmax(a, b, nan=True)
     return _quacks_combine(a, b, combine)
@@ -80,8 +80,8 @@ quack.epilogue.ops._vec_reduce_combine = _combine
 
 
 class DeviceScalar(Scalar):
-    """A 0-dim float32 tensor, read by the kernel. It skips QuACK's check, which rejects the meta
-    tensors of compiling ahead of time; the caller (``runtime.launch``) has already checked."""
+    """A 0-dim float32 tensor that the kernel reads. QuACK's check is skipped, because it rejects
+    meta tensors of ahead-of-time compilation; the caller (``runtime.launch``) has checked."""
 
     def host_arg_key(self, value):
         return self.host_key_for_mode(2)
@@ -91,9 +91,9 @@ class DeviceScalar(Scalar):
 
 
 class BatchLoad(RowVecLoad):
-    """The row of (B, N) for each of B equal parts of M. A tile is in two parts at the most, because
-    no tile has more rows than a part (``program.ir``). The rows of both are in shared memory, and
-    each element takes the row of its part."""
+    """Loads a row of (B, N) for each of B equal parts of M. A tile covers two parts at most,
+    because no tile has more rows than a part (``program.ir``). The rows of both are in shared
+    memory, and each element takes the row of its part."""
 
     fn_port = "value"  # not the same for all rows
 
@@ -158,5 +158,5 @@ class Distance(EpiOp):
 
 @functools.lru_cache(maxsize=4096)
 def _int64(value: int) -> Int64:
-    """Cached: creating one costs the host a microsecond, and each step has the same distances."""
+    """``value`` as Int64, cached: creating one takes a microsecond, and steps repeat distances."""
     return Int64(value)

@@ -36,8 +36,7 @@ _name = contextvars.ContextVar("name", default="")
 
 
 def use() -> None:
-    """Let QuACK use this folder, our names and our locks. Once per process, before the first
-    kernel.
+    """Let QuACK use this folder, our names and our locks. Call it once, before the first kernel.
 
     Raises:
         OSError: the folder cannot be created.
@@ -54,7 +53,7 @@ def use() -> None:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Kernels that QuACK compiles inside the block get this name."""
+    """A context in which kernels that QuACK compiles get this name."""
     token = _name.set(name)
     try:
         yield
@@ -63,13 +62,13 @@ def named(name: str) -> Iterator[None]:
 
 
 def kernel_path(name: str) -> Path:
-    """Where a kernel with this name is kept, for this version of QuACK's sources."""
+    """The path of a kernel with this name, for this version of QuACK's sources."""
     cache = quack.cache.jit
     return Path(cache.get_cache_path()) / cache._compute_source_fingerprint() / f"{name}.o"
 
 
 def read_only(kernel: Path) -> Path | None:
-    """The file of ``kernel`` in the read-only folder, if it is there."""
+    """The file of ``kernel`` in the read-only folder, or None."""
     if (base := prewarmed()) is None:
         return None
     file = base / "kernels" / label() / kernel.parent.name / kernel.name

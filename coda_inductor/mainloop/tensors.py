@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as TMA requires them, and the conditions under which two of them are one operand."""
+"""Layouts of tensors that TMA requires, and the conditions under which two are one operand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DELTA_DIVISOR = 8
 
 
 def a_major(a: Tensor) -> str:
-    """The dimension of A (M, K) with stride 1: "m", or "k" also where both may have it."""
+    """The dimension of A (M, K) with stride 1: "m" or "k"; "k" if both may have it."""
     return "m" if same(a.stride(0), 1) and not same(a.stride(1), 1) else "k"
 
 
@@ -33,8 +33,8 @@ class UnpairableError(ValueError):
 def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
     """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it.
 
-    TMA requires one unit stride (the last; either, with ``either_major``) and 16-byte multiples for
-    the pointer and the other stride.
+    TMA requires stride 1 in the last dimension (with ``either_major``, in one of them), and
+    multiples of 16 bytes for the pointer and the other stride.
     """
     if x.data_ptr() % ALIGN == 0 and readable(x, either_major):
         return x
@@ -51,7 +51,7 @@ def readable(x: Tensor, either_major: bool = False) -> bool:
 
 
 def vector(x: Tensor) -> Tensor:
-    """``x`` (length,), or (E, length), contiguous and 16-byte aligned; itself if it is so."""
+    """``x``, (length,) or (E, length), or a copy if not contiguous or 16-byte aligned."""
     if x.stride(-1) != 1 or not x.is_contiguous() or x.data_ptr() % ALIGN:
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -63,7 +63,7 @@ def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bo
 
 
 def distance(x: Tensor, y: Tensor, label: str) -> tuple[bool, int]:
-    """(y lies lower, the distance in elements) of two matrices of one dtype.
+    """(is y at the lower address, the distance in elements) for two matrices of one dtype.
 
     Raises:
         UnpairableError: TMA does not accept the distance as a stride.

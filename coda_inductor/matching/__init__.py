@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matching plain PyTorch functions in Dynamo graphs.
+"""Match plain PyTorch functions in Dynamo graphs.
 
-columns    columns that are selected from a tensor and joined, in one dialect
+columns    selected and joined columns of a tensor, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     which nodes change memory or a mode
-hazards    what must not happen in the middle of an idiom
+hazards    changes of memory or mode in the middle of an idiom
 match      the matcher
 bodies     the graphs inside a graph
 """

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs inside a Dynamo graph, above all those that run as if they were inlined: checkpointed
-regions."""
+"""The graphs inside a Dynamo graph, above all checkpointed regions, which run as if inlined."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _REGIONS = (*_CHECKPOINTS, "invoke_subgraph")
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """One graph. ``outer``: its placeholders -> what the graph of ``around`` passes for each, if
-    that is the same at every call; empty for the outermost graph."""
+    """One graph. ``outer`` maps its placeholders to the nodes that ``around``'s graph passes, if
+    these are the same at every call; it is empty for the outermost graph."""
 
     module: GraphModule
     around: Body | None = None
@@ -52,7 +51,7 @@ def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
 
 
 def subgraphs(node: Node) -> dict[str, GraphModule | None]:
-    """The graphs that a call takes, by their names in the module around it; None for a name that
+    """The graphs that a call takes, by their names in the enclosing module; None for a name that
     the module does not have."""
     names = [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
     graphs = {name: _attribute(node.graph.owning_module, name) for name in names}
@@ -64,15 +63,15 @@ def subgraphs(node: Node) -> dict[str, GraphModule | None]:
 
 
 def _attribute(module: object, name: str) -> object:
-    """The attribute of ``module`` under a name that may have dots; None without one."""
+    """The attribute ``name`` (with dots) of ``module``, or None."""
     for part in name.split("."):
         module = getattr(module, part, None)
     return module
 
 
 def bindings(call: Node, child: GraphModule) -> dict[Node, Node] | None:
-    """Placeholders of ``child`` -> what ``call`` passes for each; None if that is uncertain. Only
-    calls of checkpointed regions are certain."""
+    """Placeholders of ``child`` -> the arguments of ``call``; None if the mapping is uncertain. It
+    is certain only for calls of checkpointed regions."""
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
     args = call.args[1:]
     if op_name(call) not in _CHECKPOINTS or len(args) != len(placeholders):

@@ -23,8 +23,9 @@ from coda_inductor.graph.sizes import same
 
 
 def item(call: Call) -> Call | None:
-    """``source[index]``: columns of ``source``, or of the tensor of which it is a view; or None.
-    Recorded values decide, in any spelling; an idiom, which has none, spells ``x[..., a:b:c]``."""
+    """``source[index]`` as columns of ``source``, or of the tensor that it views; else None.
+    Recorded values decide, in any spelling; an idiom, which has none, must spell ``x[...,
+    a:b:c]``."""
     source, part = call["input"], fake(call.node)
     if part is None:
         index = call.get("index")
@@ -51,8 +52,8 @@ def _columns(start: Any, stop: Any, step: Any) -> dict[str, Any]:
 
 
 def _span(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
-    """Start, stop and step of the columns of ``whole`` if ``part`` is a view of such columns, else
-    None. The stop is None if they go on to the end, and do not begin there too."""
+    """(start, stop, step) of the columns of ``whole`` that ``part`` is a view of, else None. Stop
+    is None if they end with ``whole`` but do not begin with it."""
     strided = part.layout == whole.layout == torch.strided
     if not strided or part.dim() != whole.dim() or not part.dim() or part.dtype != whole.dtype:
         return None
@@ -78,8 +79,8 @@ def _span(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
 
 
 def join(call: Call) -> Call | None:
-    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors.
-    Empty parts of a ``cat`` are left out."""
+    """``torch.cat`` or ``torch.stack`` as the tensors and a dimension, counted from the last. Empty
+    parts of a ``cat`` are left out."""
     tensors, dim = call["tensors"], _from_end(call["dim"], call.node)
     if dim is None or not isinstance(tensors, (tuple, list)):
         return None
@@ -107,7 +108,7 @@ def merge(call: Call) -> Call | None:
 
 
 def complex_columns(call: Call) -> Call:
-    """``view_as_complex`` of columns as pairs."""
+    """``view_as_complex`` as a call of columns in pairs."""
     view = called(call["input"], "view", "unflatten")
     if view is not None:
         literal = (view.get("dim"), view.get("sizes")) == (-1, (-1, 2))
@@ -117,7 +118,7 @@ def complex_columns(call: Call) -> Call:
 
 
 def _unfolds(folded: Any, unfolded: Node, literal: bool) -> bool:
-    """Is ``unfolded`` the same as ``folded``, with its columns as a matrix of static size? For the
+    """Is ``unfolded`` equal to ``folded`` with its columns as a matrix of static size? For the
     nodes of an idiom, which have no recorded values, ``literal`` is the answer."""
     before, after = fake(folded), fake(unfolded)
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):

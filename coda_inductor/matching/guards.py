@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Side effects of a node of Dynamo's graph: it changes memory, or a mode."""
+"""Side effects of a node of Dynamo's graph: changes of memory, or of a mode."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _mutable(op: object) -> bool:
 
 
 def written_nodes(node: Node) -> set[Node]:
-    """The nodes that a node that ``mutates`` may write to: its tensors (for a Python operator or a
-    method, the first one) and the tensors of which these may be views."""
+    """The nodes that ``node``, which ``mutates``, may write to: its tensors (for a Python operator
+    or a method, the first one) and the tensors that these may be views of."""
     if isinstance(node.target, HigherOrderOperator):
         inputs = _written_inside(node)
     elif node.op == "call_method" or node.target in _INPLACE_OPERATORS:
@@ -86,8 +86,8 @@ def written_nodes(node: Node) -> set[Node]:
 
 
 def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
-    """May ``node`` change the value of one of ``nodes`` in place? Also through another input of the
-    graph that shares its memory."""
+    """May ``node`` change the value of one of ``nodes`` in place, also through another graph input
+    that shares its memory?"""
     if not mutates(node):
         return False
     changed = written_nodes(node)
@@ -105,19 +105,19 @@ def changes_mode(node: Node) -> bool:
 
 
 def erase(node: Node) -> None:
-    """Erase ``node``, if nothing reads it, and then what only it read, except for nodes that change
-    memory."""
+    """Erase ``node`` if it has no readers, and then each node that only erased nodes read. Nodes
+    that change memory stay."""
     prune([node], mutates)
 
 
 def _bases(node: Node) -> set[Node]:
-    """``node`` and what it may be a view of."""
+    """``node`` and all nodes that it may be a view of."""
     return set(closure([node], lambda n: [i for i in n.all_input_nodes if _may_view(n, i)]))
 
 
 def _written_inside(node: Node) -> set[Node]:
     """The nodes that the graphs of a higher-order operator change. If it has no graphs (a Triton
-    kernel, for example), or they are unknown, everything that it reads."""
+    kernel, for example), or they are unknown, all its inputs."""
     children, result = subgraphs(node), set()
     for child in children.values():
         if child is None:
@@ -140,18 +140,18 @@ def forward_mode(graph: Graph) -> str | None:
 
 
 def changes(graph: Graph) -> set[Node]:
-    """All nodes of ``graph`` that in-place ops of it may write to."""
+    """All nodes of ``graph`` that in-place ops may write to."""
     return {n for node in graph.nodes if mutates(node) for n in written_nodes(node)}
 
 
 def _may_view(node: Node, source: Node) -> bool:
-    """May ``node`` share memory with ``source``, which it reads? True if in doubt."""
+    """May ``node`` share memory with its input ``source``? True if in doubt."""
     outputs, inputs = memory(node), memory(source)
     return outputs is None or inputs is None or not outputs.isdisjoint(inputs) or mutates(node)
 
 
 def memory(node: Node) -> set[int] | None:
-    """The storages of the recorded value, which views share; None without one."""
+    """The storages of the recorded value, which views share; None if no value is recorded."""
     value = fake(node)
     if value is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May nodes of a graph be computed together, at the place of the last of them?
+"""May nodes of a graph be computed together, at the position of the last one?
 
 Two hazards give silently wrong results (both were seen): a write such as ``x.mul_(2)`` between two
 nodes of an idiom, and a ``no_grad`` or autocast region that begins or ends in the middle of one.
@@ -38,8 +38,8 @@ class Hazards:
         self._modes = _modes(nodes)
 
     def between(self, nodes: Iterable[Node], to: Node | None = None) -> bool:
-        """From the first of ``nodes`` to the last, or to another node ``to``: does a mode change,
-        or memory that one of them creates or reads?"""
+        """Does a mode, or memory that one of ``nodes`` creates or reads, change between the first
+        and the last of ``nodes`` (or the node ``to``)?"""
         nodes = list(nodes)
         first, last = min(nodes), max(nodes) if to is None else to
         if len({self._mode(node) for node in (*nodes, last)}) > 1:
@@ -49,7 +49,7 @@ class Hazards:
         return any(writes_to(node, touched) for node in writes)
 
     def private(self, nodes: Iterable[Node]) -> bool:
-        """Is the memory of all ``nodes`` known, never changed in place, and no output's?"""
+        """Is the memory of all ``nodes`` known, never changed in place, and no graph output?"""
         storages = [memory(node) for node in nodes]
         return all(s is not None and s.isdisjoint(self._shared) for s in storages)
 
@@ -59,14 +59,14 @@ class Hazards:
         return {s for n in (*changes(self._graph), *last) for s in memory(n) or ()}
 
     def _mode(self, node: Node) -> Hashable:
-        """The mode in which ``node``, which may be new, is computed."""
+        """The mode in which ``node`` is computed; ``node`` may be new."""
         return next((mode for start, mode in reversed(self._modes) if start < node), None)
 
 
 def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
-    """Each node that changes the mode, with the mode after it; empty if no node does. A mode has
-    three parts: are gradients on (None: as before the graph, which is unknown), the calls that
-    entered the current regions, and how often something else was set."""
+    """(node, mode after it) for each node that changes the mode. A mode has three parts: are
+    gradients on (None: as before the graph, which is unknown), the calls that entered the current
+    regions, and the number of other changes."""
     changing = [node for node in nodes if changes_mode(node)]
     if not changing:
         return []
@@ -90,7 +90,7 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
 
 
 def _differentiated(node: Node) -> bool:
-    """Is ``node`` computed with a gradient? Then gradients are enabled there."""
+    """Is ``node`` computed with a gradient? Then gradients are enabled at its position."""
     value = fake(node)
     computed = isinstance(value, torch.Tensor) and node.op in ("call_function", "call_method")
     return computed and value.requires_grad and not value.is_leaf

@@ -3,8 +3,8 @@
 
 The idiom is traced with ``torch.fx`` and both sides are read through :mod:`normalize`, so that the
 spelling does not matter; ``add`` and ``mul`` match in either order; literals are captured; float
-casts are skipped (a cast only changes the rounding of an intermediate; the caller that replaces the
-match checks the result's dtype).
+casts are skipped, because a cast changes only the rounding of an intermediate (the caller checks
+the result's dtype).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coda_inductor.matching.normalize import COMMUTATIVE, literal_call, normaliz
 
 @dataclass
 class Match:
-    """One occurrence: the value of each parameter of the idiom, and the nodes that it covers."""
+    """One occurrence of an idiom: the value of each parameter, and the nodes that it covers."""
 
     root: Node
     bound: dict[str, Any] = field(default_factory=dict)
@@ -35,13 +35,13 @@ class Match:
 
 @dataclass(frozen=True)
 class Flat:
-    """An argument of an op: all values of ``node``, (1, ..., 1, d), as (d,)."""
+    """An argument of an op: ``node``, whose shape is (1, ..., 1, d), as a vector (d,)."""
 
     node: Node
 
 
 class Idiom:
-    """A traced idiom. ``function`` takes tensors and literals and returns one tensor."""
+    """An idiom that is traced. ``function`` takes tensors and literals and returns one tensor."""
 
     def __init__(self, function: Callable[..., Any]):
         self.name = function.__name__
@@ -54,7 +54,7 @@ class Idiom:
         self.ops = self._needed()
 
     def _needed(self) -> frozenset[str | None]:
-        """The ops that every occurrence has; None for one that no node can be."""
+        """The ops that every occurrence has; None stands for an op that no node can be."""
         ops, todo = set(), [self.root]
         while todo:
             node = base(todo.pop(), self._is_cast)
@@ -76,8 +76,9 @@ class Idiom:
         return call is not None and call.op == "cast"
 
     def _all(self, pairs: list[tuple[Any, Any]], match: Match) -> bool:
-        """Do all ``pairs`` (pattern, target) match, in this order? If one order of a commutative
-        op's arguments makes a later pair fail, its bindings are undone and the other is tried."""
+        """Do all ``pairs`` (pattern, target) match, in this order? If one argument order of a
+        commutative op makes a later pair fail, its bindings are undone and the other order is
+        tried."""
         if not pairs:
             return True
         (pattern, target), *rest = pairs
@@ -109,7 +110,7 @@ class Idiom:
 
     def _negated(self, pattern: Node) -> str | None:
         """The parameter that ``pattern`` negates, or None. If the parameter is a number, the graph
-        has the negated number."""
+        contains the negated number."""
         call = self.calls[pattern]
         return self.parameters.get(call["input"]) if call and call.op == "neg" else None
 
@@ -130,18 +131,18 @@ class Idiom:
 
 
 def match_ops(node: Node) -> set[str]:
-    """The ops that ``node`` may be matched as: no idiom with another op ends there."""
+    """The ops that ``node`` may be matched as. Idioms that end with another op cannot end here."""
     call = normalize(node)
     return {form.op for form in (call, literal_call(node, call)) if form is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
-    """The occurrence with result ``root`` of the first of ``idioms`` that has one, or None."""
+    """The occurrence, with result ``root``, of the first of ``idioms`` that has one; else None."""
     return next((m for i in idioms if (m := i.match(root))), None)
 
 
 def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
-    """Are both the same literal, node, or equal views? Equal views are added to ``twins``."""
+    """Are both the same literal or node, or equal views? Equal views are added to ``twins``."""
     if not (isinstance(left, Node) and isinstance(right, Node)):
         return type(left) is type(right) and left == right
     if left is not right:

@@ -3,7 +3,8 @@
 
 ``x.pow(2)``, ``torch.square(x)`` and ``x * x`` are all ``square``; ``x.to(d)``, ``x.float()`` and
 ``x.type_as(y)`` are all ``cast``; ``operator.add``, ``torch.add`` and ``Tensor.add`` are ``add``.
-In-place spellings (``operator.iadd``, ``mul_``) are never normalized: they also write memory.
+In-place spellings (``operator.iadd``, ``mul_``) are never normalized, because they also write
+memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NOTHING = {"inplace": False, "dtype": None, "_stacklevel": 3}
 
 
 def normalize(node: Any) -> Call | None:
-    """``node`` in the common dialect, or None when it is not one of the known operations."""
+    """``node`` in the common dialect, or None if it is not one of the known operations."""
     call = read(node)
     if call is None or call.op.endswith("_"):
         return None
@@ -45,9 +46,9 @@ def _plain(call: Call) -> Call | None:
 
 
 def literal_call(node: Node, normal: Call | None) -> Call | None:
-    """``node``, whose normal form is ``normal``, without the steps that :func:`normalize` skips,
-    because an idiom may have only the last of several ops, or write dimensions in another way. None
-    if there is no difference."""
+    """``node``, whose normal form is ``normal``, without the steps that :func:`normalize` skips. An
+    idiom may have only the last of several ops, or write dimensions in another way. None if there
+    is no difference."""
     if normal is None or not normal.through or (call := read(node)) is None:
         return None
     if normal.op == "rsqrt":
@@ -58,15 +59,16 @@ def literal_call(node: Node, normal: Call | None) -> Call | None:
 
 
 def _cast(call: Call) -> Call | None:
-    """A cast between floating types; of an idiom, of which nothing is recorded, any. Not from or to
-    eight bits: that is quantization, and torch does not promote these types."""
+    """A cast between floating types, or any cast in an idiom, which has no recorded types. Casts
+    from or to 8 bits do not count: they are quantization, and torch does not promote these
+    types."""
     if fake(call.node) is None and call.get("memory_format") is None:
         return call.to("cast", input=call["input"])
     return call.to("cast", input=call["input"]) if is_cast(call.node) else None
 
 
 def _sum(call: Call) -> Call | None:
-    """``add`` and ``sub`` without ``alpha``."""
+    """``add`` or ``sub``, if it has no ``alpha``."""
     unscaled = call.get("alpha") in (None, 1)
     return call.to(call.op, input=call["input"], other=call["other"]) if unscaled else None
 
@@ -84,7 +86,7 @@ _POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt"}
 
 
 def _div(call: Call) -> Call | None:
-    """``1 / x`` is a reciprocal; ``div`` with a rounding mode is another function."""
+    """``1 / x`` as a reciprocal, other divisions as ``div``; None with a rounding mode."""
     if call.get("rounding_mode") is not None:
         return None
     left, right = call["input"], call["other"]
@@ -102,7 +104,7 @@ def _mul(call: Call) -> Call:
 
 
 def _inverse(call: Call, x: Node) -> Call:
-    """``call`` is 1 / ``x``, where ``x`` may be a square root."""
+    """The normal form of ``call``, which computes 1 / ``x``; ``x`` may be a square root."""
     root = normalize(x) if isinstance(x, Node) else None
     if root is not None and root.op == "sqrt":
         return call.to("rsqrt", x, *root.through, input=root["input"])
@@ -110,7 +112,7 @@ def _inverse(call: Call, x: Node) -> Call:
 
 
 def _norm(*names: str) -> Callable[[Call], Call | None]:
-    """``F.rms_norm``, ``F.layer_norm``: over the last dimension only."""
+    """A function for ``F.rms_norm`` or ``F.layer_norm``, if it is over the last dimension only."""
 
     def normal(call: Call) -> Call | None:
         shape = call["normalized_shape"]
@@ -121,7 +123,7 @@ def _norm(*names: str) -> Callable[[Call], Call | None]:
 
 
 def _literal_view(call: Call) -> Call | None:
-    """``view``, ``reshape``: the tensor, then the sizes one by one."""
+    """``view`` or ``reshape`` as the tensor, then the sizes one by one."""
     sizes = call.get("size")
     if sizes is None:
         return None  # the same bits as numbers of another type
@@ -130,7 +132,7 @@ def _literal_view(call: Call) -> Call | None:
 
 
 def _loss(call: Call) -> Call | None:
-    """A loss of classes without weights: (input, target, ignore_index, reduction), and the label
+    """A loss of classes without weights as (input, target, ignore_index, reduction), and the label
     smoothing of a cross entropy."""
     weighted = any(call.get(key) is not None for key in ("weight", "size_average", "reduce"))
     if weighted or isinstance(call["reduction"], int):  # as the aten op has it
@@ -140,7 +142,7 @@ def _loss(call: Call) -> Call | None:
 
 
 def _reduction(call: Call) -> Call | None:
-    """A reduction over the last dimension only, with ``keepdim``."""
+    """A reduction with ``keepdim``, if it is over the last dimension only."""
     keeps = call.get("keepdim") is True and call.get("dtype") is None
     last = keeps and is_last(call["dim"], call["input"])
     return call.to(f"{call.op}_last", input=call["input"]) if last else None
@@ -156,14 +158,14 @@ def is_last(dim: Any, x: Any) -> bool:
 
 
 def _var(call: Call) -> Call | None:
-    """Only the biased variance over the last dimension that keeps it."""
+    """The variance, if it is biased and over the last dimension, which it keeps."""
     biased = call.get("correction") == 0 or call.get("unbiased") is False
     last = biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
     return call.to("var_last", input=call["input"]) if last else None
 
 
 def _log_softmax(call: Call) -> Call | None:
-    """Only over the last dimension; its ``dtype`` argument is a cast."""
+    """A log-softmax, if it is over the last dimension; its ``dtype`` argument becomes a cast."""
     last = is_last(call["dim"], call["input"])
     return call.to("log_softmax_last", input=call["input"]) if last else None
 

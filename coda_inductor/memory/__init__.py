@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of tensors that are kept for the backward pass, or computed again.
+"""Choose which tensors are kept for the backward pass, and which are computed again.
 
 - ``costs``: FLOP of our ops, for torch's FLOP counter; expected milliseconds of any node
-- ``limit``: how much memory the user allows: by an option, by torch's budget, by a policy
-- ``candidates``: kept tensors, and the products that would have to run again for each
+- ``limit``: the memory that the user allows, by an option, torch's budget, or a policy
+- ``candidates``: kept tensors, and the products that would run again for each
 - ``halves``: one product of a pair, computed again alone
 - ``peak``: the memory of a step over time, for a choice
 - ``planner``: the cheapest choice within the limit

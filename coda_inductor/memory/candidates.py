@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that the forward pass keeps, and what has to run again if one is not kept.
+"""The tensors that the forward pass keeps, and the nodes that run again if one is not kept.
 
 A *heavy* node runs as a kernel of its own: a product, attention, a reduction. All others (views,
 casts, elementwise ops) are part of a kernel that reads them. If a kept tensor is freed, the nodes
 that lead to it from other kept tensors, or from inputs, run again in the backward pass.
 
-Nothing is a candidate if it would not be bit for bit the same: random ops, collectives, ops that
-change their inputs.
+A tensor that would not be the same bit by bit is no candidate: results of random ops, of
+collectives, and of ops that change their inputs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def heavy(node: Node) -> bool:
 
 
 def repeatable(node: Node) -> bool:
-    """Does ``node`` give the same bits if it runs again in the backward pass?"""
+    """Does ``node`` produce the same bits if it runs again in the backward pass?"""
     if isinstance(node.target, HigherOrderOperator):
         return node.target.name() == "flex_attention"
     op_schema = schema(node.target)
@@ -67,8 +67,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def owner(node: Node) -> Node:
-    """The node whose memory ``node`` has: what it is a view of, also one of several (``split``), or
-    what Inductor writes it into."""
+    """The node that owns the memory of ``node``: the base of a view (also of ``split``), or the
+    tensor that Inductor writes it into."""
     while node.op == "call_function":
         source = maker(node)
         if not (may_view(source) or source.target in _WRITTEN_INTO):
@@ -83,7 +83,7 @@ class Drop:
 
     Attributes:
         nodes: kept tensors that are computed again.
-        proxies: results that are kept in their place, smaller ones.
+        proxies: smaller results that are kept instead.
         halves: tensors that are computed again without the other half of their pair.
     """
 
@@ -104,8 +104,8 @@ class Stash:
     Attributes:
         forward: nodes that an output of the forward pass needs, in order.
         backward: all others, in order.
-        tensors: kept without recomputation by torch's partitioner, apart from inputs and outputs;
-            each is the owner of its memory.
+        tensors: the tensors that torch's partitioner keeps, without recomputation, inputs and
+            outputs; each owns its memory.
         outputs: the outputs of the forward pass, which are there in any case.
         halves: results of pairs, each with a node, without readers yet, that computes it alone.
     """
@@ -118,7 +118,8 @@ class Stash:
 
     @staticmethod
     def of(graph: Graph, outputs: int, names: Collection[str]) -> Stash:
-        """Of ``graph`` with ``outputs`` outputs of the forward pass, which keeps ``names``."""
+        """The stash of ``graph``, whose first ``outputs`` outputs belong to the forward pass, if
+        ``names`` are kept."""
         roots = [n for n in graph.output_node().args[0][:outputs] if isinstance(n, Node)]
         forward = closure(roots, lambda n: n.all_input_nodes)
         ordered = [n for n in graph.nodes if n.op != "output"]
@@ -144,8 +145,8 @@ class Stash:
         return [u for n in names for u in n.users if u not in names]
 
     def rerun(self, start: Iterable[Node], drop: Drop) -> dict[Node, None]:
-        """The nodes of the forward pass that run again to compute ``start``, which is not kept,
-        under ``drop``: light and heavy ones."""
+        """The nodes of the forward pass, light and heavy, that run again under ``drop`` to compute
+        ``start``, which is not kept."""
         saved = self.after(drop)
 
         def step(node: Node) -> list[Node]:
@@ -161,7 +162,7 @@ class Group:
 
     Attributes:
         nodes: the tensors.
-        levels: from what is kept today to what keeps least.
+        levels: the choices, from all tensors kept to the fewest.
         kind: equal for groups of equal cost, as in several layers.
     """
 
@@ -171,19 +172,19 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
+        """The total bytes of the group's tensors."""
         return bytes_of(*self.nodes)
 
     def saved(self, level: int) -> int:
-        """Bytes that a level does not keep."""
+        """The bytes that ``level`` does not keep."""
         drop = self.levels[level]
         return bytes_of(*drop.nodes) - bytes_of(*drop.proxies)
 
 
 def groups(stash: Stash) -> list[Group]:
-    """All of them, in the graph's order. The levels of a group are: keep it; keep the smaller
-    results that its tensors are elementwise functions of, as of keys before they are repeated for
-    all queries; compute one half of a pair again; keep nothing of it."""
+    """All groups, in the graph's order. The levels of a group are: keep it; keep smaller results
+    that its tensors are elementwise functions of (keys before they are repeated for all queries,
+    for example); compute one half of a pair again; keep nothing."""
     makers: dict[tuple[Node, ...], list[Node]] = {}
     for node in stash.tensors:
         runs = stash.rerun([node], Drop(frozenset([node])))
@@ -208,7 +209,7 @@ def groups(stash: Stash) -> list[Group]:
 
 
 def _sources(stash: Stash, nodes: frozenset[Node]) -> frozenset[Node]:
-    """The results of heavy nodes, not kept, that elementwise ops compute ``nodes`` from."""
+    """The results of heavy nodes, not kept, from which elementwise ops compute ``nodes``."""
     saved = stash.after(Drop(nodes))
 
     def light(node: Node) -> list[Node]:

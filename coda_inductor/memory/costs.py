@@ -3,7 +3,7 @@
 
 A fused GEMM counts the FLOP of its products and nothing for its epilogue, as torch counts ``mm``
 and nothing for elementwise ops. So model FLOP utilization is the same with and without us, and the
-prices of ``torch._functorch.partitioners`` see a fused GEMM as the products that it is.
+prices of ``torch._functorch.partitioners`` see a fused GEMM as its products.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _grouped_wgrad(a, _rows, bs, *_: Any, **__: Any) -> int:
 
 def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
     """FLOP of the gradients of an LM head: logits (..., V), weight (V, K) and x (M, K), each None
-    if its gradient is not wanted."""
+    if its gradient is not needed."""
     matrices = [shape for shape in others[3:5] if shape is not None]
     return sum(2 * math.prod(logits) * shape[1] for shape in matrices)
 
@@ -74,12 +74,12 @@ def _dropout_linear(x, weight, *_: Any, **__: Any) -> int:
 
 
 def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
-    """FLOP of the gradients of x and of the weights, as far as they are needed."""
+    """FLOP of the gradients of x and of the weights, if they are needed."""
     return sum(others[4]) * _dropout_linear(x, weight)
 
 
 def workspace(node: Node) -> int:
-    """Bytes that the kernel of ``node`` needs beside what it reads and writes."""
+    """Bytes that the kernel of ``node`` needs beside its inputs and results."""
     if node.target is BACKWARD:  # a slice, and the sum over slices in float32, before dx itself
         return min(SLICE_BYTES, bytes_of(node.all_input_nodes[1])) + bytes_of(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
@@ -88,7 +88,7 @@ def workspace(node: Node) -> int:
 
 
 def flops(node: Node) -> int:
-    """FLOP of one call, by torch's formulas and ours; 0 without a formula."""
+    """FLOP of one call, by torch's formulas and ours; 0 if there is no formula."""
     packet = getattr(node.target, "overloadpacket", node.target)
     if "attention" in str(packet) and "backward" not in str(packet):
         return _attention(node)
@@ -100,7 +100,7 @@ def flops(node: Node) -> int:
 
 
 def _attention(node: Node) -> int:
-    """FLOP of attention, of which a causal mask leaves half; torch's formula takes no groups."""
+    """FLOP of attention, half of it if causal. torch's formula does not know groups of heads."""
     call = read(node)
     tensors = dict(
         zip(("query", "key"), (*node.all_input_nodes, *node.all_input_nodes), strict=False)
@@ -115,7 +115,7 @@ def _concrete(argument: Any) -> Any:
 
 
 def _meta(value: Any) -> Any:
-    """A tensor of the meta device with hints for sizes, because formulas compare and multiply."""
+    """``value`` as a meta tensor with hints as sizes: formulas compare and multiply sizes."""
     if isinstance(value, torch.SymInt):
         return hint(value)
     if not isinstance(value, torch.Tensor):
@@ -124,8 +124,8 @@ def _meta(value: Any) -> Any:
 
 
 def milliseconds(node: Node, gpu: Gpu) -> float:
-    """Expected time of ``node`` on ``gpu`` as a kernel of its own: the longer of computing and
-    moving its bytes."""
+    """Expected time of ``node`` on ``gpu`` as a kernel of its own: the time to compute, or to move
+    its bytes if that is longer."""
     traffic = bytes_of(node, *node.all_input_nodes)
     us = gpu.launch_us + traffic / gpu.bytes_per_us
     rate = _SUSTAINED * gpu.flops_per_us * (_ATTENTION if "attention" in str(node.target) else 1.0)

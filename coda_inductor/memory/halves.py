@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One half of a pair, computed again without the other.
+"""Compute one half of a pair again without the other.
 
 A paired GEMM computes gate and up in one kernel, and stores both for the backward pass. If only one
-of them is freed, the pair would compute both again. So for each of them that depends on one of the
-two products alone there is a call with that product alone, of the same config: its accumulators are
-sums over K in the same order, and so its results have the same bits (a GPU test compares them).
+of them is freed, the pair would compute both again. So each of them that depends on only one
+product gets a call with that product alone, of the same config: its accumulators are sums over K in
+the same order, and so its results have the same bits (a GPU test compares them).
 
 Before::
 
     a, g, u = gemm_epilogue([x], [Wg, Wu], ...)
 
-Added, for a planner that may let the backward pass read it in place of u::
+Added, so that the planner can let the backward pass read u' instead of u::
 
     u' = gemm_epilogue([x], [Wu], ...)
 """
@@ -33,7 +33,7 @@ from coda_inductor.select.device import Gpu
 
 def add_halves(graph: Graph, backward: Collection[Node], gpu: Gpu) -> dict[Node, Node]:
     """Add the halves of all pairs of ``graph`` that only nodes of ``backward`` read. Returns each
-    result of a pair with the node, without readers, that computes it alone."""
+    result of a pair with the new node, without readers, that computes it alone."""
     halves: dict[Node, Node] = {}
     for pair in graph.find_nodes(op="call_function", target=OP):
         program = EpilogueProgram.from_json(arguments(pair)["program"])
@@ -51,7 +51,7 @@ def half_of(program: EpilogueProgram, index: int) -> tuple[EpilogueProgram, int,
     """A program of one product that stores output ``index`` of the pair ``program``, the number of
     that product, and the positions of the operands that it reads.
 
-    None if the store needs both products, or reads values of columns, which alternate in a pair.
+    None if the store needs both products, or reads row vectors, whose values alternate in a pair.
     """
     store = program.stores[index]
     names = program.sources([store.value])
@@ -76,7 +76,7 @@ def half_of(program: EpilogueProgram, index: int) -> tuple[EpilogueProgram, int,
 
 
 def _half(pair: Node, program: EpilogueProgram, index: int, gpu: Gpu) -> Node | None:
-    """A node that computes output ``index`` of ``pair`` alone; None if nothing can."""
+    """A node that computes output ``index`` of ``pair`` alone; None if no kernel can."""
     parts, call = half_of(program, index), arguments(pair)
     if parts is None or Config.parse(call["config"]) not in legal_configs(parts[0], gpu.arch):
         return None

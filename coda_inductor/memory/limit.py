@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a graph's forward pass may leave to its backward pass, as the user says it.
+"""The user's limit on the memory that a forward pass keeps for its backward pass.
 
-Three ways to say it lead to one :class:`Limit`:
+Each of three settings leads to a :class:`Limit`:
 
 - ``options={"memory": ...}``: a peak in bytes, or a share from 0 to 1;
 - ``torch._functorch.config.activation_memory_budget`` below 1: a share;
 - a policy of selective checkpoints (``create_selective_checkpoint_contexts`` of
   ``torch.utils.checkpoint``): the bytes that torch would keep under it.
 
-A share is one of what torch.compile keeps without us and without recomputation, so that one value
-means the same memory under both backends. A policy's marks say which ops are kept. They are limits
-of memory, not orders about kernels: with them a fused GEMM would be cut at every mark. So they are
-taken off before the rewrites, and the planner keeps the same bytes where that costs least.
+A share refers to the memory that torch.compile keeps without us and without recomputation, so that
+one value means the same memory under both backends. A policy's marks say which ops are kept. They
+are limits of memory, not orders about kernels: with them a fused GEMM would be cut at every mark.
+So the marks are removed before the rewrites, and the planner keeps the same bytes where that costs
+least.
 
 Checkpoints without a policy keep nothing but their inputs; they stay as they are, unless the option
 ``memory`` says more.
@@ -43,11 +44,11 @@ class Limit:
     """The memory that a graph may keep.
 
     Attributes:
-        before: the joint graph as torch.compile would have had it, from which torch's partitioner
-            says what is kept without us.
-        share: of that; 1.0 where ``room`` is the limit, or the marks in ``before``.
-        room: the most bytes that the step may take beyond what the device holds when the graph is
-            compiled; None without such a limit.
+        before: the joint graph without our passes, from which torch's partitioner computes the
+            memory that is kept without us.
+        share: a share of that memory; 1.0 if ``room`` or marks in ``before`` are the limit.
+        room: the most bytes that the step may take beyond the device's memory in use at compile
+            time; None without such a limit.
     """
 
     before: GraphModule
@@ -56,8 +57,8 @@ class Limit:
 
 
 def limit(graph: Graph, options: Options) -> Limit | None:
-    """The limit of the joint graph ``graph``, before any rewrite; None without a limit. Takes the
-    marks of checkpoints off that the planner replaces."""
+    """The limit of the joint graph ``graph``, before any rewrite, or None. Removes the marks of
+    checkpoints that the planner replaces."""
     if not training(graph):
         return None
     marks = [n for n in graph.nodes if n.meta.get("recompute") is not None]
@@ -82,8 +83,8 @@ def limit(graph: Graph, options: Options) -> Limit | None:
 
 def _room(graph: Graph, setting: int | str) -> int | None:
     """Bytes that a step may take beyond the present use of the device: up to a peak of ``setting``
-    bytes, or the free memory, less a margin for what the allocator cannot use ("fit"). The least of
-    all ranks, because their kernels must be the same. None for a part of a model on a CPU."""
+    bytes, or ("fit") the free memory less a margin for fragmentation. The minimum over all ranks,
+    because their kernels must be the same. None for a part of a model on a CPU."""
     device = next((d for d in map(_device, graph.nodes) if d is not None), None)
     if device is None:
         return None

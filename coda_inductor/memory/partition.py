@@ -2,11 +2,11 @@
 """Inductor's hook for the split into forward and backward pass (``custom_partitioner_fn``).
 
 Without a :class:`~coda_inductor.memory.limit.Limit` it is torch's own partitioner. With one,
-torch's partitioner says what is kept without recomputation, the planner chooses what to compute
-again, and marks on nodes (``CheckpointPolicy.MUST_RECOMPUTE``, as checkpoints set them) tell
-torch's partitioner, which splits the graph. torch's own budgets cannot be used for that: its solver
-chooses among single nodes whose price it cannot know, and recomputes at once what is cheap in all
-layers (docs/memory.md).
+torch's partitioner names the tensors that are kept without recomputation, the planner chooses which
+to compute again and marks these nodes (``CheckpointPolicy.MUST_RECOMPUTE``, as checkpoints do), and
+torch's partitioner splits the graph by the marks. torch's own budgets cannot be used for that: its
+solver chooses among single nodes whose price it cannot know, and recomputes cheap tensors of all
+layers at once (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LITTLE = 1e-3
 
 
 def usable() -> bool:
-    """Does this torch have what a partitioner of ours needs?"""
+    """Does this torch have everything that our partitioner needs?"""
     return CustomPartitionerFn is not object and not isinstance(
         min_cut_rematerialization_partition, type
     )
@@ -56,15 +56,15 @@ def installed() -> bool:
 
 
 class _Pickle(tuple):
-    """A pickled :class:`Partitioner` is its key."""
+    """The pickled form of a :class:`Partitioner`: its key."""
 
 
 class Partitioner(CustomPartitionerFn):
-    """See the module docstring.
+    """Our partitioner, see the module docstring.
 
     Args:
-        record: of the graph that is compiled now.
-        key: what the result depends on, as a pass's ``uuid``.
+        record: the record of the graph that is compiled now.
+        key: everything that the result depends on, like a pass's ``uuid``.
     """
 
     def __init__(self, record: Callable[[], Record | None], key: Callable[[], Any]):
@@ -96,7 +96,7 @@ class Partitioner(CustomPartitionerFn):
 def mark(
     graph: Graph, limit: Limit, record: Record, joint_inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Mark what is computed again in the joint graph ``graph``, and tell the record.
+    """Mark the nodes of the joint graph that are computed again, and note them in the record.
 
     Raises:
         OptionError: no choice stays within the option ``memory``; names the least peak.
@@ -118,7 +118,7 @@ def mark(
         return choice.kept <= allowed
 
     # The peak of a single block says little: other blocks' tensors make the peak of the step. A
-    # policy says what is kept, whatever the peak.
+    # policy decides which tensors are kept, whatever the peak.
     if limit.room is not None and not chain.many and several_ranks():
         say_once(
             "option 'memory' is a peak of one graph, and this one has few layers: blocks that are "
@@ -171,7 +171,7 @@ def _backward_reads(stash: Stash, drop: Drop) -> list[Node]:
 
 
 def _saved(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:
-    """The names of what torch's partitioner keeps; consumes ``gm``."""
+    """The names of the tensors that torch's partitioner keeps. Consumes ``gm``."""
     forward, _ = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     results = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
     return {n.name for n in results if isinstance(n, Node) and n.op != "placeholder"}

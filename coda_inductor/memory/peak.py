@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of one training step over time, before it is compiled.
 
-Kernels run in the graph's order; what is computed again runs right before its first reader, as
-torch's partitioner orders it. A *stored* value has memory of its own: a result of a heavy node,
-what a heavy node reads, what is kept, and outputs. All others exist only inside kernels: whoever
-reads them reads the stored values that they are computed from. Memory is freed after the last
-reader. So are outputs of the forward pass that the backward pass reads (logits): a caller that
-holds them needs as much more. An elementwise kernel writes over an operand that ends with it, also
-over what was saved for the backward pass where AOTAutograd donates it. Gradients stay.
+Kernels run in the graph's order; a node that is computed again runs right before its first reader,
+as torch's partitioner orders it. A *stored* value has memory of its own: results and inputs of
+heavy nodes, kept tensors, and outputs. All others exist only inside kernels: their readers read the
+stored values that they are computed from. Memory is freed after the last reader. This also holds
+for outputs of the forward pass that the backward pass reads (logits): a caller that holds them
+needs more memory. An elementwise kernel overwrites an operand if it is the last reader, also a
+saved tensor that AOTAutograd donates. Gradients stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_inductor.graph.sides import is_tangent
 from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
 from coda_inductor.memory.costs import workspace
 
-#: A stored value, and whether it is the one of the backward pass's own computation.
+#: A stored value, and whether the backward pass computes it (again).
 _Value = tuple[Node, bool]
 
 
@@ -40,8 +40,8 @@ class Timeline:
     """The schedule of one graph.
 
     Args:
-        stash: what it computes and keeps.
-        results: the outputs of the joint graph, of forward and backward pass.
+        stash: the graph's nodes, and the tensors that it keeps.
+        results: the outputs of the joint graph (of both passes).
     """
 
     def __init__(self, stash: Stash, results: Iterable[Node]):
@@ -63,7 +63,7 @@ class Timeline:
         self._stored: dict[Node, bool] = {}
 
     def peak(self, drop: Drop) -> int:
-        """The most bytes that are held at once beyond the graph's inputs under ``drop``."""
+        """The peak of memory in bytes, beyond the graph's inputs, under ``drop``."""
         kernels = self._kernels(drop)
         last = {value: i for i, kernel in enumerate(kernels) for value in kernel.reads}
         frees: dict[int, list[_Value]] = {}
@@ -79,7 +79,7 @@ class Timeline:
         return most
 
     def _overwritten(self, kernel: _Kernel, over: Sequence[_Value]) -> int:
-        """Bytes of results that take the place of operands, for ``over``: what ends here."""
+        """Bytes of results that overwrite operands; ``over``: the values that end here."""
         if not kernel.elementwise:
             return 0
         sizes = [bytes_of(node) for node, _ in kernel.writes]
@@ -125,7 +125,7 @@ class Timeline:
         return kernels
 
     def _values(self, node: Node, saved: Collection[Node]) -> list[_Value]:
-        """The values that ``node`` reads where it runs in the backward pass."""
+        """The values that ``node`` reads when it runs in the backward pass."""
         forward = self.stash.forward
         return [(source, source in forward and source not in saved) for source in self._reads(node)]
 
@@ -153,7 +153,7 @@ class Timeline:
         return self._stored[node]
 
     def _reads(self, node: Node) -> tuple[Node, ...]:
-        """The stored values that the kernel of ``node`` reads, inputs of the graph apart."""
+        """The stored values that the kernel of ``node`` reads, except inputs of the graph."""
         if node not in self._read_cache:
             values: dict[Node, None] = {}
             todo = [owner(n) for n in node.all_input_nodes]

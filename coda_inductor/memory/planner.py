@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheapest choice of what is kept that stays within a limit.
+"""Find the cheapest choice of kept tensors that stays within a limit.
 
 There is one chain of choices for a graph, each with fewer bytes and more milliseconds than the one
 before, and a limit selects the first that fits. So less memory never takes less time, and more
-memory never takes more. The chain comes from one layer: of all combinations of what its groups of
-tensors keep, those that no other one beats in bytes and time. Between two of them the layers change
-one by one, the earliest first: it is recomputed last, when the others' tensors are gone.
+memory never takes more. The chain comes from one layer: all combinations of levels of its groups
+that no other combination beats in bytes and time. Between two of them the layers change one by one,
+the earliest first: it is recomputed last, when the others' tensors are gone.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ DOUBT = 0.04
 
 @dataclass(frozen=True)
 class Choice:
-    """The tensors that a graph keeps, and what that costs.
+    """The tensors that a graph keeps, and the cost of the choice.
 
     Attributes:
-        drop: what is computed again.
+        drop: the tensors that are computed again.
         kept: bytes that the forward pass leaves, inputs of the graph apart.
-        before: the same without recomputation.
-        ms: how long that takes: kernels that run again, and passes over elementwise results.
+        before: the same bytes without recomputation.
+        ms: the additional time: kernels that run again, and passes over elementwise results.
     """
 
     drop: Drop
@@ -53,7 +53,7 @@ class Choice:
 
 
 class _Point(NamedTuple):
-    """A way to keep less: bytes that it saves, milliseconds that it takes, and its place."""
+    """A way to keep less: the bytes saved, the milliseconds that it costs, and its position."""
 
     saved: int
     ms: float
@@ -61,11 +61,11 @@ class _Point(NamedTuple):
 
 
 class Chain:
-    """All choices for one graph, from what is kept without a limit to the least.
+    """All choices for one graph, from the most memory (no limit) to the least.
 
     Args:
-        stash: what the graph keeps.
-        gpu: whose times are compared.
+        stash: the tensors that the graph keeps.
+        gpu: the GPU for which times are compared.
     """
 
     def __init__(self, stash: Stash, gpu: Gpu):
@@ -104,9 +104,9 @@ class Chain:
         return self[low]
 
     def cut(self, peak: Callable[[Drop], int], doubt: float = 0.0) -> int:
-        """Drop the choices whose peak is not below the peak of a faster choice, by more than the
-        part ``doubt`` of it, because what they compute again is alive at once. Returns the least
-        peak. Between two points, peaks follow the layers one by one."""
+        """Remove choices whose peak is not below the peak of a faster choice, by more than the part
+        ``doubt`` of it, because the tensors that they compute again are alive at once. Returns the
+        least peak. Between two points, peaks follow the layers one by one."""
         ends = [i for i, state in enumerate(self.states) if not state.key[1]]
         rest, least = self.states[:1], peak(self[0].drop)
         for here, after in itertools.pairwise(ends):
@@ -129,7 +129,7 @@ class Chain:
         return Choice(drop, kept, total, self._ms(self.stash.rerun(drop.nodes, drop), drop.nodes))
 
     def _ms(self, nodes: Collection[Node], tensors: Iterable[Node]) -> float:
-        """The time of ``nodes``, and of passes over the elementwise ones of ``tensors``."""
+        """The time of ``nodes``, and of passes over the elementwise ones among ``tensors``."""
         for node in (heavies := list(filter(heavy, nodes))):
             if node not in self._times:
                 self._times[node] = milliseconds(node, self.gpu)
@@ -137,8 +137,7 @@ class Chain:
         return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
-        """The level of each group of each kind, if ``done`` layers have gone from a point to the
-        next one."""
+        """The level of each group of each kind, if ``done`` layers have moved to the next point."""
         here = self.points[point].key
         after = self.points[point + 1].key if done else here
         steps = self._steps(point)
@@ -149,15 +148,15 @@ class Chain:
         return levels
 
     def _steps(self, point: int) -> int:
-        """The layers that change from a point to the next one: as many as the changing kinds have
-        groups. Others have more, as norms, of which a layer has several."""
+        """The number of layers that change from a point to the next one: the number of groups of
+        the changing kinds. Other kinds have more groups: a layer has several norms, for example."""
         if point + 1 == len(self.points):
             return 1
         both = zip(self.kinds, self.points[point].key, self.points[point + 1].key, strict=True)
         return max(len(members) for members, here, after in both if here != after)
 
     def _states(self) -> Iterator[_Point]:
-        """All points, and the mixes of each two."""
+        """All points, and the mixes of neighboring ones."""
         saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
         for i, here in enumerate(self.points):
             steps = self._steps(i)
@@ -169,7 +168,7 @@ class Chain:
                 yield _Point(total, here.ms + done * slope, (i, done))
 
     def _points(self) -> list[_Point]:
-        """Levels of all kinds, from nothing to most freed: what no other combination beats."""
+        """Combinations of levels that no other one beats, from nothing freed to the most."""
         levels = [range(len(k[0].levels)) for k in self.kinds]
         count = len(levels)
         while math.prod(map(len, levels[:count])) > _MOST:
@@ -183,7 +182,7 @@ class Chain:
         return points
 
     def _rate(self, combination: tuple[int, ...]) -> _Point:
-        """``combination`` in all layers, from one group of each kind."""
+        """The point of ``combination`` in all layers, computed from one group of each kind."""
         picks = [
             (members[len(members) // 2], level, len(members))
             for members, level in zip(self.kinds, combination, strict=True)
@@ -204,7 +203,7 @@ class Chain:
 
 
 def _best(points: Iterable[_Point]) -> list[_Point]:
-    """Those that no other one beats in both, from the least saved to the most."""
+    """The points that no other one beats in bytes and in time, from the least saved to the most."""
     best: list[_Point] = []
     for point in sorted(points, key=lambda r: (-r.saved, r.ms)):
         if not best or point.ms < best[-1].ms:
@@ -213,7 +212,7 @@ def _best(points: Iterable[_Point]) -> list[_Point]:
 
 
 def _hull(points: Sequence[_Point]) -> list[_Point]:
-    """The lower convex hull: mixes of layers reach what is between."""
+    """The lower convex hull: mixes of layers reach the points between its corners."""
     hull: list[_Point] = []
     for c in points:
         while len(hull) > 1:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claims of a pattern on numbers, whenever a user's file is loaded.
+"""Check a pattern's claims on numbers, each time a user's file is loaded.
 
 Both sides of each claim (``prove``) are computed in float64 on drawn inputs, and must agree
-wherever both are finite. That takes milliseconds. It refutes and does not prove:
-``python -m coda_inductor check`` proves.
+wherever both are finite. That takes milliseconds. It can refute a claim but not prove it: ``python
+-m coda_inductor check`` proves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_inductor.semantic.define import parameters
 #: (shape of the tensors of a meaning, standard deviation): functions may change for small or large
 #: values. The tensors of an op have its example's shapes.
 DRAWS = (((24,), 2.0), ((5, 8), 2.0), ((2, 3, 16), 30.0), ((4, 32), 0.1), ((64,), 1e-3))
-#: What float64 may round, relative to an element and to the largest one.
+#: The allowed rounding of float64, relative to an element and to the largest one.
 RTOL, ATOL = 1e-8, 1e-11
 
 Values = Mapping[str, Any]
@@ -44,7 +44,7 @@ def compare(pattern: Pattern) -> None:
 
 
 class _Comparison:
-    """The comparison of one pattern; ``finite`` are the claims that were tried on a number."""
+    """The comparison of one pattern; ``finite``: claims with a finite result for some input."""
 
     def __init__(self, pattern: Pattern):
         self.pattern = pattern
@@ -105,7 +105,7 @@ class _Comparison:
             ) from error
 
     def _agree(self, claim: str, x: Any, y: Any, args: Values) -> None:
-        """Refuse two results that differ where both are finite."""
+        """Raise if two results differ where both are finite."""
         on = ", ".join(
             f"{k} {tuple(v.shape) if isinstance(v, Tensor) else v}" for k, v in args.items()
         )
@@ -128,7 +128,7 @@ class _Comparison:
         return round(3 * float(torch.randn((), generator=self.chance)), 3)
 
     def _tensor(self, shape: Any, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Normal values; in one draw half of them are zero, where conditions often change."""
+        """A tensor of normal values. In one draw half are zero, where conditions often change."""
         drawn = self.scale * torch.randn(shape, dtype=dtype, generator=self.chance)
         return drawn * (torch.rand(shape, generator=self.chance) < 0.5) if self.zeros else drawn
 

@@ -16,12 +16,12 @@ from coda_inductor.refusal import Refusal, refuse
 
 def number(match: Match, name: str) -> float:
     """The number bound to ``name``, which is ``constant``. With dynamic shapes Dynamo records a
-    symbol for a float: reading its value adds a guard, so that another value has another graph."""
+    symbol for a float; reading its value adds a guard, so that another value has another graph."""
     return float(_recorded(match.bound[name]))
 
 
 def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | None]:
-    """Each of ``names`` is a literal, or a symbol whose value is known; or None, with ``none``."""
+    """Condition: each of ``names`` is a literal or a symbol of known value, or (``none``) None."""
 
     def condition(match: Match) -> Refusal | None:
         for name in names:
@@ -38,8 +38,8 @@ def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | Non
 
 
 def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
-    """The result is shaped like the floating input ``x``, and each of ``vectors`` that the spelling
-    has is one value per column, (d,) or (1, ..., 1, d)."""
+    """The condition that the result has the shape of the floating input ``x``, and that each of
+    ``vectors`` in the spelling has one value per column: (d,) or (1, ..., 1, d)."""
 
     def condition(match: Match) -> Refusal | None:
         x, result = fake(match.bound["x"]), fake(match.root)
@@ -63,7 +63,7 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
 
 
 def row(match: Match, name: str) -> Node | Flat | None:
-    """The binding of ``name``, which is ``row_wise``, as (d,); None if it is absent."""
+    """The binding of ``name``, which satisfies ``row_wise``, as (d,); None if it is absent."""
     bound = match.bound.get(name)
     vector = fake(bound)
     return Flat(bound) if isinstance(vector, torch.Tensor) and vector.dim() > 1 else bound

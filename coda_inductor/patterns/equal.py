@@ -3,8 +3,8 @@
 
 First numbers: a random point where the two differ is a refutation. Then algebra: the real line is
 cut where a condition changes (relu, clamp, where), and in each piece the difference becomes a
-quotient of polynomials in exponentials and roots, whose numerator must vanish. What that does not
-decide goes to ``sympy.simplify``. If nothing decides it, it is not proven.
+quotient of polynomials in exponentials and roots, whose numerator must vanish. If that does not
+decide, ``sympy.simplify`` is tried. If this fails too, nothing is proven.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECEWISE = (sympy.Max, sympy.Min, sympy.Abs, sympy.sign, sympy.Heaviside)
 
 
 def difference(left: Any, right: Any, *, kinks: bool = True) -> str | None:
-    """None if ``left`` equals ``right`` for all values of their symbols, else what is left.
+    """None if ``left`` equals ``right`` for all values of their symbols, else the difference.
 
     Both are expressions, or matrices (any nested sequence) of one shape. Symbols are real unless
     their assumptions say otherwise. ``kinks=False`` leaves out the points where a condition
@@ -61,7 +61,7 @@ def _short(expr: Any) -> str:
 
 
 def _counterexample(left: Any, right: Any) -> str | None:
-    """A point at which the two differ, as text; a reason if neither is defined anywhere tried."""
+    """A point where the two differ, or the reason if no point is defined for both; else None."""
     symbols = sorted((left.free_symbols | right.free_symbols), key=str)
     chance = random.Random(0)  # noqa: S311 (points to test, no secret)
     tried = 0
@@ -91,7 +91,7 @@ def _value(symbol: sympy.Symbol, chance: random.Random) -> sympy.Rational:
 
 
 def _pieces(expr: Any, kinks: bool) -> Iterator[tuple[str, Any]]:
-    """(where, expression without conditions) for each way that the conditions can come out."""
+    """(where, expression without conditions) for each possible outcome of the conditions."""
     expr = expr.rewrite(_PIECEWISE, sympy.Piecewise) if expr.has(*_PIECEWISE) else expr
     conditions = [a for a in expr.atoms(Relational) if isinstance(a, Relational)]
     if not conditions:
@@ -119,7 +119,7 @@ def _pieces(expr: Any, kinks: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _solved(key: Any, root: Any) -> dict[Any, Any]:
-    """``key = root`` solved for a symbol that ``key`` is linear in, if there is one."""
+    """``key = root``, solved for a symbol that ``key`` is linear in; None if there is none."""
     for symbol in sorted(key.free_symbols, key=str):
         slope = sympy.diff(key, symbol)
         if slope.is_number and slope != 0:
@@ -142,7 +142,7 @@ def _line(condition: Any) -> tuple[Any, Any, int]:
 
 
 def _regions(key: Any, roots: list[Any], kinks: bool) -> list[tuple[Any, bool, str]]:
-    """(sample, is it a root, text) for the roots and the open intervals between them."""
+    """(sample point, is it a root, text) for each root and each open interval between roots."""
     regions = [(roots[0] - 1, False, f"{key} < {roots[0]}")]
     for low, high in itertools.pairwise([*roots, None]):
         if kinks:
@@ -159,7 +159,7 @@ def _holds(condition: Any, sample: Any, root: Any, sign: int) -> bool:
 
 
 def _normal(expr: Any) -> Any:
-    """0 if ``expr`` is provably zero, else what is left of it."""
+    """0 if ``expr`` is provably zero, else its simplified form."""
     expr = expr.rewrite(_HYPERBOLIC, sympy.exp) if expr.has(*_HYPERBOLIC) else expr
     expr = sympy.powsimp(sympy.expand_power_exp(sympy.powdenest(expr)))
     expr = _without_roots(sympy.together(sympy.expand_power_exp(expr)))
@@ -169,7 +169,7 @@ def _normal(expr: Any) -> Any:
 
 
 def _without_roots(expr: Any) -> Any:
-    """The numerator of ``expr``, each root a symbol t with t**q = base: zero if ``expr`` is."""
+    """The numerator of ``expr`` with a symbol t, t**q = base, for each root: 0 if ``expr`` is."""
     roots: dict[Any, tuple[sympy.Symbol, int]] = {}
     for power in sorted(expr.atoms(sympy.Pow), key=sympy.count_ops):
         base, exponent = power.as_base_exp()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of exact elements: any torch function, run on it, computes without rounding.
+"""A tensor of exact elements, on which any torch function computes without rounding.
 
 Elements are sympy expressions, so the result is the function's formula for each element. An
-operation has a formula for one element (``formulas``), or only moves elements, which torch does
-with their indices in a list, or is in ``specials``; torch decomposes composite ones.
+operation has a formula for one element (``formulas``), or only moves elements (torch then moves
+their indices in a list), or is in ``specials``. Torch decomposes composite operations.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MOVES |= {"_unsafe_view", "as_strided", "gather", "reshape", "rev"}
 
 
 class Exact(Tensor):
-    """See the module docstring.
+    """A tensor of exact elements, see the module docstring.
 
     Attributes:
-        cells: the elements of this tensor and of those that share its memory.
-        at: int64, shaped like the tensor: where each of its elements is in ``cells``.
-        formulas: what operations do to elements, by their aten names.
+        cells: the elements of this tensor and of all tensors that share its memory.
+        at: the index in ``cells`` of each element, int64, shaped like the tensor.
+        formulas: the formulas of elementwise operations, by aten name.
         specials: operations on more than one element; called with the class first.
     """
 
@@ -59,13 +59,13 @@ class Exact(Tensor):
 
     @classmethod
     def of(cls, elements: Iterable[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """A tensor of ``elements``, row by row."""
+        """A tensor with ``elements``, row by row."""
         cells = list(elements)
         return cls(cells, torch.arange(len(cells)).reshape(tuple(shape)), dtype)
 
     @classmethod
     def symbols(cls, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Any:
-        """A tensor of symbols ``name_0``, ...: real ones, or pairs ``a + I b`` of real ones."""
+        """A tensor of symbols ``name_0``, ...: real, or for a complex dtype pairs ``a + I b``."""
         n = math.prod(shape)
         elements = [sympy.Symbol(f"{name}_{i}", real=True) for i in range(n)]
         if dtype.is_complex:
@@ -74,7 +74,7 @@ class Exact(Tensor):
 
     @classmethod
     def exactly(cls, item: Any) -> Any:
-        """A plain tensor, or a number, as one of these."""
+        """A plain tensor, or a number, as an exact tensor."""
         if isinstance(item, cls):
             return item
         if not isinstance(item, Tensor):
@@ -83,12 +83,12 @@ class Exact(Tensor):
 
     @staticmethod
     def number(x: Any) -> Any:
-        """A Python number as an element."""
+        """A Python number as an exact element."""
         return number(x)
 
     @property
     def elements(self) -> list[Any]:
-        """Its elements, row by row."""
+        """The tensor's elements, row by row."""
         return [self.cells[i] for i in self.at.flatten().tolist()]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -120,7 +120,7 @@ class Exact(Tensor):
 
     @classmethod
     def _move(cls, func: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform ``func`` on the indices of a tensor, or of several that become one."""
+        """Apply ``func`` to the indices of a tensor, or of several tensors that become one."""
         if isinstance(source, (list, tuple)):
             parts = [cls.exactly(part) for part in source]
             starts = itertools.accumulate((len(part.cells) for part in parts), initial=0)
@@ -151,14 +151,14 @@ class Exact(Tensor):
         return cls.of(items, shape, dtype)
 
     def write(self, new: Any) -> Exact:
-        """Replace its elements by the elements of ``new``."""
+        """Replace the tensor's elements by the elements of ``new``."""
         spread = type(self).exactly(new).expand(self.shape)
         for i, item in zip(self.at.flatten().tolist(), spread.elements, strict=True):
             self.cells[i] = item
         return self
 
     def over(self, dims: Any, keepdim: bool, fold: Callable[[list[Any]], Any]) -> Any:
-        """``fold`` of the elements along ``dims``, or of all if there are none."""
+        """Apply ``fold`` to the elements along ``dims``, or to all if ``dims`` is empty."""
         rank = self.dim()
         axes = [dims] if isinstance(dims, int) else dims or range(rank)
         along = sorted(d % rank for d in axes)
@@ -170,10 +170,10 @@ class Exact(Tensor):
 
 
 def expression(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Any:
-    """An elementwise function of one element for each of its parameters.
+    """The formula of an elementwise function, with one element for each of its parameters.
 
     Raises:
-        PatternError: it cannot be run on them, or calls what has no formula.
+        PatternError: it cannot run on elements, or calls an op without a formula.
     """
     inputs = {name: Exact.of([symbol], (), torch.float64) for name, symbol in symbols.items()}
     try:
@@ -231,7 +231,7 @@ def _var(*args: Any, **options: Any) -> Any:
 def _layer_norm(
     _cls: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Any, Any, Any]:
-    """As torch's documentation of LayerNorm defines it."""
+    """LayerNorm, as torch's documentation defines it."""
     variance, mean = torch.var_mean(x, [*range(-len(shape), 0)], correction=0, keepdim=True)
     y = (x - mean) / torch.sqrt(variance + eps)
     y = y if weight is None else y * weight
@@ -243,14 +243,14 @@ def _logsumexp(_cls: Any, x: Any, dims: Any, keepdim: bool = False) -> Any:
 
 
 def _log_softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
-    """As torch's documentation defines it."""
+    """Log-softmax, as torch's documentation defines it."""
     return torch.log(torch.exp(x) / torch.exp(x).sum(dim, keepdim=True))
 
 
 def _nll_loss(
     _cls: Any, x: Any, target: Tensor, _weight: None, reduction: int, ignored: int
 ) -> tuple[Any, Any]:
-    """Minus the target's element of each row of x (M, V); rows that are ignored give 0."""
+    """The negative element of the target in each row of x (M, V); ignored rows give 0."""
     counts = target != ignored
     picked = x.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
     loss, n = torch.where(counts, -picked, 0.0), counts.sum().double()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's elementwise functions of one element, as sympy expressions.
+"""Torch's elementwise functions as sympy expressions of one element.
 
 Numbers are exact: 0.1 is 1/10, and the few irrational constants in activations are recognized. The
 formulas are the real functions; where torch switches formulas for floating point (softplus beyond
@@ -25,7 +25,7 @@ _IRRATIONAL = {sign * float(c): sign * c for c in _CONSTANTS for sign in (1, -1)
 
 
 def number(x: Any) -> Any:
-    """An exact sympy number for a Python one; anything else passes through."""
+    """An exact sympy number for a Python number; other objects are returned unchanged."""
     if isinstance(x, bool) or not isinstance(x, (int, float, sympy.Float)):
         return x
     if isinstance(x, int):
@@ -45,7 +45,7 @@ def _maximum(x: Any, y: Any) -> sympy.Expr:
 
 
 def _greater(x: Any, y: Any) -> Any:
-    """``x > y``; of a root and a number as of their squares, as which others write it."""
+    """``x > y``. A root x and a number y are compared by their squares."""
     root = isinstance(x, sympy.Pow) and x.exp == sympy.Rational(1, 2)
     return x.base > y**2 if root and y.is_nonnegative else x > y
 
@@ -64,7 +64,7 @@ def _softplus(x: Any, beta: Any = 1, _threshold: Any = 20) -> sympy.Expr:
 
 
 def _gelu(x: Any, approximate: str = "none") -> sympy.Expr:
-    """Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415), section 2."""
+    """GELU: Hendrycks and Gimpel, arXiv 1606.08415, section 2."""
     if approximate == "tanh":
         cubic = x + sympy.Rational("0.044715") * x**3
         return x / 2 * (1 + sympy.tanh(sympy.sqrt(2 / sympy.pi) * cubic))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pattern files come from; each is run, and its claims are compared, separately.
+"""The places of pattern files. Each file is run, and its claims are compared, separately.
 
-In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files from
-:func:`load_patterns`, and the built-in ones, which are in ``patterns/`` of the repository and in
-the wheel. All are loaded in the same way, but built-in ones are not compared: tests prove them.
+The places, in the order in which patterns are tried: ``options["patterns"]`` (or
+``CODA_PATTERNS``), files from :func:`load_patterns`, and the built-in ones, which are in
+``patterns/`` of the repository and in the wheel. All are loaded in the same way, but built-in ones
+are not compared: tests prove them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _registered: dict[Path, None] = {}  # the files of load_patterns, in order
 
 
 def builtin_folder() -> Path:
-    """Where the shipped pattern files are: in the installed package, else in the checkout."""
+    """The folder of the shipped pattern files: in the installed package, else in the checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_patterns", package.parent / "patterns"):
         if folder.is_dir():
@@ -39,11 +40,11 @@ def builtin_folder() -> Path:
 
 
 def load_file(path: str | Path) -> tuple[Pattern, ...]:
-    """Load one pattern file: read it, run it, compare what it claims on numbers.
+    """Load one pattern file: read it, run it, and compare its claims on numbers.
 
     Raises:
-        PatternError: the file is missing, fails to run, defines no pattern, or claims what does not
-            hold. The message names file and line, or the inputs and the difference.
+        PatternError: the file is missing, fails to run, defines no pattern, or has a claim that
+            does not hold. The message names file and line, or the inputs and the difference.
     """
     return _load(read(Path(path)))
 
@@ -66,8 +67,8 @@ def _builtin(path: Path) -> bool:
 
 
 def name_taken(path: Path, name: str) -> str | None:
-    """Why a pattern of the file ``path`` may not have this name, or None. Counters, reports and
-    ``options["disable"]`` could not distinguish two rewrites with one name."""
+    """The reason why a pattern of the file ``path`` may not have this name, or None. Counters,
+    reports and ``options["disable"]`` could not distinguish two rewrites with one name."""
     if _builtin(path) or name not in builtin_names():
         return None
     return (
@@ -106,7 +107,7 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
     Without ``strict``, if a file does not load, there is one warning, and the others load.
 
     Raises:
-        PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.
+        PatternError: with ``strict``, as :func:`load_file`; or a file of ``extra`` does not exist.
     """
     loaded = _load_all(files(extra), strict=strict)
     for name, places in _twins(loaded):
@@ -116,7 +117,7 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
 
 
 def _twins(loaded: Mapping[Path, tuple[Pattern, ...]]) -> list[tuple[str, list[str]]]:
-    """Each name that several patterns have, and the files of these."""
+    """Each name that several patterns have, with the files of these patterns."""
     places: dict[str, list[str]] = {}
     for path, patterns in loaded.items():
         for pattern in patterns:
@@ -157,7 +158,7 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
 
 
 def expand(path: Path) -> list[Path]:
-    """A file, or the pattern files of a folder.
+    """The pattern files of ``path``: the file itself, or all in the folder.
 
     Raises:
         PatternError: there is none.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plain torch function becomes a semantic op: schema, fake, decomposition and gradient.
 
-A pattern's author writes what the idiom *means* as an elementwise torch function of tensors and,
-where annotated ``float``, numbers::
+A pattern's author writes the *meaning* of the idiom as an elementwise torch function of tensors
+and, where annotated ``float``, numbers::
 
     def mish_glu(gate, up): return F.mish(gate) * up
 
-and gets ``coda_inductor::mish_glu_<digest>`` and ``..._backward``, both of which joint graphs show
-as one node. The digest is of the file's content: an edited file has another op and other cache
-keys, and two files never share one by accident. The gradient is torch's own, of the meaning, unless
-the author gives one. A norm's author writes its scale (``Pattern.norm``).
+and gets the ops ``coda_inductor::mish_glu_<digest>`` and ``..._backward``, each a single node in
+joint graphs. The digest is of the file's content: an edited file has another op and other cache
+keys, and two files never share one by accident. The gradient is torch's own gradient of the
+meaning, unless the author defines one. A norm's author writes its scale (``Pattern.norm``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DIGEST = "__coda_digest__"
 
 
 class Signature:
-    """The parameters of a meaning: tensors, and numbers where annotated ``float``.
+    """The parameters of a meaning: tensors, and numbers if annotated ``float``.
 
     Attributes:
-        names: all of them, in order.
-        tensors: those that are tensors, in order.
+        names: the names of all parameters, in order.
+        tensors: the names of tensors, in order.
 
     Raises:
         PatternError: a default value, ``*args``, a keyword-only parameter, or no tensor at all.
@@ -73,12 +73,12 @@ class Signature:
         return name not in self.tensors
 
     def arguments(self, match: Match) -> tuple[Any, ...]:
-        """The values that the idiom bound, in the meaning's order."""
+        """The values that the idiom bound, in the order of the meaning's parameters."""
         bound = match.bound
         return tuple(number(match, n) if self.is_number(n) else bound[n] for n in self.names)
 
     def condition(self, match: Match) -> Refusal | None:
-        """The side condition of every meaning: floating tensors of one shape, constant numbers."""
+        """The condition of every meaning: floating tensors of one shape, and constant numbers."""
         numbers = constant(*(n for n in self.names if self.is_number(n)))
         if (reason := numbers(match)) is not None:
             return reason
@@ -101,10 +101,10 @@ def op_of(
 ) -> OpOverload:
     """The semantic op of ``meaning``, created at the first call for its name and content.
 
-    Shapes and dtypes: all tensors of one shape; the result has it too, in the promoted dtype.
-    ``gradient(dy, *parameters)`` returns one gradient for each tensor parameter; without it, it is
-    torch's vector-Jacobian product of ``meaning``. Gradients have the dtypes of their inputs; one
-    that is not needed is returned as an empty tensor.
+    All tensors have one shape; the result has it too, in their promoted dtype. ``gradient(dy,
+    *parameters)`` returns one gradient for each tensor parameter; without it, it is torch's
+    vector-Jacobian product of ``meaning``. Gradients have the dtypes of their inputs; unneeded
+    gradients are empty tensors.
 
     Raises:
         PatternError: the meaning closes over variables, or has parameters that an op cannot have.
@@ -142,8 +142,8 @@ def op_of(
 
 
 def norm_of(name: str, scale: Callable[..., Tensor], values: tuple[Any, ...]) -> OpOverload:
-    """The semantic op of a norm, as ``Pattern.norm`` describes it, made on the first call for its
-    name and content. ``values`` are for the numbers of ``scale``, to try it."""
+    """The semantic op of a norm, as ``Pattern.norm`` describes it, created on the first call for
+    its name and content. ``values``: values for the numbers of ``scale``, to try it."""
     first, *numbers = Signature(scale).names
     if Signature(scale).tensors != (first,) or first not in ("mean_square", "sum_square"):
         raise PatternError(
@@ -164,8 +164,8 @@ def norm_of(name: str, scale: Callable[..., Tensor], values: tuple[Any, ...]) ->
 
 
 def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with all tensors in their promoted dtype: the matcher skips casts, and the op
-    must not compute in a narrower type than the idiom."""
+    """``function`` with all tensors converted to their promoted dtype, because the matcher skips
+    casts, and the op must not compute in a narrower type than the idiom."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]

@@ -22,13 +22,13 @@ Condition = Callable[[Match], "Refusal | str | None"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """An idiom in its spellings, and what it means: an elementwise torch function or a semantic op.
+    """An idiom in its spellings, and its meaning: an elementwise torch function or a semantic op.
 
     With ``meaning``, nothing else is needed: the semantic op, its gradient, its arguments and the
     conditions that tensors have one shape and numbers are constant follow from it.
 
     Attributes:
-        name: for counters, logs and ``options["disable"]``; an identifier.
+        name: an identifier, for counters, logs and ``options["disable"]``.
         idioms: plain PyTorch functions, one per spelling, most specific first. With ``meaning``,
             their parameters have its names; without any, the meaning is the only spelling.
         op: the semantic op, an OpOverload of ``coda_inductor.semantic``.
@@ -41,8 +41,8 @@ class Pattern:
             derivative of ``meaning``. Without it the gradient is derived.
         example: values for parameters of the idioms: a number, a shape for a float64 tensor, or a
             tensor, whose values count only if they are integers. With ``op``, idioms are compared
-            with the op at it, or at several in a tuple, each idiom at those that fit it best.
-            Missing values are derived from ``meaning``.
+            with the op on these values. A tuple holds several examples; each idiom uses the
+            examples that fit it best. Missing values are derived from ``meaning``.
 
     Raises:
         PatternError: the name is not an identifier, or not exactly one of op and meaning is set.
@@ -88,8 +88,8 @@ class Pattern:
             name: see :class:`Pattern`.
             scale: a positive elementwise torch function of ``mean_square`` or ``sum_square``, the
                 mean or the sum of the squares of each row of x, and of numbers.
-            idioms: of x, these numbers and, where there is one, weight.
-            how: ``conditions``; ``example``, with numbers for which 0.5 is no good example.
+            idioms: functions of x, these numbers and, if there is one, weight.
+            how: ``conditions``; ``example`` (for numbers of which 0.5 is no good example).
         """
         numbers = parameters(scale)[1:]
         example = {**dict.fromkeys(numbers, 0.5), **how.get("example", {})}
@@ -113,7 +113,7 @@ class Pattern:
         )
 
     def _define(self) -> None:
-        """Fill in what follows from the meaning."""
+        """Derive the op, its arguments and conditions from the meaning."""
         assert self.meaning is not None
         if self.arguments is not None or self.result is not None:
             raise PatternError(f"pattern {self.name}: arguments and result go with op, not meaning")
@@ -141,7 +141,7 @@ class Pattern:
         return tuple(Idiom(function) for function in self.idioms)
 
     def call(self, *arguments: Any) -> Any:
-        """The semantic op on ``arguments``; its output that replaces the idiom."""
+        """The op's output, for ``arguments``, that replaces the idiom."""
         result = self.op(*arguments)
         return result if self.result is None else result[self.result]
 

@@ -3,11 +3,11 @@
 
 - Each idiom equals the meaning; or, for each element of the tensors of its examples, the definition
   of the semantic op.
-- The author's gradient, if any, equals the derivative of the meaning, wherever that has one.
+- The author's gradient, if any, equals the derivative of the meaning where it exists.
 
-``python -m coda_inductor check`` and tests prove; a load only compares numbers (``compare``).
-Side conditions are not proven: that they suffice for shapes and dtypes is the author's claim, which
-``check`` tries on the example.
+``python -m coda_inductor check`` and tests prove claims; a load only compares numbers
+(``compare``). Side conditions are not proven: whether they suffice for shapes and dtypes, ``check``
+tries on the example.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coda_inductor.semantic.define import parameters
 
 @dataclass(frozen=True)
 class Claim:
-    """Two things that must be equal. ``kinks``: also at the points where a condition changes."""
+    """Two expressions that must be equal; with ``kinks``, also where a condition changes."""
 
     name: str
     left: Any
@@ -89,7 +89,7 @@ def _claims_of_meaning(pattern: Pattern) -> Iterator[Claim]:
 
 
 def _claims_of_op(pattern: Pattern) -> Iterator[Claim]:
-    """Each idiom against the definition of the op, on symbols in place of the examples' tensors."""
+    """Claims that each idiom equals the op's definition, on symbols for the examples' tensors."""
     for idiom in pattern.idioms:
         for example in fitting(pattern, idiom):
             inputs = {name: _symbols(name, example[name]) for name in parameters(idiom)}
@@ -98,7 +98,7 @@ def _claims_of_op(pattern: Pattern) -> Iterator[Claim]:
 
 
 def _symbols(name: str, example: Any) -> Any:
-    """The value for a parameter: symbols for a tensor; integers and numbers unchanged."""
+    """The value for a parameter: symbols for a floating tensor; integers and numbers unchanged."""
     if isinstance(example, Tensor):
         whole = not example.is_floating_point() and not example.is_complex()
         return example if whole else Exact.symbols(name, example.shape, example.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two sides of what a pattern claims: an idiom, and the meaning or the semantic op.
+"""The two sides of a pattern's claims: an idiom, and the meaning or the semantic op.
 
 Both are plain torch functions. ``compare`` runs them on numbers, ``prove`` on symbols.
 """
@@ -28,7 +28,7 @@ _ROW_FUNCTIONS = {
 
 
 def check_readable(pattern: Pattern) -> None:
-    """Check what needs no value: names of parameters, and that the matcher reads each idiom.
+    """Check names of parameters, and that the matcher reads each idiom. No values are needed.
 
     Raises:
         PatternError: an idiom cannot be traced or matched, or has other parameters than the
@@ -64,7 +64,7 @@ def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
     """The results of the author's gradient, as a tuple.
 
     Raises:
-        PatternError: it is not one for each tensor.
+        PatternError: there is not one gradient for each tensor.
     """
     assert pattern.meaning is not None
     tensors = Signature(pattern.meaning).tensors
@@ -80,7 +80,7 @@ def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
 def against_op(
     pattern: Pattern, idiom: Callable[..., Any], inputs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """The idiom's result and the op's, of values for the idiom's parameters."""
+    """(result of the idiom, result of the op) for values of the idiom's parameters."""
     match, nodes = stand_in(inputs)
     arguments = [inputs[nodes[a]] if isinstance(a, Node) else a for a in pattern.arguments(match)]
     right = DEFINITIONS[pattern.op].function(*arguments)
@@ -95,7 +95,7 @@ def against_op(
 
 
 def fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
-    """The examples with all parameters of ``idiom``, of these the ones with the fewest others."""
+    """The examples with all parameters of ``idiom`` and the fewest other parameters."""
     names = set(parameters(idiom))
     examples = [e for e in pattern.examples if names <= set(e)]
     if not examples:
@@ -109,7 +109,7 @@ def fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, An
 
 
 class _Idiom(torch.fx.Interpreter):
-    """Runs an idiom; a norm in one call is over the last dimension, as for the matcher."""
+    """Runs an idiom. A norm written as one call is over the last dimension, as in the matcher."""
 
     def run_node(self, n: Node) -> Any:
         call = normalize(n) if n.op == "call_function" else None
@@ -120,8 +120,8 @@ class _Idiom(torch.fx.Interpreter):
 
 
 def stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
-    """A match that binds parameters to ``inputs``: to numbers, and for each tensor to a node of its
-    shape and dtype. Also returns the parameter of each node."""
+    """A match that binds each parameter to its number, or to a node with the shape and dtype of its
+    tensor. Returns the match and the parameter of each node."""
     graph, nodes, bound = Graph(), {}, dict(inputs)
     for name, tensor in inputs.items():
         if isinstance(tensor, Tensor):
@@ -134,7 +134,7 @@ def stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
 
 
 def _numbers(pattern: Pattern) -> set[Any]:
-    """The parameters that stand for numbers."""
+    """The names of the parameters that are numbers."""
     if pattern.meaning is not None:
         signature = Signature(pattern.meaning)
         return {*signature.names} - {*signature.tensors}
@@ -143,7 +143,7 @@ def _numbers(pattern: Pattern) -> set[Any]:
 
 
 def _check_matchable(idiom: Callable[..., Any], pattern: Pattern) -> None:
-    """An idiom that the matcher cannot read would never fire, silently."""
+    """Raise if the matcher cannot read an idiom, which would otherwise never fire, silently."""
     numbers = _numbers(pattern)
     try:
         graph = torch.fx.symbolic_trace(idiom).graph

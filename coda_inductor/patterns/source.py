@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pattern file -> its patterns, read and run. Nothing is compared yet."""
+"""One pattern file -> its patterns. The file is read and run; nothing is compared yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coda_inductor.patterns.pattern import Pattern
 
 @dataclass(frozen=True)
 class Source:
-    """A file that was read once, so that the text that was read is run."""
+    """A file and its text. It is read only once, so that exactly this text is run."""
 
     path: Path
     text: str
@@ -24,7 +24,7 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read a file.
+    """Read a pattern file.
 
     Raises:
         PatternError: it is missing, cannot be read, or is not UTF-8 text.
@@ -43,7 +43,7 @@ def read(path: Path) -> Source:
 
 
 def run(source: Source) -> tuple[Pattern, ...]:
-    """Run a file; the patterns that it defines.
+    """Run a file. Returns the patterns that it defines.
 
     Raises:
         PatternError: it fails, or defines no pattern.
@@ -64,7 +64,7 @@ def run(source: Source) -> tuple[Pattern, ...]:
 
 
 def _import(source: Source) -> ModuleType:
-    """The file as a module, compiled from the text that was read, never from stale byte code."""
+    """The file as a module, compiled from its text, never from stale byte code."""
     module = ModuleType(f"coda_inductor_pattern_{source.path.stem}_{source.digest[:12]}")
     module.__file__ = str(source.path)
     module.__dict__[DIGEST] = source.digest

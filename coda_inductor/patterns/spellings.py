@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How people write the norms of rows."""
+"""Common ways to write norms of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Function = Callable[..., Any]
 
 
 def norms(core: Function, square: Function) -> tuple[tuple[Function, ...], tuple[Function, ...]]:
-    """``weight * core(x) / sqrt(square(x) + eps)``: with a weight, and without."""
+    """(idioms with a weight, idioms without) for ``weight * core(x) / sqrt(square(x) + eps)``."""
 
     def inverse(x: Any, eps: Any) -> Any:
         return torch.rsqrt(square(x) + eps)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own processes: compile servers and measuring processes.
+"""Our own processes: compile servers, and processes that measure.
 
 child  the parent's side of such a process: start, ask, end
-start  how the process begins; and the messages of both sides
+start  the start of the process, and the messages of both sides
 """

@@ -30,7 +30,7 @@ _NEEDED = ("torch", "sympy")
 
 
 class EndedError(Exception):
-    """A child ended without an answer. ``code``: its exit status, ``words``: its last line."""
+    """A child ended without an answer. ``code``: its exit status; ``words``: its last line."""
 
     def __init__(self, code: int | None, words: str):
         super().__init__(words or f"status {code}")
@@ -38,14 +38,14 @@ class EndedError(Exception):
 
 
 class LateError(Exception):
-    """A child did not answer in time, and was ended."""
+    """A child did not answer in time, and was killed."""
 
 
 class Child:
     """A process that runs ``main(connection, *arguments)`` of ``module``.
 
-    ``environment``: variables in addition to this process's. ``connection``: to it, for other uses
-    than :meth:`ask`.
+    ``environment``: variables in addition to this process's. ``connection``: the connection to it,
+    for other uses than :meth:`ask`.
 
     Raises:
         OSError: it cannot be started.
@@ -76,7 +76,7 @@ class Child:
         return self._process.pid
 
     def ask(self, message: Any, deadline: float) -> Any:
-        """The answer to ``message``, by ``deadline`` (of ``time.monotonic``).
+        """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``).
 
         Raises:
             EndedError, LateError: there is no answer; the process has ended.
@@ -85,7 +85,7 @@ class Child:
         return self.answer(deadline)
 
     def answer(self, deadline: float) -> Any:
-        """Its next message; otherwise as :meth:`ask`."""
+        """The child's next message. Raises as :meth:`ask`."""
         try:
             if self.connection.poll(max(0.0, deadline - time.monotonic())):
                 return self.connection.recv()
@@ -95,7 +95,7 @@ class Child:
         raise LateError
 
     def ended(self) -> EndedError:
-        """End it, if it has not; returns how it ended."""
+        """End the child, unless it has ended. Returns how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
         lines: list[str] = []
@@ -106,7 +106,7 @@ class Child:
         return EndedError(self._process.returncode, lines[-1][:200] if lines else "")
 
     def end(self) -> None:
-        """End it, at once; takes at most two seconds."""
+        """End the child at once. This takes at most two seconds."""
         for stop in (self._process.terminate, self._process.kill):
             stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -115,7 +115,7 @@ class Child:
         self._output.close()
 
     def abandon(self) -> None:
-        """In a fork of this process: leave the child to its parent, so that it ends with it."""
+        """In a fork of this process: disown the child, which ends with its real parent."""
         self.connection.close()
         self._process.returncode = 0  # else Popen warns that it was not waited for
 
@@ -125,8 +125,8 @@ class Child:
 
 
 def import_path() -> list[str]:
-    """``sys.path``, without the current folder: what lies there is data, not a library. Import
-    ignores entries that are not text, such as a ``pathlib.Path``."""
+    """``sys.path`` without the current folder, whose files are data, not a library. Import ignores
+    entries that are not text, such as a ``pathlib.Path``."""
     folder = None
     with contextlib.suppress(FileNotFoundError):  # it was removed
         folder = os.path.realpath(os.getcwd())

@@ -6,7 +6,7 @@ excludes the current folder, the user's site folder and PYTHONPATH, and this pac
 from the folder of this file, independent of that path. Then ``MODULE.main(connection, *arguments)``
 runs.
 
-It ends with its parent in all cases, also while it waits for something.
+The child ends with its parent in all cases, also while it waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Messages(Connection):
 
 
 def _import_package() -> None:
-    """Import exactly this package, wherever its name leads to."""
+    """Import exactly the package of this file, whatever its name leads to on the path."""
     spec: Any = importlib.util.spec_from_file_location(_PACKAGE.name, _PACKAGE / "__init__.py")
     sys.modules[_PACKAGE.name] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
@@ -54,7 +54,7 @@ def _watch(parent: int, main: int) -> None:
 
 
 def main(parent: int, module: str, *arguments: str) -> None:
-    """``parent``: its process id."""
+    """Run the child. ``parent``: the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the waiting parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     requests = Messages(os.dup(0))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogue programs: what happens to a GEMM's accumulator tile before it leaves the chip.
+"""Epilogue programs: the computation on a GEMM's accumulator tile before it leaves the chip.
 
 ir      the frozen dataclasses, their JSON form and identity
-operands  what is read beside A and B: the kinds, and all that differs between them
+operands  the tensors beside A and B: their kinds, and all differences between kinds
 dtypes  every dtype that programs know
 ops     the elementwise vocabulary
 grouped   products of rows with the weights of their group, in plain torch
 heads   rotations across the columns of an attention head
-simplify  shorter programs that mean the same
-statistics  reductions read what is stored
+simplify  shorter programs with the same meaning
+statistics  reductions read values as they are stored
 scales  the factors that an unfused FP8 GEMM applies itself
 verify  is a program legal?
 reference  a program as plain torch ops: oracle, shape rule, fallback

@@ -20,9 +20,9 @@ _LIBRARY.define(
 def grouped_product(
     a: Tensor, b: Tensor, groups: Tensor, index: Tensor | None, wide: torch.dtype
 ) -> Tensor:
-    """Row i of ``a`` (R, K), or row index[i] of it, times b[e] of ``b`` (E, K, N), where i is in
-    group e: from groups[e] to groups[e + 1], (E + 1,) int32. (M, N), computed in ``wide``; rows in
-    no group are arbitrary."""
+    """Row i of the result, (M, N), is row i of ``a`` (R, K), or row index[i], times b[e] of ``b``
+    (E, K, N). Row i is in group e: from groups[e] to groups[e + 1], (E + 1,) int32. Computed in
+    ``wide``; rows without a group are arbitrary."""
     a = (a if index is None else a[index]).to(wide)
     if wide == torch.bfloat16:
         return grouped_mm(a, b.to(wide), groups[1:])
@@ -30,13 +30,13 @@ def grouped_product(
 
 
 def group_of(groups: Tensor, m: int) -> Tensor:
-    """The group of each of ``m`` rows, (m,) int64; the last one for rows in no group."""
+    """The group of each of ``m`` rows, (m,) int64; the last group for rows without one."""
     rows = torch.arange(m, device=groups.device, dtype=groups.dtype)
     return (rows[:, None] >= groups[None, 1:-1]).sum(1)
 
 
 def _plain(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
-    """The result of ``torch._grouped_mm``, which in a graph only takes bfloat16."""
+    """The result of ``torch._grouped_mm``, which in a graph takes only bfloat16."""
     out = a.new_zeros(a.shape[0], b.shape[2])
     for e, (start, end) in enumerate(itertools.pairwise(groups.tolist())):
         out[start:end] = a[start:end] @ b[e]

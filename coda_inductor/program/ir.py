@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpilogueProgram: a small frozen SSA program over one GEMM accumulator tile.
 
-The program says what happens to ``acc = A @ B`` (A is M x K, B is K x N) before the tile leaves
+The program describes the work on ``acc = A @ B`` (A is M x K, B is K x N) before the tile leaves
 the chip. It is built of the five primitives of the CODA paper (arXiv 2605.19269, section 4):
-elementwise steps, vector loads (row or column broadcast), tile loads and stores, block
-reductions. It never mentions the mainloop, the tile size or the graph it came from.
+elementwise steps, vector loads (row or column broadcast), tile loads and stores, block reductions.
+It never mentions the mainloop, the tile size or the graph it came from.
 
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
 one shape: gate and up projections in one tile (rule R6 of the design).
@@ -12,7 +12,7 @@ one shape: gate and up projections in one tile (rule R6 of the design).
 A *grouped* program multiplies rows by the B of their group, an expert: it has an operand of the
 kind "groups", and one of the kind "index" if its rows are gathered from A (``ROUTES``).
 
-In a program with a ``head``, N consists of heads of that many columns (``program.heads``).
+In a program with a ``head``, N consists of heads with ``head`` columns each (``program.heads``).
 
 A and B may have different dtypes if both are FP8 (``a_dtype``, ``b_dtype``); values on the tile are
 float32 in any case.
@@ -50,8 +50,8 @@ LEAST_PART = 256
 
 @dataclass(frozen=True)
 class Step:
-    """``name = op(*args)``. An argument is an SSA name or a literal. ``origin`` is the graph op it
-    came from; it is for readers only and not part of the program's identity."""
+    """``name = op(*args)``. An argument is an SSA name or a literal. ``origin`` is the graph op
+    that the step comes from; it is for readers only and not part of the program's identity."""
 
     name: str
     op: str
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def names(self) -> list[str]:
-        """The arguments that are no literals."""
+        """The arguments that are not literals."""
         return [a for a in self.args if isinstance(a, str)]
 
 
@@ -88,13 +88,14 @@ class Reduce:
 
     @property
     def dim(self) -> int:
-        """The dimension of the tile that is reduced."""
+        """The dimension of the tile along which values are reduced."""
         return 1 if self.axis == "row" else 0
 
 
 @dataclass(frozen=True)
 class EpilogueProgram:
-    """See the module docstring. Use :func:`coda_inductor.program.verify` before running one."""
+    """An epilogue program, see the module docstring. Check it with
+    :mod:`coda_inductor.program.verify`."""
 
     accs: tuple[str, ...]
     a_dtype: str
@@ -118,7 +119,7 @@ class EpilogueProgram:
 
     @property
     def fp8(self) -> bool:
-        """Are A and B of 8 bits?"""
+        """Do A and B have 8 bits?"""
         return self.a_dtype in FP8
 
     @property
@@ -128,7 +129,7 @@ class EpilogueProgram:
 
     @property
     def loads(self) -> tuple[Operand, ...]:
-        """The operands that are staged through shared memory as tiles are: tiles, and tables."""
+        """The operands that are staged through shared memory like tiles: tiles, and tables."""
         return tuple(o for o in self.operands if o.spec.staged)
 
     @property
@@ -145,21 +146,21 @@ class EpilogueProgram:
 
     @property
     def grouped(self) -> bool:
-        """Does every row of A have the B of its group?"""
+        """Is every row of A multiplied by the B of its group?"""
         return self.routes[0] is not None
 
     def rows(self, as_: Sequence[Any], operands: Sequence[Any]) -> Any:
-        """M of a call."""
+        """The M of a call."""
         index = self.routes[1]
         return (as_[0] if index is None else operands[index]).shape[0]
 
     def columns(self, bs: Sequence[Any]) -> int:
-        """N of a call; in a grouped pair, one of ``bs`` may have the columns of both."""
+        """The N of a call. In a grouped pair, one of ``bs`` may have the columns of both."""
         return bs[0].shape[-1] // (len(self.accs) if len(bs) < len(self.accs) else 1)
 
     def too_thin(self, m: Any, operands: Sequence[Any]) -> bool:
         """Does a part of a batch have fewer rows than the largest tile, so that no kernel may run?
-        Where sizes are symbolic, only a call tells."""
+        With symbolic sizes, only a call can tell."""
         pairs = zip(self.operands, operands, strict=True)
         parts = [x.shape[0] for operand, x in pairs if operand.kind == "batch"]
         return any(n > 1 and m < n * LEAST_PART for n in parts)
@@ -169,7 +170,7 @@ class EpilogueProgram:
         return len(self.accs) == 2
 
     def sources(self, values: Iterable[str]) -> set[str]:
-        """``values``, and everything that they are computed from."""
+        """``values``, and all values that they are computed from."""
         names = set(values)
         for step in reversed(self.steps):
             if step.name in names:
@@ -193,7 +194,7 @@ class EpilogueProgram:
 
     @functools.cached_property
     def key(self) -> str:
-        """Identity: equal for programs that compute the same, from any graph."""
+        """The program's identity: equal for programs that compute the same, from any graph."""
         steps = tuple(dataclasses.replace(step, origin="") for step in self.steps)
         # Shipped measurements have it as their key, so programs from before FP8 keep theirs.
         head: dict[str, object] = {"format": 1, "accs": self.accs, "in_dtype": self.a_dtype}

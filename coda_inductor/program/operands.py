@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that a program reads beside A and B, and the record of each kind of them.
 
-All that differs between kinds is in :data:`KINDS`. The reference, the arguments of kernels, their
-shared memory and the tuner's inputs follow from the dimensions: M and N; H, the columns of a head;
-B, equal parts of M, with ``ir.LEAST_PART`` rows at least; E, the groups of a grouped program.
+All differences between kinds are in :data:`KINDS`. The reference, the kernels' arguments and shared
+memory, and the tuner's inputs follow from the dimensions: M and N; H, the columns of a head; B,
+equal parts of M, with ``ir.LEAST_PART`` rows at least; E, the groups of a grouped program.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Kind:
-    """How an operand covers the M x N tile.
+    """A kind of operand: how it covers the M x N tile.
 
     Attributes:
-        letter: the first letter of such operands' names.
-        dims: its dimensions. Columns of a paired program alternate in the kernel, so that an
-            operand with N, but without M, has every value twice: 2N.
-        grouped: its dimensions in a grouped program; None if such a program cannot read it.
+        letter: the first letter of the operands' names.
+        dims: the operand's dimensions. Columns of a paired program alternate in the kernel, so that
+            an operand with N, but without M, has every value twice: 2N.
+        grouped: the dimensions in a grouped program; None if such a program cannot read it.
         staged: does it pass through shared memory as tiles do?
-        route: does no step read it? Then it is int32, and tells which rows are multiplied.
-        sample: turns values of a normal distribution into those that the tuner measures with.
+        route: does it say which rows are multiplied? Then it is int32, and no step reads it.
+        sample: converts values of a normal distribution to the values of a measurement.
     """
 
     letter: str
@@ -40,17 +40,17 @@ class Kind:
 
     @property
     def columns(self) -> bool:
-        """Is it a vector of columns, or several?"""
+        """Is it a column vector, or several?"""
         return "N" in self.dims and "M" not in self.dims
 
     def shape(self, sizes: Mapping[str, Any], *, grouped: bool) -> tuple[Any, ...]:
-        """Its shape, where dimensions have these ``sizes``."""
+        """The operand's shape if dimensions have these ``sizes``."""
         dims = self.grouped if grouped else self.dims
         assert dims is not None, "the program is legal"
         return tuple(sizes[dim] for dim in dims)
 
     def resident(self, tile_m: int, tile_n: int) -> int:
-        """How many of its values stay in shared memory. Rows of a tile are in two parts at most."""
+        """The number of its values in shared memory. Rows of a tile cover two parts at most."""
         if self.staged or self.route or not self.dims:
             return 0
         return math.prod({"M": tile_m, "N": tile_n, "B": 2}[dim] for dim in self.dims)
@@ -81,10 +81,10 @@ class Operand:
 
     @property
     def spec(self) -> Kind:
-        """The record of its kind."""
+        """The record of the operand's kind."""
         return KINDS[self.kind]
 
     @property
     def kernel_dtype(self) -> str:
-        """The dtype in which kernels take it."""
+        """The dtype in which kernels take the operand."""
         return self.dtype if self.spec.dims else "float32"

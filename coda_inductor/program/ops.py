@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elementwise vocabulary of epilogue programs: name, arity and meaning in plain torch.
 
-The renderer (``coda_inductor.codegen.render``) calls the function of that name in
+The renderer (``coda_inductor.codegen.render``) calls the function with the op's name in
 ``coda_inductor.mainloop.math``. Adding an op means adding it to both, which a test compares.
 """
 
@@ -26,7 +26,7 @@ class OpSpec:
 
 
 def _to_nearest(dtype: torch.dtype) -> OpSpec:
-    """To ``dtype`` of 16 bits and back, computed in float32: Inductor drops a cast down and up."""
+    """Round to 16-bit ``dtype`` and back, in float32: Inductor drops a cast down and up."""
     bits_dropped = 16 if dtype == torch.bfloat16 else 13  # bits of the mantissa
 
     def nearest(x: torch.Tensor) -> torch.Tensor:

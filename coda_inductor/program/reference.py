@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference executor: an epilogue program as plain torch ops, on any device and in any dtype.
 
-It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
-(traced into the graph, so that Inductor compiles it), and the definition of what programs mean.
+It defines the meaning of programs. It is the oracle of the tests and the shape rule of the fake
+implementation, and it runs if no kernel can (traced into the graph, so that Inductor compiles it).
 
 FP8 operands are multiplied as exact values, and summed in float32. If the caller casts the operands
-to float64, everything is computed in float64, whatever the program's dtypes: that separates the
+to float64, everything is computed in float64, whatever the program's dtypes. This separates the
 rounding of the operands from all other errors.
 """
 
@@ -31,8 +31,8 @@ from coda_inductor.program.statistics import ROUNDING
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """``torch.logsumexp`` of a floating tensor whose number of rows may be symbolic.
 
-    Torch's own op checks whether there are rows, which for rows selected by a mask is known only at
-    run time; otherwise this is its decomposition.
+    Torch's own op checks whether there are rows, which is known only at run time for rows selected
+    by a mask. Apart from the check, this function is its decomposition.
     """
     if all(isinstance(size, int) for size in x.shape):
         return torch.logsumexp(x, dim, keepdim)
@@ -56,7 +56,7 @@ _TAKE_NUMBERS = ("add", "sub", "mul", "div")
 
 
 def compute_dtype(program: EpilogueProgram) -> torch.dtype:
-    """Values on the tile are float32, or float64 if the GEMM is float64."""
+    """The dtype of values on the tile: float32, or float64 if the GEMM is float64."""
     return torch.float64 if program.a_dtype == "float64" else torch.float32
 
 
@@ -70,17 +70,16 @@ def run(
 ) -> list[Tensor]:
     """Run ``program`` on ``as_``, each (M, K_j), and ``bs``, each (K_j, N).
 
-    With one accumulator it is the sum of all ``as_[j] @ bs[j]``; the two of a paired program are
+    A single accumulator is the sum of all ``as_[j] @ bs[j]``. The two of a paired program are
     ``as_[0] @ bs[0]`` and ``as_[0] @ bs[1]``.
 
-    In a grouped program, bs[j] is (E, K_j, N), or one tensor has the parts of all, and ``as_[j]``
-    is (R, K_j) if its rows are gathered.
-    ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
-    every value twice, for a grouped one (E, N) and (E, 2N), col (M,), scalar (), table (M, head),
-    batch (B, N) or (B, 2N) as row.
-    With ``exact`` the accumulators are not rounded, as in kernels. Without, each product is rounded
-    first, as in an unfused graph: to the inputs' dtype, or for FP8, after its scales
-    (``program.scales``), to bfloat16, the result dtype of FP8 GEMMs.
+    In a grouped program, bs[j] is (E, K_j, N), or one tensor holds all of them, and ``as_[j]`` is
+    (R, K_j) if its rows are gathered. ``operands`` follow ``program.operands``: tile (M, N), row
+    (N,) or for a paired program (2N,), every value twice, for a grouped one (E, N) and (E, 2N), col
+    (M,), scalar (), table (M, head), batch (B, N) or (B, 2N) as row. With ``exact`` the
+    accumulators are not rounded, as in kernels. Without, each product is rounded first, as in an
+    unfused graph: to the inputs' dtype, or for FP8, after its scales (``program.scales``), to
+    bfloat16, the result dtype of FP8 GEMMs.
 
     Returns the stores, each (M, N), then the partials of the reductions over one tile that covers
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
@@ -121,7 +120,7 @@ def run(
     outputs: list[Tensor] = []
     # Each store is a tensor of its own. The products of a grouped pair are parts of one.
     shared = {o.name for o in program.operands} | ({*program.accs} if program.grouped else set())
-    # Inductor drops a cast down and up, so readers of a store would get what was not rounded.
+    # Inductor drops a cast down and up, so readers of a store would get unrounded values.
     roundings: dict[Any, str] = {(step.op, step.args[0]): step.name for step in program.steps}
     for store in program.stores:
         name = roundings.get((ROUNDING.get(store.dtype, ""), store.value), store.value)
@@ -136,7 +135,7 @@ def run(
 
 
 def _load(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[str, Tensor]:
-    """Operands by name, in the compute dtype, on an (M, N) tile."""
+    """The operands by name, in the compute dtype, in a form that broadcasts to an (M, N) tile."""
     env: dict[str, Tensor] = {}
     for operand, tensor in zip(program.operands, operands, strict=True):
         kind = operand.spec
@@ -158,8 +157,8 @@ def _load(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[st
 
 
 def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
-    """For each accumulator to which a step, its only reader, adds a bias: that step, and the
-    position of the bias. ``addmm`` rounds once where a product and a sum round twice."""
+    """For each accumulator whose only reader is a step that adds a bias: (that step, the position
+    of the bias). ``addmm`` rounds once where a product and a sum round twice."""
     rows = {
         operand.name: i
         for i, operand in enumerate(program.operands)
@@ -176,7 +175,7 @@ def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
 
 
 def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
-    """The accumulators, of operands of 16 bits and more."""
+    """The accumulators, for operands of 16 bits and more."""
     groups, index = routes
 
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -211,8 +210,9 @@ def fp8_product(
     scales: tuple[Tensor, Tensor] | None = None,
     rounded: str = "float32",
 ) -> Tensor:
-    """``a @ b`` of FP8 operands, (M, K) times (K, N), times ``scales``, (M, 1) and (1, N) or both
-    0-dim, in float32 or rounded; in float64 if ``a`` is. On a GPU by cuBLAS, if it can read them.
+    """The product ``a @ b`` of FP8 operands, (M, K) times (K, N), times ``scales``, (M, 1) and (1,
+    N) or both 0-dim. It is float32, then ``rounded``, or float64 if ``a`` is. cuBLAS computes it if
+    it can.
     """
     out = getattr(torch, rounded)
     aligned = a.stride(1) == 1 and b.stride(0) == 1 and not (b.shape[0] % 16 or b.shape[1] % 16)
@@ -228,8 +228,8 @@ def fp8_product(
 
 
 def _round_fp8(program, scale, a: Tensor, b: Tensor, env: dict[str, Tensor]) -> Tensor:
-    """A product as in unfused graphs: with its scales, then rounded. cuBLAS takes one number per
-    operand, or one per row and per column."""
+    """A product rounded as in unfused graphs: after its scales. cuBLAS takes one scale per operand,
+    or one per row and per column."""
     unit = torch.ones((), dtype=torch.float32, device=a.device)
     numbers = [env[name] for name in scale.scalars] + [unit, unit]
     scales = numbers[0], numbers[1]
@@ -251,7 +251,7 @@ def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: 
 def output_shapes(
     program: EpilogueProgram, m, n, tile_m: int | None = None, tile_n: int | None = None
 ) -> list[tuple]:
-    """Shapes of what one run returns, for tiles of ``tile_m`` x ``tile_n`` (None: one tile)."""
+    """The shapes of one run's results, for tiles of ``tile_m`` x ``tile_n`` (None: one tile)."""
     shapes: list[tuple] = [(m, n) for _ in program.stores]
     for reduce in program.reduces:
         if reduce.axis == "row":

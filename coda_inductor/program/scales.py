@@ -19,8 +19,8 @@ from coda_inductor.program.ir import EpilogueProgram
 
 @dataclass(frozen=True)
 class Scaled:
-    """A product with its scales: the value after all of them, the steps that multiply with them,
-    and their operands, at most two: of kind col, row and scalar."""
+    """A product with its scales: the value after all of them, the steps that multiply by them, and
+    at most two operands, of the kinds col, row and scalar."""
 
     value: str
     steps: tuple[str, ...] = ()
@@ -30,14 +30,13 @@ class Scaled:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All operands that are scales."""
+        """The names of all operands that are scales."""
         return tuple(name for name in (self.col, self.row, *self.scalars) if name is not None)
 
 
 @functools.lru_cache(maxsize=4096)
 def scaled(program: EpilogueProgram) -> dict[str, Scaled]:
-    """For each accumulator of ``program``, what an unfused GEMM computes: in 16 bits and more, only
-    the product."""
+    """For each accumulator, the part of ``program`` that an unfused GEMM computes."""
     return {acc: _scaled(program, acc) for acc in program.accs}
 
 

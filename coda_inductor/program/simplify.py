@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shorter programs that mean the same: no step twice, and no unread step.
+"""Make programs shorter without changing their meaning: no step twice, and no unread step.
 
 The backward of an op recomputes what its forward computed, so the same sigmoid occurs two or three
 times in one epilogue; equal steps become one. Decompositions spell the logistic function as ``1 /
@@ -24,7 +24,7 @@ _COMMUTATIVE = frozenset(
 
 def simplify(program: EpilogueProgram, *, exact: bool = False) -> EpilogueProgram:
     """Rewrite ``program`` by the identities of this module; operands and outputs stay. ``exact``:
-    only by those that keep each bit: a store rounds by itself, and functions stay as spelled."""
+    keep each bit, so that stores round by themselves and functions stay as spelled."""
     by_name = {step.name: step for step in program.steps}
     steps: list[Step] = []
     for step in program.steps:
@@ -36,7 +36,7 @@ def simplify(program: EpilogueProgram, *, exact: bool = False) -> EpilogueProgra
 
 
 def _drop_rounding(store: Store, by_name: dict[str, Step]) -> Store:
-    """``store`` of the value before a rounding that it does itself."""
+    """``store``, but of the value before a rounding that the store does itself."""
     step = by_name.get(store.value)
     if step is None or step.op != ROUNDING.get(store.dtype):
         return store
@@ -44,8 +44,7 @@ def _drop_rounding(store: Store, by_name: dict[str, Step]) -> Store:
 
 
 def _merge(program: EpilogueProgram) -> EpilogueProgram:
-    """Equal steps become the first of them. Arguments are renamed before steps are compared, so one
-    pass merges all."""
+    """Replace equal steps by the first one. Arguments are renamed first, so one pass merges all."""
     unique: dict[tuple[str, ...], Step] = {}
     names: dict[str, str] = {}
     for step in program.steps:
@@ -69,7 +68,7 @@ def _merge(program: EpilogueProgram) -> EpilogueProgram:
 
 
 def _logistic(step: Step, by_name: dict[str, Step]) -> list[Step] | None:
-    """A / (1 + exp(-x)) = a * sigmoid(x);  1 / (1 + exp(-x)) = sigmoid(x)."""
+    """A / (1 + exp(-x)) as a * sigmoid(x), 1 / (1 + exp(-x)) as sigmoid(x); else None."""
     if step.op == "div":
         numerator, denominator = step.args
     elif step.op == "reciprocal":
@@ -87,7 +86,7 @@ def _logistic(step: Step, by_name: dict[str, Step]) -> list[Step] | None:
 
 
 def _argument_of_logistic(value: str | float, by_name: dict[str, Step]) -> str | None:
-    """x, if ``value`` is 1 + exp(-x)."""
+    """The value x if ``value`` is 1 + exp(-x), else None."""
     add = by_name.get(value) if isinstance(value, str) else None
     if add is None or add.op != "add" or 1.0 not in add.args:
         return None

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics are computed from the stored values.
+"""Compute statistics from values as they are stored.
 
 A value that is stored in 16 bits is rounded; a reduction of it on the tile is not. If a later
 kernel combines the two, the difference can dominate the result: for a confident token, ``exp(logit
 - lse) - 1`` was only the rounding error of its logit (30 % of the loss's gradient at a loss of
-0.045). Unfused code normalizes what it rounded, so a program does too::
+0.045). Unfused code normalizes rounded values, so a program does too::
 
     store out0 = acc : bfloat16                store out0 = acc : bfloat16
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc
                                                reduce part0 = logsumexp over N of acc_r
 
-A value stored in float32 is read as it is, even if it was computed from a value that is stored
-rounded: the gradient of a row's maximum looks for it among the stored values.
+A value stored in float32 is not changed, even if it is computed from a value that is stored
+rounded: the gradient of a row's maximum searches for it among the stored values.
 
 ``verify`` refuses a sum, maximum or log-sum-exp of a row that reads an unrounded value.
 """
@@ -29,7 +29,7 @@ ROUNDING = {dtype: f"round_{dtype}" for dtype in HALF_NAMES}
 
 
 def consistent(program: EpilogueProgram, exact: Collection[str] = ()) -> EpilogueProgram:
-    """``program`` with reductions that read stored values rounded, as they are in memory.
+    """``program`` with reductions that read stored values after rounding, as they are in memory.
 
     ``exact`` names reductions whose result is never combined with the stored values (a bias's
     gradient); they stay more exact.
@@ -51,7 +51,7 @@ def inconsistent(program: EpilogueProgram) -> Reduce | None:
 
 
 class _Rounding:
-    """Maps a value to the same one computed from rounded stored values."""
+    """Maps a value to the same value, computed from rounded stored values."""
 
     def __init__(self, program: EpilogueProgram):
         self.steps: list[Step] = []  # the steps for that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a program legal? Checked before every use, so that consumers need no checks of their own."""
+"""Is a program legal? This is checked before every use, so that consumers need no checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     """Return ``program`` if it is legal.
 
     Raises:
-        ProgramError: naming the first operand, step, store or reduction that is not legal, and why.
+        ProgramError: the program is not legal; names the first illegal operand, step, store or
+            reduction, and why.
     """
     if program.accs not in (("acc",), ("acc0", "acc1")):
         raise ProgramError(f"accumulators must be ('acc',) or ('acc0', 'acc1'), got {program.accs}")
@@ -95,7 +96,7 @@ def _groups(program: EpilogueProgram) -> None:
 
 
 def _steps(program: EpilogueProgram, names: set[str]) -> set[str]:
-    """Returns the names of bools."""
+    """Check the steps. Returns the names of bools."""
     booleans = set()
     for step in program.steps:
         spec = OPS.get(step.op)
@@ -145,7 +146,7 @@ def _outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> No
 
 
 def _heads(program: EpilogueProgram) -> None:
-    """See ``program.heads``. Kernels can read only accumulators at another column."""
+    """Check swaps (``program.heads``): kernels can read only accumulators at another column."""
     swaps = [step for step in program.steps if step.op == "swap"]
     tables = [o for o in program.operands if o.kind == "table"]
     if bool(program.head) != bool(swaps or tables):

@@ -2,18 +2,18 @@
 """Algebra on semantic ops in the aten graph, one file per rule family.
 
 noops      nodes without effect are removed
-collectives  the same collective twice, and one for each term of a sum
-adapters   low-rank products keep no other work out of epilogues
-concatenated  a product of concatenated columns is a sum of products
-fp8        torchao's FP8 training graphs: equal quantizations are merged, products have scales
+collectives  equal collectives, and the collectives of a sum's terms, are merged
+adapters   low-rank products are moved out of the way of epilogues
+concatenated  a product of concatenated columns becomes a sum of products
+fp8        torchao's FP8 graphs: equal quantizations are merged, products get scales
 norm       norms move past the GEMMs around them, forward and backward (R1 to R5)
 loss       the gradient of the logits is computed one slice at a time (R7)
 heads      queries and keys are rotated in the rows of their projection (R8)
-embedding  its gradient touches only the rows that were looked up
+embedding  an embedding's gradient touches only the rows that were looked up
 decompose  ops that no rewrite used become the aten ops that define them
 recompute  the backward pass recomputes elementwise values
 tables     sines and cosines are computed once
-views      recorded values of views share memory like the real ones
-experts    grouped products that no epilogue absorbed
+views      recorded values of views share memory like the real tensors
+experts    grouped products without an epilogue become the user's products again
 borders    the tensors that one checkpointed block passes to the next are saved
 """

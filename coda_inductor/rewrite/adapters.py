@@ -14,11 +14,11 @@ After::
 Why it is valid: a number commutes with a product, and terms commute with each other. Values are
 rounded as often as before, at other steps.
 
-Why it pays: t is neither written nor read. Two terms of full rank are one GEMM (``fuse.sums``),
-whose epilogue adds the others; before, a term between them that no kernel reads with them prevented
-that. The gradient of layers behind dropout (``semantic.dropout``) is such a term too.
+Why it pays: t is neither written nor read. Two terms of full rank become one GEMM (``fuse.sums``),
+whose epilogue adds the others; a low-rank term between them would prevent that. The gradient of
+layers behind dropout (``semantic.dropout``) is such a term too.
 
-Leaves alone: a number times what anything but a small product reads; float16, in which a product
+Leaves alone: a scaled tensor with other readers than small products; float16, in which a product
 that is scaled late may overflow; sums whose terms of full rank stand first already, or lie on two
 sides of a checkpoint's border.
 """
@@ -42,7 +42,7 @@ _SMALLER = 8
 
 
 def unburden(graph: Graph, record: Record) -> None:
-    """Apply both rewrites to an aten graph, in place."""
+    """Scale results of low-rank products, not inputs, and add low-rank terms last, in place."""
     del record
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
         _scale_products(node)
@@ -72,7 +72,7 @@ def _scale_products(scaled: Node) -> None:
 
 
 def _full_rank_first(total: Node) -> None:
-    """Let ``total`` begin with its terms of full rank."""
+    """Move the terms of full rank to the front of the sum ``total``."""
     reader = only_reader(total)
     if reader is not None and addends(reader) and _joins(total, reader):
         return  # a part of a longer sum
@@ -90,7 +90,7 @@ def _full_rank_first(total: Node) -> None:
 
 
 def _dropped(term: Node) -> bool:
-    """Is ``term`` the gradient of layers of low rank behind dropout?"""
+    """Is ``term`` the gradient of low-rank layers behind dropout?"""
     return any(n.target is BACKWARD for n in base(term).all_input_nodes)
 
 
@@ -108,8 +108,8 @@ def _terms(node: Node, total: Node) -> list[Node]:
 
 
 def _joins(part: Node, total: Node) -> bool:
-    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? A node with one
-    reader lies on its reader's side of the graph."""
+    """May the sum ``part``, which only ``total`` reads, be computed at any position in ``total``? A
+    node with one reader lies on its reader's side of the graph."""
     a, b = fake(part), fake(total)
     same_kind = a.dtype == b.dtype and a.shape == b.shape
     return same_kind and checkpoint(part) == checkpoint(total)

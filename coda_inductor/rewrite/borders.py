@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that one checkpointed block passes to the next are saved.
+"""Save the tensors that one checkpointed block passes to the next.
 
 Before::
 
@@ -16,7 +16,7 @@ outputs, and a fused block ends in those. It would then recompute all blocks, on
 before the first gradient, with all activations in memory at once. Without the mark for
 recomputation, torch never computes the call twice, but saves its outputs.
 
-Leaves alone what no later checkpoint reads, and what the user's policy saves.
+Leaves alone tensors that no later checkpoint reads, or that the user's policy saves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARKS = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def save_borders(graph: Graph, _record: Record) -> None:
-    """Apply this to a joint graph after rewriting and fusing; only tags change."""
+    """Apply the rewrite to a joint graph after rewriting and fusing; only tags change."""
     for node in graph.nodes:
         if _renames(node) and _recomputed(node) and any(_is_later(u, node) for u in node.users):
             *views, base = chain(node, _renames)

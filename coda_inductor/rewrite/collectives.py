@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unneeded collectives: the same one twice, and one for each term of a sum.
+"""Merge equal collectives, and the collectives of the terms of a sum.
 
 Tensor parallelism per module (``parallelize_module``) gathers one norm's result separately for gate
 and up, or for q, k and v, and reduces each of their gradients separately.
@@ -17,7 +17,7 @@ After::
 and the same with ``all_reduce``.
 
 Why it is valid: a functional collective is a function of its arguments, and the sum over ranks is
-linear. Every rank of a group runs the same program, so each leaves out the same collectives: the
+linear. Every rank of a group runs the same program, so each rank drops the same collectives: the
 decision may depend only on the graph and options (not on the gate, a measurement or the device).
 
 What it enables: gate and up read one operand and can share a tile (torch merges equal gathers too,
@@ -62,7 +62,8 @@ def merge_collectives(graph: Graph, record: Record) -> None:
 
 
 def _merge_equal(graph: Graph, scope: Scope) -> int:
-    """Keep the first of equal collectives, and of what waits for it or moves its result."""
+    """Keep only the first of equal collectives, of their waits, and of moves of their results.
+    Returns the number of erased collectives."""
     first: dict[tuple[Any, ...], Node] = {}
     copies: list[Node] = []
     chain: set[Node] = set()  # collectives, and what only moves their results
@@ -81,18 +82,18 @@ def _merge_equal(graph: Graph, scope: Scope) -> int:
 
 
 def _leaves(node: Node) -> bool:
-    """Is the memory of ``node`` an output of the graph? The wait for it has the same memory."""
+    """Is the memory of ``node``, or of its wait, an output of the graph?"""
     return leaves(node) or any(is_wait(user) and leaves(user) for user in node.users)
 
 
 def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
-    """The call of ``node``, its side and its checkpoint: equal for equal results."""
+    """A key of ``node``: its call, its side and its checkpoint. Equal for equal results."""
     call = node.target, str(node.args), str(node.kwargs)  # nodes' names are unique
     return (*call, node in scope.forward, scope.recomputed(node), checkpoint(node))
 
 
 def _merge_sum(total: Node, scope: Scope) -> bool:
-    """Replace ``total``: add first, then reduce over ranks. True if that was possible."""
+    """Replace ``total``: add first, then reduce over ranks. Returns whether that was possible."""
     names = [_sole_wait(term) for term in addends(total)]
     waits = [term for term in names if term is not None]
     if len(waits) < 2 or not same(*(fake(wait).shape for wait in waits)):
@@ -120,7 +121,7 @@ def _merge_sum(total: Node, scope: Scope) -> bool:
 
 
 def _sole_wait(term: Any) -> Node | None:
-    """The wait that ``term`` is, or is another name of, if it has no other readers; else None."""
+    """The wait that ``term`` is, or renames, if it has no other readers; else None."""
     term = base(term, lambda n: renames(n) and len(n.users) == 1)
     return term if is_wait(term) and len(term.users) == 1 else None
 
@@ -140,7 +141,7 @@ def _add(put: Put, left: Node, right: Node) -> Node:
 
 def _resharding(node: Node) -> tuple[Node, int, int, int] | None:
     """(x, size, dim, joined) if ``node`` is cat(split(x, size, dim), joined), else None. DTensor
-    does this to scatter another dimension than the first."""
+    does this to scatter along another dimension than the first."""
     if node.target is not aten.cat.default or len(node.users) != 1:
         return None
     tensors = arguments(node)["tensors"]

@@ -14,13 +14,13 @@ rounded to the GEMM's dtype, as other terms of a sum are.
 
 Why it pays: an epilogue writes the columns of a concatenation to a tensor of their own, so that
 another kernel must read and write all of them. Each further product is written and read instead,
-which is less if it is narrower than half of what is concatenated. The widest product comes first:
-its epilogue adds the others, with all that follows, or a kernel of Inductor does, where that is
+which is less if it is narrower than half of the concatenation. The widest product comes first: its
+epilogue adds the others, with all that follows, or a kernel of Inductor does, where that is
 expected to be faster.
 
-Refuses: a concatenation that others read as well (a weight's gradient), or none of whose parts is
-computed by a GEMM's epilogue that is expected to win; products that are no narrower; parts at which
-W cannot be read in place. ``rewrite.fp8`` reads the parts of what is quantized as a whole.
+Refuses: a concatenation with other readers (a weight's gradient), or without a part that an
+epilogue computes and is expected to win by; products that are no narrower; parts at which W cannot
+be read in place. ``rewrite.fp8`` handles concatenations that are quantized as a whole.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def columns_of(a: Node) -> list[Node]:
 
 
 def in_epilogue(parts: list[Node], scope: Scope, plan: Plan) -> bool:
-    """Does an epilogue that is expected to win compute one of ``parts``?"""
+    """Does an epilogue, in a kernel that is expected to win, compute one of ``parts``?"""
     return any(
         maker is not None
         and plan.legal(maker) is None
@@ -82,7 +82,7 @@ def in_epilogue(parts: list[Node], scope: Scope, plan: Plan) -> bool:
 
 
 def _refusal(gemm: Node, parts: list[Node], scope: Scope, record: Record) -> Refusal | None:
-    """Why the concatenation of ``parts`` stays as the operand of ``gemm``, or None."""
+    """The reason why the concatenation of ``parts`` stays the operand of ``gemm``, or None."""
     plan, (a, b) = record.plan, gemm_inputs(gemm)
     if (why := plan.legal(gemm)) is not None:
         return why.excused()

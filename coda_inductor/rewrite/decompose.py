@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semantic ops that no rewrite used become the aten ops that define them, so that Inductor compiles
-the rest as without us.
+"""Semantic ops that no rewrite used become aten ops again, which Inductor compiles as without us.
 
 Before::
 
@@ -29,18 +28,18 @@ from coda_inductor.semantic.rotary import rotate_heads
 
 
 def decompose(graph: Graph, _record: Record | None = None) -> None:
-    """Apply the rewrite to every semantic op, in place."""
+    """Decompose every semantic op, in place."""
     _decompose(graph, ())
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """The same, except GEMMs, and reductions, rotations of heads and rows of groups, which an
-    epilogue may absorb."""
+    """Decompose all semantic ops except those that an epilogue may absorb: GEMMs, reductions,
+    rotations of heads, and rows of groups."""
     _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
 
 
 def decompose_pointwise(graph: Graph) -> None:
-    """The same for elementwise ops, so that one can see what an epilogue can absorb of them."""
+    """Decompose elementwise semantic ops, to show which of their parts an epilogue can absorb."""
     _decompose(graph, [op for op in DEFINITIONS if torch.Tag.pointwise not in op.tags])
 
 

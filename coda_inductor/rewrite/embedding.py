@@ -8,13 +8,13 @@ Before (T tokens, V rows of d columns; ``other`` exists if the LM head shares th
 
 After::
 
-    owner = for each token, one place among the T at which it stands
+    owner = for each token, one position among the T where it occurs
     sums = zeros(T, d) in float32;  sums[owner] += dy         (atomic)
     dtable = other;  dtable[tokens] = other[tokens] + cast(sums)[owner]
 
-Why it is valid: ``sums[owner[t]]`` is the sum of dy over all places of token t, in float32 as
-before, and is rounded and added as before; all places of one token write the same value. The other
-rows are ``other + 0``. Without ``other`` the table starts as zeros in its own dtype.
+Why it is valid: ``sums[owner[t]]`` is the sum of dy over all positions of token t, in float32 as
+before, and is rounded and added as before; all positions of one token write the same value. The
+other rows are ``other + 0``. Without ``other`` the table starts as zeros in its own dtype.
 
 Why it pays: of V rows, at most T change. ``wide`` is 1.05 GB for a vocabulary of 128256 and 2048
 columns; it is cleared, read, cast and added in passes over all of it.
@@ -50,7 +50,7 @@ _PLAIN = (aten.index_put.default, unsafe_index_put)
 
 
 def gather_lookup_gradients(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to a joint graph, in place."""
+    """Let gradients of embedding tables touch only rows that were looked up, in place."""
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (lookup := _lookup(node)) is not None and record.enabled("embedding_backward"):
             old, args = lookup
@@ -67,8 +67,8 @@ def _gradient(
     rows: int | torch.SymInt,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient (rows, d) in ``dtype``: ``other`` (rows, d), if there is one, plus the rows of
-    ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds."""
+    """The gradient (rows, d) in ``dtype``: ``other`` (rows, d), if any, plus the rows of ``dy``
+    (..., d) at ``tokens`` (...) for which ``mask`` (..., 1), if any, holds."""
     d = dy.shape[-1]
     if mask is not None:  # masked tokens add zero to an existing row
         tokens = torch.where(mask.squeeze(-1), tokens, 0)
@@ -84,8 +84,8 @@ def _gradient(
 
 
 def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
-    """The gradient that ``node`` scatters into zeros, and the arguments of ``_gradient``, if the
-    rewrite pays."""
+    """(the gradient that ``node`` scatters into zeros, the arguments of ``_gradient``) if the
+    rewrite pays, else None."""
     args = arguments(node)
     zeros, indices, dy = (args[name] for name in ("input", "index", "values"))
     mask = args.get("mask")

@@ -13,7 +13,8 @@ After::
     dx = grouped_mm(cat([dg, du], 1), W.mT, offsets)
 
 Why it is valid: each column of a product depends on one column of its right factor; a sum of
-products is a product over all of their K. ``semantic.experts`` still defines gathers and products.
+products is a product over all of their K. Gathers and products are still those of
+``semantic.experts``.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def finish_experts(graph: Graph, _record: Record) -> None:
 
 
 def _parts(split: Node) -> list[Node]:
-    """The parts of ``split``, in order; empty unless all are read."""
+    """The parts of ``split``, in order; empty if any part is not read."""
     by_index = parts(split)
     whole = len(by_index) == len(fake(split)) == len(split.users)
     return [by_index[i] for i in range(len(by_index))] if whole else []
 
 
 def _merge_columns(split: Node) -> None:
-    """Merge products of one A with all parts of one weight's columns."""
+    """Merge the products of one A with all parts of one weight's columns."""
     weight, size, dim = (arguments(split)[name] for name in ("input", "split_size", "dim"))
     read = [list(part.users) for part in _parts(split)]
     products = [users[0] for users in read if len(users) == 1 and users[0].target is grouped_mm]
@@ -67,7 +68,7 @@ def _merge_columns(split: Node) -> None:
 
 
 def _merge_terms(total: Node, terms: list[Node]) -> None:
-    """Merge the sum of products with both parts of one weight's rows."""
+    """Merge a sum of products with both parts of one weight's rows."""
     by_weight = {gemm_inputs(t)[1]: t for t in terms}
     halves = {n.all_input_nodes[0]: t for n, t in by_weight.items() if op_name(n) == "permute"}
     splits = {n for half in halves for n in half.all_input_nodes}

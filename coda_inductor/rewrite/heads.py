@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations of queries and keys are written on the rows of their projection.
+"""Rotate queries and keys in the rows of their projection's result.
 
 Before (y is M x H d, from the epilogue of a GEMM; cos and sin have w columns per position)::
 
@@ -15,8 +15,8 @@ pays: a tile of whole heads has both columns of each pair, so an epilogue can ro
 (``fuse.heads``): queries and keys are written once, rotated. If no epilogue does, the rewrite is
 undone, and the tables are not computed.
 
-The gradient does not change: attention computes dq and dk, and the rotation back is one elementwise
-kernel, together with any scaling of the rows of dz.
+The gradient does not change: attention computes dq and dk, and one elementwise kernel rotates back
+and scales the rows of dz.
 
 Refuses: inputs that no GEMM's epilogue computes, such as a norm over all heads at once; tables that
 differ between heads; results whose readers rely on another layout (``torch.cat`` makes a rotation
@@ -66,8 +66,8 @@ Tables = dict[Hashable, list[Node]]
 
 
 def rotate_rows(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every rotation of the forward pass where it is valid. Only a rotation
-    that an epilogue absorbs counts."""
+    """Apply the rewrite to every rotation of the forward pass where it is valid. Only rotations
+    that an epilogue absorbs are counted."""
     scope = Scope(graph)
     cache: Tables = {}
     for node in [n for n in graph.nodes if n.target is rotate and n in scope.forward]:
@@ -79,7 +79,7 @@ def rotate_rows(graph: Graph, record: Record) -> None:
 
 
 def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
-    """Where the rows of ``x``, which is rotated, are computed."""
+    """The layout of the rows that the rotated ``x`` views, or why no epilogue rotates them."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
         order, heads = arguments(heads)["dims"], heads.all_input_nodes[0]
@@ -99,7 +99,7 @@ def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
 
 
 def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
-    """Apply the rewrite to ``node``, or return why not."""
+    """Apply the rewrite to ``node``. Returns None, or the reason why it does not apply."""
     rows, heads, order = layout
     kwargs, reader, size = arguments(node), only_reader(node), fake(heads).shape[-1]
     cos, sin, *form = (kwargs[n] for n in ("cos", "sin", "distance", "paired", "inverse"))
@@ -151,7 +151,7 @@ def _any_layout(node: Node) -> bool:
 
 
 def _spelling(table: Node) -> tuple[Node | str, ...]:
-    """The base of the view ``table``, its shape and the views between: equal for equal tables."""
+    """A key of the view ``table``: its base, its shape and the views between."""
     *views, root = chain(table, may_view)
     moves = (v for v in views if not renames(v))
     texts = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)
@@ -159,14 +159,14 @@ def _spelling(table: Node) -> tuple[Node | str, ...]:
 
 
 def _lead(put: Put, heads: Node) -> list[Any]:
-    """The leading sizes of ``heads``, as arguments of the view that makes it: tables that read a
-    symbolic size from the view would depend on the GEMM before it."""
+    """The leading sizes of ``heads``, as arguments of the view that makes it. Tables that read a
+    symbolic size from the view itself would depend on the GEMM before it."""
     sizes = arguments(heads)["size"][: fake(heads).dim() - 2]
     return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(sizes)]
 
 
 def _as_rows(cos: Tensor, sin: Tensor, order: list[int]) -> tuple[Tensor, ...]:
-    """Tables that broadcast against what is rotated, changed to broadcast against heads of rows."""
+    """Tables that broadcast against rotated heads, changed to broadcast against heads in rows."""
     back = [order.index(i) for i in range(len(order))]
     return tuple(t[(None,) * (len(order) - t.dim())].permute(back) for t in (cos, sin))
 
@@ -174,7 +174,7 @@ def _as_rows(cos: Tensor, sin: Tensor, order: list[int]) -> tuple[Tensor, ...]:
 def _even_odd(
     cos: Tensor, sin: Tensor, size: int, distance: int, paired: bool, inverse: bool
 ) -> tuple[Tensor, ...]:
-    """The factors of x and of its swapped columns in a kernel, each (..., size).
+    """(factors of x, factors of its swapped columns) for a kernel, each (..., size).
 
     A column that is not rotated is swapped with itself: x / 2 + x / 2 is x, while x * 1 + x * 0
     would turn infinity into NaN.

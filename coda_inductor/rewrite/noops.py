@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes without effect that would hide idioms are removed.
+"""Remove nodes without effect that would hide idioms.
 
 Inductor removes full slices and clones too, but after our hook. AOTInductor's programs read sizes
 from tensors in the middle of the graph; they are read from an input with the same size instead. A
-product that is transposed twice (autograd's weight gradient) is read directly, so that what
-follows, above all the cast to a float32 weight's dtype, can run on the tile. So can what reads a
-tensor that is cut into slices and concatenated again, as FLUX's blocks do with text and image."""
+product that is transposed twice (autograd's weight gradient) is read directly, so that later ops,
+above all the cast to a float32 weight's dtype, can run on the tile. A tensor that is cut into
+slices and concatenated again (FLUX's text and image) is read directly for the same reason."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def remove_noops(graph: Graph, _record: Record) -> None:
 
 
 def _whole(joined: Node) -> Node | None:
-    """The tensor of which ``joined`` concatenates all slices in their order, if there is one with
-    the same strides: views of ``joined`` may need these."""
+    """The tensor whose slices, all and in order, ``joined`` concatenates, if it has the same
+    strides, which views of ``joined`` may need; else None."""
     args = arguments(joined)
     dim, end, whole = args["dim"] % fake(joined).dim(), 0, None
     for piece in args["tensors"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass recomputes the elementwise results of the forward pass that it reads.
+"""Let the backward pass recompute the elementwise results of the forward pass that it reads.
 
 Before::
 
@@ -16,10 +16,11 @@ derivative anyway, so the forward pass keeps nothing else, and the epilogue that
 derivative computes s2 and a2 for free. Without fusion, torch's partitioner merges the copies with
 the originals again (it eliminates common subexpressions first), and decides as usual.
 
-Refuses values that cannot be computed from at most two tensors that the backward pass reads
-anyway, what the norm rewrite keeps on purpose (the operand of the GEMMs after a norm), and values
-for which another rounding is harmful: logits, because ``exp(x - logsumexp(x)) - 1`` is nearly zero,
-and values that are compared for equality, as in the gradient of a maximum (``x == x.amax(-1)``).
+Refuses: values that cannot be computed from at most two tensors that the backward pass reads
+anyway; values that the norm rewrite keeps on purpose (the operand of the GEMMs after a norm); and
+values for which another rounding is harmful: logits, because ``exp(x - logsumexp(x)) - 1`` is
+nearly zero, and values that are compared for equality, as in the gradient of a maximum (``x ==
+x.amax(-1)``).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _backward_readers(node: Node, scope: Scope) -> list[Node]:
 
 
 def _compares(node: Node, scope: Scope) -> bool:
-    """Does ``node``, or what the backward pass computes of it and forward values, test equality?"""
+    """Does ``node``, or a backward node computed from it and forward values, test equality?"""
     nodes = closure([node], lambda n: n.users if scope.recomputed(n) else ())
     return any(reader.target in _EQUALITY for reader in nodes)
 
@@ -89,12 +90,12 @@ class _Bases:
         self.cache: dict[Node, frozenset[Node] | None] = {}
 
     def derivable(self, node: Node) -> bool:
-        """Should ``node`` be computed from others that the backward pass has?"""
+        """Should ``node`` be computed from other tensors that the backward pass has?"""
         return self._inputs(node) is not None
 
     def _inputs(self, node: Node) -> frozenset[Node] | None:
-        """The tensors that ``node`` would be computed from; None if it should not be, or if they
-        are more than the backward pass should read."""
+        """The tensors that ``node`` would be computed from. None if it should not be recomputed, or
+        if they are more than the backward pass should read."""
         if not _elementwise(node) or _is_vector(node) or node.meta.get(NO_RECOMPUTE):
             return None
         inputs = [self.bases(n) for n in node.all_input_nodes]
@@ -104,7 +105,7 @@ class _Bases:
         return union if len(union) <= _MOST_TENSORS else None
 
     def bases(self, node: Node) -> frozenset[Node] | None:
-        """The same for a value that others are computed from: it may also be read itself."""
+        """The tensors to compute ``node``, which others need, from; it may be read too. Or None."""
         if node not in self.cache:
             result = frozenset[Node]() if _is_vector(node) else self._inputs(node)
             # Not every input: it may be changed in place before the backward pass.
@@ -115,13 +116,13 @@ class _Bases:
 
 
 def _is_vector(node: Node) -> bool:
-    """Does ``node`` have one value per row or column? To recompute such a vector saves little."""
+    """Does ``node`` have one value per row or column? Recomputing such a vector saves little."""
     value = fake(node)
     return hasattr(value, "shape") and (len(value.shape) < 2 or value.shape[-1] == 1)
 
 
 def _copy(graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node) -> Node:
-    """``node`` computed again before ``before``, from its bases."""
+    """Compute ``node`` again before ``before``, from its bases. Returns the copy."""
     nodes = closure([node], lambda n: [i for i in n.all_input_nodes if bases.derivable(i)])
     for origin in sorted(nodes.keys() - copies.keys()):
         with graph.inserting_before(before):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sines and cosines that multiply many larger tensors are computed once.
+"""Compute sines and cosines that multiply many larger tensors only once.
 
 Before::
 
@@ -10,12 +10,12 @@ After::
     c = keep(cos(angles)); q2 = q * c + ...;  k2 = k * c + ...
 
 Why: Inductor recomputes elementwise values in each kernel that reads them, and torch's partitioner
-in the backward pass. That is right where it saves traffic. But a rotary table then costs the sine
-of a large angle per value, in each head of each layer: measured on an H100, the rotary gradient of
-a Llama layer took 342 us instead of the 40 us that its traffic takes.
+recomputes them in the backward pass. That is right if it saves traffic. But a rotary table then
+costs the sine of a large angle per value, in each head of each layer: measured on an H100, the
+rotary gradient of a Llama layer took 342 us instead of the 40 us that its traffic takes.
 
-Kept is only what tensors of at least ``LEAST_READS`` times its size read. A view, a cast or a copy
-of it does not count, but its readers do. Rotations of heads that an epilogue may absorb
+A table is kept only if tensors of at least ``LEAST_READS`` times its size read it. Its views, casts
+and copies do not count, but their readers do. Rotations of heads that an epilogue may absorb
 (``rewrite.heads``) have their own tables: a rotation that is not absorbed is decomposed, and the
 pass, which then runs again, sees its reads.
 """
@@ -53,8 +53,8 @@ def keep_tables(graph: Graph, _record: Record) -> None:
 
 
 def _end(node: Node) -> Node:
-    """The last cast, scaling or view of ``node`` that all its readers go through; or its copy, if
-    one is kept already."""
+    """The last cast, scaling or view of ``node`` that all its readers go through; or the copy of
+    ``node``, if one is kept already."""
     while (user := only_reader(node)) is not None and node.target is not KEEP:
         scales = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
         if not (scales or renames_or_casts(user) or user.target is KEEP):
@@ -71,7 +71,7 @@ def _is_shared(table: Node) -> bool:
 
 
 def _size(user: Node) -> int:
-    """Elements of the largest result."""
+    """The number of elements of the largest result of ``user``."""
     results = [x for x in tree_flatten(fake(user))[0] if isinstance(x, Tensor)]
     return max((hint(x.numel()) for x in results), default=0)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded values of views share memory like the views: torch reads from them what it may
-overwrite."""
+"""Let recorded values of views share memory like the views, because torch reads from them which
+memory it may overwrite."""
 
 from __future__ import annotations
 

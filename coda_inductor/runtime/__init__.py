@@ -5,8 +5,8 @@ op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
 on_cuda               kernels of ops around experts, of casts to FP8, of adapters behind dropout
 launch                tensors -> a launched kernel
-prepared              calls that differ from the first in M and addresses only
-direct                compiled graphs call the implementations, not the dispatcher
+prepared              fast calls, if they differ from an earlier one only in M and addresses
+direct                calls from compiled graphs without the dispatcher
 pool                  kernels compiled in parallel, ahead of time
 client                the connection to a compile server
 server                the server's process
@@ -14,5 +14,5 @@ worker                a worker of the server
 notice                warnings about kernels, once per process
 
 Importing ``op`` registers it and imports no kernel library (QuACK, CuTeDSL, Triton): those are
-imported when the first kernel is built, and their absence is a reason, not an error.
+imported when the first kernel is built. If they are missing, that is a reason, not an error.
 """

@@ -28,7 +28,7 @@ _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says m
 
 
 class Lost(str):
-    """Why a kernel was not compiled, if a retry may succeed: a worker or the server died."""
+    """Why a kernel was not compiled, if a retry may succeed because a worker or the server died."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ class Server:
         return future
 
     def drop(self, future: concurrent.futures.Future, why: str) -> None:
-        """Stop compiling it; its result is ``why``, unless it has one."""
+        """Stop compiling for ``future``. Its result becomes ``why``, unless it has one."""
         with self._lock:
             number = next((n for n, f in self._futures.items() if f is future), None)
             if number is None:
@@ -76,7 +76,7 @@ class Server:
         future.set_result(why)
 
     def end(self) -> None:
-        """End the process and its workers, at once; takes at most two seconds."""
+        """End the server and its workers at once. This takes at most two seconds."""
         with self._lock:
             self.ended = True
         self.child.end()
@@ -114,8 +114,8 @@ class Server:
 
 
 def workers() -> int:
-    """How many compile workers this process may have: ``CODA_COMPILE_WORKERS``, else an equal share
-    for each rank of this host of the cores that it may use, at most 16."""
+    """The number of compile workers that this process may have: ``CODA_COMPILE_WORKERS``, else each
+    rank's equal share of the usable cores of this host, at most 16."""
     return _workers(os.environ.get("CODA_COMPILE_WORKERS", ""))
 
 
@@ -134,8 +134,7 @@ def _workers(text: str) -> int:
 
 
 def ranks() -> tuple[int, int]:
-    """The number of this process among its job's processes on this host, and their count, from
-    torchrun; (0, 1) without it."""
+    """(index, count) of this process among its job's on this host, from torchrun; else (0, 1)."""
     rank, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     size = max(1, int(count)) if count.isdecimal() else 1
     return int(rank) % size if rank.isdecimal() else 0, size

@@ -25,7 +25,7 @@ OPS = (op.OP, *on_cuda.OPS)
 
 @functools.cache
 def install() -> None:
-    """Let Inductor generate such calls, from now on."""
+    """From now on, let Inductor generate calls without the dispatcher."""
     for overload in OPS:
         _install(overload)
 

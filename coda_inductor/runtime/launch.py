@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tensors to a launched kernel."""
+"""From tensors to the launch of a kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("coda_inductor")
 
 class Kernel:
     """One program with one config. Kernels are compiled on first use, for the majors of A and B,
-    how these are read, and the device; they serve every M, N and K."""
+    the reading of them, and the device; they serve every M, N and K."""
 
     def __init__(self, program: EpilogueProgram, config: Config):
         self.program = program
@@ -41,7 +41,7 @@ class Kernel:
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
         self.plans: dict[tuple, object] = {}
-        # what similar calls have in common -> their launch; None if only the full way works
+        # key of similar calls -> their launch; None if only the full way works
         self._prepared: dict[tuple, Prepared | None] = {}
 
     def __call__(
@@ -71,7 +71,7 @@ class Kernel:
     def launch(
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
     ) -> None:
-        """Fill ``outputs``, allocated by the caller as ``reference.output_shapes`` says.
+        """Compute ``outputs``, which the caller has allocated by ``reference.output_shapes``.
 
         Raises:
             KernelError: the kernel cannot be built. Trying takes seconds, so the failure is
@@ -136,8 +136,8 @@ class Kernel:
         return c
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:
-        """Store outputs by name; returns D, and the column partials that need compacting: in a
-        paired program they are (m_tiles, 2N), and only every other column counts."""
+        """Store outputs by name. Returns D, and the column partials to compact: in a paired program
+        they are (m_tiles, 2N), and only every other column counts."""
         d, interleaved = None, []
         paired = self.program.paired
         for spec, output in zip(self.program.outputs, outputs, strict=True):
@@ -158,8 +158,7 @@ _unbuilt: dict[tuple, tuple[str, float, float]] = {}
 
 @functools.cache
 def kernel(program: str, config: str) -> Kernel:
-    """The kernel of a serialized program with a config in text form. It depends only on these, not
-    on its callers."""
+    """The kernel of a serialized program and a config as text. It depends only on these."""
     return Kernel(EpilogueProgram.from_json(program), Config.parse(config))
 
 
@@ -187,7 +186,8 @@ def _run(*arguments: Any) -> None:
 
 
 def _on_device(device: torch.device):
-    """Enter the device, unless it is current already, as nearly always: that saves microseconds."""
+    """A context that makes ``device`` current. If it is current, as nearly always, nothing is done,
+    which saves microseconds."""
     if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

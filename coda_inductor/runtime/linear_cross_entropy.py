@@ -35,14 +35,14 @@ def linear_cross_entropy_backward(
     cap: float,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of z = ``x @ weight.T + b``: dx (M, K) and dW (V, K), typed like the logits
+    """Gradients of z = ``x @ weight.T + b``: dx (M, K) and dW (V, K), in the dtype of the logits
     (..., V), and db (V,) in the compute dtype.
 
-    ``weight`` (V, K) is for dx, ``x`` (M, K) for dW and ``bias`` for db; without one, its result is
-    empty. The logits are z, or with a ``cap`` other than 0 they are ``cap * tanh(z / cap)``, whose
-    derivative is ``1 - (logits / cap) ** 2``. ``dlse`` (M,), if any, is a gradient of the rows'
-    log-sum-exp, in the compute dtype: it adds itself times the softmax. The other arguments are as
-    in ``semantic.loss.cross_entropy_backward``.
+    ``weight`` (V, K) is for dx, ``x`` (M, K) for dW and ``bias`` for db; if one is None, its result
+    is empty. The logits are z, or with a ``cap`` other than 0 they are ``cap * tanh(z / cap)``,
+    whose derivative is ``1 - (logits / cap) ** 2``. ``dlse`` (M,), if any, is a gradient of the
+    rows' log-sum-exp, in the compute dtype: its product with the softmax is added. The other
+    arguments are as in ``semantic.loss.cross_entropy_backward``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     m, v = rows.shape

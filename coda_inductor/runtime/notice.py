@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings once per process: before a model compiles that no kernel will run, or that
-DistributedDataParallel splits the model; afterwards that nothing became of what the user asked for.
+"""Warnings, each once per process. Before a model compiles: no kernel will run, or
+DistributedDataParallel splits the model. Afterwards: a request of the user had no effect.
 
 They are not errors, even with ``strict``, which is about single sites that fail. Without kernels,
 programs run as plain torch ops, which is how models are developed and tested on a CPU. With
@@ -56,7 +56,7 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def after_matching(gm: GraphModule, record: Record) -> None:
-    """Warn of patterns of the user's that are nowhere in the first graph with a product."""
+    """Warn if a pattern of the user's occurs nowhere in the first graph with a product."""
     options, names = record.options, {why.what for why in record.report.refusals}
     if record.dry or not options.patterns or options.numerics == "eager" or not _has_product(gm):
         return
@@ -70,8 +70,8 @@ def after_matching(gm: GraphModule, record: Record) -> None:
 
 
 def after_fusing(record: Record) -> None:
-    """Warn if none of a graph's GEMMs is fused, as in no graph before, if there is nothing that the
-    option ``memory`` could limit, and of disabled names that stopped nothing."""
+    """Warn if no GEMM of this or any earlier graph is fused, if the option ``memory`` had nothing
+    to limit, and of disabled names that stopped nothing."""
     sites, options = record.report.sites, record.options
     if any(site.fused for site in sites) or options.gate == "never":
         logged.add("fused")
@@ -96,8 +96,8 @@ def after_fusing(record: Record) -> None:
 
 
 def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refusal | None:
-    """Why no product in ``gm`` can become a kernel; None if one may, if there is no product, or if
-    the options exclude kernels."""
+    """The reason why no product in ``gm`` can become a kernel. None if one may, if there is no
+    product, or if the options exclude kernels."""
     if options.reference or options.gate == "never" or not _has_product(gm):
         return None
     if (why := availability.kernel_stack()) is not None:
@@ -112,8 +112,8 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
 
 
 def cut_by_ddp(gm: GraphModule) -> bool:
-    """Is ``gm`` a part of the graph that Dynamo captured? Torch's DDPOptimizer marks each part; it
-    passes on a graph that fits into one bucket unchanged and without mark."""
+    """Is ``gm`` a part of the graph that Dynamo captured? Torch's DDPOptimizer marks each part; a
+    graph that fits into one bucket is passed on unchanged and without a mark."""
     why = getattr(gm, "compile_subgraph_reason", None)
     return "DDPOptimizer" in str(getattr(why, "reason", ""))
 

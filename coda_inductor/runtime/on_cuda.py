@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CUDA, the ops around products run kernels of their own: ops of a mixture's experts
+"""On CUDA, the following ops around products run their own kernels: ops of a mixture's experts
 (``mainloop.experts``), casts to FP8 (``mainloop.fp8_casts``) and adapters behind dropout
-(``mainloop.dropout``). If a kernel does not support a call, or fails, torch's ops run, after one
-warning."""
+(``mainloop.dropout``). If a kernel cannot run, torch's ops do, after a warning."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from coda_inductor.semantic.experts import WGRAD
 
 
 def _kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel that is called like ``plain``, in the module of that name, or ``plain``."""
+    """The kernel with the name and arguments of ``plain``, or ``plain`` if it cannot run."""
     name, room = plain.__name__, plain.__module__.rpartition(".")[2]
 
     def call(first, *others):
@@ -40,8 +39,8 @@ _gradient = _kernel(experts.grouped_wgrad)
 
 
 def _takes(a, rows, bs) -> bool:
-    """QuACK's GEMM takes 16 bits and rows of 16 bytes. For rows that are already sorted
-    it was not measured, so torch's op runs."""
+    """Does QuACK's GEMM take these tensors? It needs 16 bits and rows of 16 bytes. For rows that
+    are already sorted it was not measured, so torch's op runs."""
     sizes = (a.shape[1], *(b.shape[1] for b in bs))
     if rows is None or a.dtype not in HALF or not a.is_cuda:
         return False
@@ -51,7 +50,7 @@ def _takes(a, rows, bs) -> bool:
 
 
 def requests(a, rows, bs, turned: bool) -> list[KernelRequest]:
-    """The kernels that a gradient of weights launches, as ``runtime.launch.requests``."""
+    """The kernels that a weight gradient launches, as from ``runtime.launch.requests``."""
     if not _takes(a, rows, bs):
         return []
     from coda_inductor.mainloop.experts import columns
@@ -68,7 +67,7 @@ def _wgrad(a, rows, bs, offsets, turned):
 
 
 def _direct(op, impl, *args):
-    """The op without the dispatcher (``runtime.direct``)."""
+    """Call the op without the dispatcher (``runtime.direct``)."""
     return (impl if args[0].is_cuda else op)(*args)
 
 

@@ -5,10 +5,10 @@
 program on the sum of ``as_[j] @ bs[j]``, or, if the program is paired, on ``as_[0] @ bs[0]`` and
 ``as_[0] @ bs[1]``. Shapes: as_[j] (M, K_j), bs[j] (K_j, N), or (E, K_j, N) if it is grouped;
 operands as in ``program.operands``; outputs as in ``reference.output_shapes``, reductions in
-float32 (float64 for a float64 GEMM). Functional: outputs never alias inputs.
+float32 (float64 for a float64 GEMM). The op is functional: outputs never alias inputs.
 
-All that a call depends on is in the graph: the program and the config as strings, the module path
-of its GEMMs (``site``, for messages), and whether it may fall back (``strict``). So a graph is
+Everything that a call depends on is in the graph: the program and the config as strings, the module
+path of its GEMMs (``site``, for messages), and whether it may fall back (``strict``). So a graph is
 printable, cacheable across processes, and independent of how other graphs were compiled.
 
 CUDA tensors run through a generated kernel. All others, and every call whose kernel cannot be built
@@ -51,7 +51,7 @@ def gemm_epilogue(
 
 
 def _allocate(program: EpilogueProgram, config: Config, as_, bs, operands):
-    """Uninitialized outputs. Also the fake implementation: M, N and K may be symbolic."""
+    """Uninitialized outputs. This is also the fake implementation: M, N and K may be symbolic."""
     a, m, n = as_[0], program.rows(as_, operands), program.columns(bs)
     tile_m = config.cta_tile_m(arch_of(a.device))
     # The tile of a pair holds both accumulators, side by side.
@@ -150,7 +150,7 @@ def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=No
 
 
 def _direct(as_, *others):
-    """The op without the dispatcher, for calls without gradients, modes and fake tensors."""
+    """Call the op without the dispatcher, if there are no gradients, modes and fake tensors."""
     return _cuda(as_, *others) if as_[0].is_cuda else OP(as_, *others)
 
 

@@ -7,9 +7,9 @@ loads the object file that a worker left in QuACK's on-disk cache (a few millise
 are on disk are not submitted.
 
 No call can hang: every wait has a deadline, after which the work is dropped and its worker killed.
-No worker outlives this process, and no call raises: what cannot be compiled gets a reason. Without
-workers (``CODA_COMPILE_WORKERS=0``, or in a daemonic process, which may have no children), the
-first launch compiles.
+No worker outlives this process, and no call raises: a kernel that cannot be compiled gets a reason.
+Without workers (``CODA_COMPILE_WORKERS=0``, or in a daemonic process, which may have no children),
+the first launch compiles.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
 
 
 def submit(requests: list[KernelRequest]) -> int:
-    """Start to compile ``requests``, except those that are compiled or in progress; returns how
-    many were started. Without the libraries this does nothing: ``wait`` returns the reason."""
+    """Start to compile ``requests``, except kernels that are compiled or in progress. Returns the
+    number of started ones. Without the libraries this does nothing: ``wait`` returns the reason."""
     if library_stack() is not None or _alone():
         return 0
     with _lock:
@@ -51,7 +51,7 @@ def submit(requests: list[KernelRequest]) -> int:
 def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRequest, str | None]:
     """Submit ``requests`` and wait at most ``timeout`` seconds for all of them together.
 
-    Returns, for each, None if its kernel is in the on-disk cache now, else why it is not.
+    Returns, for each request, None if its kernel is in the on-disk cache now, else the reason.
     """
     if (why := library_stack()) is not None or _alone():
         return dict.fromkeys(requests, None if why is None else why.text)
@@ -80,14 +80,14 @@ def drop(requests: list[KernelRequest]) -> None:
 
 
 def serving() -> bool:
-    """Has a running server compiled something? A new one first imports for seconds."""
+    """Has a running server compiled something? A new server takes seconds to import."""
     return any(server.answered and not server.ended for server in list(_servers.values()))
 
 
 def warm_up() -> None:
-    """Start the server process that workers fork from: it imports for seconds, while the caller
-    still analyzes its graph. Returns at once. Does nothing without the libraries, or if kernels
-    were compiled before: then new ones are seldom needed."""
+    """Start the server process that workers fork from: its imports take seconds, in which the
+    caller still analyzes its graph. Returns at once. Does nothing without the libraries, or if
+    kernels were compiled before, because new ones are then seldom needed."""
     some = (cache_dir() / "kernels" / label()).glob("*/*.o")
     if library_stack() is not None or _alone() or any(some):
         return
@@ -129,8 +129,9 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
 
 
 def _stagger(requests: list[KernelRequest]) -> list[KernelRequest]:
-    """All ranks of a host request the same kernels: each starts at another one, and later sees the
-    others' results on disk (``worker.compile_kernel``)."""
+    """``requests`` in another order for each rank. All ranks of a host request the same kernels:
+    each starts at another one, and later finds the others' results on disk
+    (``worker.compile_kernel``)."""
     rank, count = ranks()
     first = len(requests) * rank // count
     return [*requests[first:], *requests[:first]]
@@ -145,7 +146,7 @@ def _start(request: KernelRequest) -> None:
 
 
 def _server() -> Server:
-    """A running server. An idle one ends by itself."""
+    """A running server, started if needed. An idle server ends by itself."""
     server = _servers.get(arch := machine_arch())
     if server is None or server.ended:
         server = _servers[arch] = Server(arch)
@@ -153,13 +154,12 @@ def _server() -> Server:
 
 
 def _alone() -> bool:
-    """Must this process start no others? Daemonic ones (for example of a ``multiprocessing.Pool``)
-    may not."""
+    """Must this process start no other one? Daemons (of a ``multiprocessing.Pool``) may not."""
     return multiprocessing.current_process().daemon or workers() == 0
 
 
 def _after_fork() -> None:
-    """In a child: the server is the parent's."""
+    """In a forked child: leave the server to the parent."""
     global _lock  # noqa: PLW0603 (another thread of the parent may have held it at the fork)
     _lock = threading.Lock()
     for server in _servers.values():

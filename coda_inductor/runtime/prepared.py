@@ -2,11 +2,11 @@
 """Calls of one kernel whose tensors differ only in M and in their addresses.
 
 The first call goes the full way through ``launch.Kernel``, which checks, converts and copies. All
-others use its results: the place of each tensor, the outputs, and that each tensor can be read in
-place. They only check what may differ between two such calls: the addresses (16-byte multiples; for
-two weights or terms, their order and distance), M, and PyTorch's current device. If a check fails,
-the call goes the full way again. The kernel's entry point checks dtypes, shapes and the outputs'
-strides once more.
+other calls use its results: the position of each tensor, the outputs, and the fact that each tensor
+can be read in place. They check only properties that may differ between two such calls: the
+addresses (16-byte multiples; for two weights or terms, their order and distance), M, and PyTorch's
+current device. If a check fails, the call goes the full way again. The kernel's entry point checks
+dtypes, shapes and the outputs' strides once more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Prepared = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list
 
 
 def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple:
-    """Equal for calls of one kernel that differ in M and in addresses only."""
+    """A key that is equal for calls of one kernel that differ only in M and in addresses."""
     key: list[object] = [as_[0].get_device()]
     for x in as_:
         key += x.shape[1], x.stride(), x.dtype
@@ -46,8 +46,8 @@ def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Ten
 def prepare(
     kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
-    """The launch for all calls like this one, which ``kernel`` has launched. None if a tensor is
-    copied or converted.
+    """The launch for all calls like this one, which has run. None if a tensor is copied or
+    converted.
 
     Raises:
         UnpairableError: operands of this call were copied; a similar call's may not be.
@@ -108,8 +108,8 @@ def prepare(
 
 
 def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None:
-    """(Rows of a tile or 0, columns, dtype) of each output: (M, columns), or with the rows of a
-    tile (tiles, columns). None if one of them is copied after the launch."""
+    """(rows of a tile or 0, columns, dtype) of each output. Its shape is (M, columns), or with rows
+    of a tile (tiles, columns). None if an output is copied after the launch."""
     tile_n = config.tile_n // len(program.accs)
     layouts = []
     for spec in program.outputs:

@@ -4,11 +4,11 @@
 It imports torch and CuTeDSL once, cannot see the GPU, and receives messages:
 
 - ``{"id": 1, "request": {...}, "folder": ...}`` is compiled by a worker; the answer is
-  ``{"id": 1, "error": None}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
+  ``{"id": 1, "error": None}`` (or a text), or ``{"id": 1, "lost": why}`` if the worker died;
 - ``{"cancel": 1}`` ends the worker of that request.
 
-It ends, and its workers with it, when its parent does, and after two idle minutes. It starts no
-thread, because it forks; the threads of the CUDA driver, of NumPy and the one that watches the
+It ends with its parent, or after two idle minutes, and its workers end with it. It starts no
+thread, because it forks; the threads of the CUDA driver, of NumPy and the thread that watches the
 parent hold no locks that a worker needs.
 """
 
@@ -55,7 +55,7 @@ class _Worker:
             os.kill(self.pid, signal.SIGKILL)  # if it is not yet the leader of its group
 
     def ended(self) -> str:
-        """Reap it; returns how it ended."""
+        """Reap the worker's process. Returns how it ended."""
         self.kill()
         self.connection.close()
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -82,7 +82,7 @@ def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
 
 
 class _Server:
-    """Hands the requests of the parent, at the other end of ``requests``, to ``limit`` workers."""
+    """Distributes the requests of the parent, read from ``requests``, to ``limit`` workers."""
 
     def __init__(self, limit: int, requests: Messages):
         self.limit, self.requests = limit, requests
@@ -90,7 +90,7 @@ class _Server:
         self.workers: list[_Worker] = []
 
     def run(self) -> None:
-        """Serve until the parent is gone, or idle for :data:`IDLE` seconds."""
+        """Serve until the parent is gone, or until :data:`IDLE` seconds pass without a request."""
         sources: list[Any] = [self.requests]
         ready: Any
         try:
@@ -110,7 +110,7 @@ class _Server:
                 worker.kill()
 
     def close(self) -> None:
-        """In a worker: leave the server's connections to the server."""
+        """In a worker: close its copies of the server's connections."""
         for connection in (self.requests, *(worker.connection for worker in self.workers)):
             connection.close()
 
@@ -137,7 +137,7 @@ class _Server:
         worker.job = None
 
     def _start(self) -> _Worker | None:
-        """A new worker, unless there are enough. Raises OSError if none can be started."""
+        """A new worker; None if there are enough. Raises OSError if none can be started."""
         if len(self.workers) >= self.limit:
             return None
         worker = _Worker(self)
@@ -164,7 +164,7 @@ class _Server:
 
 
 def main(parent: Messages, limit: str, arch: str) -> None:
-    """Serve ``parent``. ``limit``: of workers. ``arch``: compute capability, e.g. 90."""
+    """Serve ``parent``. ``limit``: the number of workers. ``arch``: e.g. 90."""
     # Python 3.12 counts threads of libraries too, and would warn the user at each fork.
     warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
     prepare(arch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of a compile worker. Imports little: it runs in processes that cannot see the GPU."""
+"""The work of a compile worker, a process that cannot see the GPU. This module imports little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class KernelRequest:
     """One kernel to compile.
 
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
-    dimension of A (M x K) and B (K x N) has stride 1. ``variant``: of their reading
+    dimension of A (M x K) and B (K x N) has stride 1. ``variant``: a variant of their reading
     (``mainloop.readings``). Kernels without a program use other texts
     (``runtime.on_cuda.requests``).
     """
@@ -26,7 +26,7 @@ class KernelRequest:
 
 
 def prepare(arch: str) -> None:
-    """Import what compiling for ``arch`` needs, before workers fork."""
+    """Import everything that compiling for ``arch`` needs, before workers fork."""
     from coda_inductor.compat import without_dynamo
 
     without_dynamo()
@@ -50,8 +50,8 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
 
 
 def parts(request: KernelRequest) -> tuple[Any, ...]:
-    """The arguments of ``mainloop.mod.kernel_name`` for a kernel: program and config, or their
-    texts if it has no program, then the others."""
+    """The arguments of ``mainloop.mod.kernel_name`` for ``request``: program and config (or their
+    texts, without a program), then the others."""
     rest = request.a_major, request.b_major, request.variant, machine_arch()
     if not request.program.startswith("{"):
         return request.program, request.config, *rest
@@ -62,8 +62,8 @@ def parts(request: KernelRequest) -> tuple[Any, ...]:
 
 
 def machine_arch() -> str:
-    """The compute capability, e.g. "90", as QuACK determines it, without its import of seconds:
-    ``QUACK_ARCH``, or the GPU's."""
+    """The compute capability, e.g. "90", as QuACK determines it: ``QUACK_ARCH``, or the GPU's.
+    QuACK itself is not imported, because that takes seconds."""
     if text := os.environ.get("QUACK_ARCH"):
         return "".join(c for c in text if c.isdecimal())
     import torch

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice at a site, and its expected time. No module here runs kernels.
+"""Choose how a site runs, and estimate its time. No module here runs kernels.
 
-site          the subject of a decision, and the decision
-device        which GPU a decision is for
-config        kernel configs, and which are legal for a program
-legality      can a site be a kernel at all
+site          a program with its sizes and surroundings, and the choice for it
+device        the GPU that a choice is for
+config        kernel configs, and the legal ones for a program
+legality      can a site be a kernel?
 figures       the measurements of one site
 measurements  all measurements for a GPU, and their files
 roofline      expected times without a measurement
-gate          is a fused site expected to win
-choice        how one site runs, and which configs are worth a measurement
+gate          is a fused site expected to win?
+choice        the choice for a site, and the configs that are worth a measurement
 """

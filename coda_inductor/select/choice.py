@@ -28,10 +28,9 @@ SOME, MANY = 6, 16
 def select(
     site: Site, *, gated: bool, store: Measurements | None = None, optimistic: bool = False
 ) -> Choice:
-    """How ``site`` runs on its device; deterministic, without measuring. With ``gated`` a kernel
-    must be faster than the unfused ops; otherwise every legal one runs. ``store``: measurements
-    (None: an H100's). ``optimistic``: on a GPU without any data, kernels win until they are
-    measured."""
+    """Choose how ``site`` runs on its device; deterministic, without measuring. With ``gated`` a
+    kernel must be faster than the unfused ops. ``store``: measurements (None: an H100's).
+    ``optimistic``: on a GPU without data, kernels win until they are measured."""
     store = measurements_of(H100) if store is None else store
     choice = _select(site, store, gated=gated, optimistic=optimistic)
     if not (site.crowded and choice.config) or "counter" not in site.arch.features:
@@ -89,7 +88,7 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
 
 def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config]:
     """All legal configs of ``site``: first those measured at the nearest site, the fastest first;
-    then a default; then those that leave the fewest processors idle."""
+    then a default; then the others, by the number of idle processors."""
     legal = legal_configs(site.program, site.arch, site.terms)
     measured: list[Config] = []
     if near is not None:

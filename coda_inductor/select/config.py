@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel configs: what they are, which are legal for a program, and which one to use."""
+"""Kernel configs: their properties, and the legal ones for a program."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Config:
         pingpong: the schedule: ping-pong (two consumer warpgroups on two tiles) or cooperative (all
             of them on one tile).
         lean: the epilogue has small buffers and the main loop more memory (``mainloop.lean``).
-        dynamic: a cluster takes its next tile from a counter in memory, not by a fixed step, so
-            none waits for processors that another kernel holds. On Hopper; Blackwell always does.
+        dynamic: a cluster takes its next tile from a counter in memory, not by a fixed step, so no
+            tile waits for processors that another kernel holds. For Hopper; Blackwell always does
+            this.
     """
 
     tile_m: int
@@ -51,7 +52,7 @@ class Config:
 
     @staticmethod
     def parse(text: str) -> Config:
-        """Inverse of ``str``: each config has one text.
+        """The config of a text, the inverse of ``str``. Each config has one text.
 
         Raises:
             KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
@@ -68,7 +69,7 @@ class Config:
         return Config(tile_m, tile_n, cluster_m, cluster_n, *flags)
 
     def tile_refusal(self, arch: Arch) -> str | None:
-        """Why there is no kernel with this tile and schedule on ``arch``, or None."""
+        """The reason why there is no kernel with this tile and schedule on ``arch``, or None."""
         if arch.widest is None:
             return None
         m, n = self.tile_m, self.tile_n
@@ -80,12 +81,12 @@ class Config:
         return None
 
     def dynamic_twin(self) -> Config:
-        """The same on Hopper, but with tiles from a counter: as fast on a free GPU, and not delayed
-        by another kernel that holds some processors."""
+        """The same config for Hopper, but with tiles from a counter: as fast on a free GPU, and not
+        delayed by another kernel that holds some processors."""
         return replace(self, dynamic=True)
 
     def cta_tile_m(self, arch: Arch) -> int:
-        """Rows of the output that one CTA owns, which are the rows of one column partial."""
+        """The number of output rows of one CTA, which are the rows of one column partial."""
         halves = arch.two_ctas and self.cluster_m % 2 == 0 and self.tile_m in (128, 256)
         return self.tile_m // 2 if halves else self.tile_m
 
@@ -109,7 +110,7 @@ def epilogue_tile(program: EpilogueProgram, config: Config, arch: Arch = HOPPER)
 
 
 def mainloop_stages(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -> int:
-    """How many K steps of A and B fit into shared memory together with the epilogue's buffers:
+    """The number of K steps of A and B that fit into shared memory beside the epilogue's buffers:
     ``arch.stages`` of each tile load; two of each tile store, four if it is narrow; vectors once.
     Lean epilogues have two stages of everything."""
     rows, columns = epilogue_tile(program, config, arch)
@@ -135,8 +136,8 @@ def legal_configs(
     program: EpilogueProgram, arch: Arch = HOPPER, terms: int = 1
 ) -> tuple[Config, ...]:
     """Configs that compile for ``program`` on ``arch``, in a fixed order; none if QuACK has no
-    kernels. With a counter in memory, the dynamic twin of each is legal as well. ``terms``: how
-    many products the accumulator is the sum of.
+    kernels. With a counter in memory, the dynamic twin of each is legal as well. ``terms``: the
+    number of products in the accumulator.
     """
     reading = reading_of(program, terms)
     fits = [c for c in every_config(program, arch) if reading.suits(program, c)]
@@ -156,8 +157,8 @@ def legal_configs(
 
 
 def every_config(program: EpilogueProgram, arch: Arch = HOPPER) -> tuple[Config, ...]:
-    """The candidates for ``program``, whether legal for it or not. Lean ones are for programs that
-    load a tile or a table, with loads and stores of at most 16 bits."""
+    """All candidates for ``program``, legal or not. Lean configs are for programs that load a tile
+    or a table, with loads and stores of at most 16 bits."""
     dtypes = [o.dtype for o in program.loads] + [s.dtype for s in program.stores]
     lean = bool(program.loads) and all(WIDTHS[dtype] <= 2 for dtype in dtypes)
     common = configs_in(f"{arch.configs.get('common', '')} {arch.rare}")
@@ -166,7 +167,7 @@ def every_config(program: EpilogueProgram, arch: Arch = HOPPER) -> tuple[Config,
 
 @functools.lru_cache(maxsize=1024)
 def _kind_configs(program: EpilogueProgram, arch: Arch) -> tuple[Config, ...]:
-    """The configs that only its kind has, if any: each lean and not, then their dynamic twins."""
+    """The configs of only this kind of program: each lean and not, then their dynamic twins."""
     kind = reading_of(program).kind(program)
     if kind == "common" or kind not in arch.configs:
         return ()
@@ -175,8 +176,8 @@ def _kind_configs(program: EpilogueProgram, arch: Arch) -> tuple[Config, ...]:
 
 
 def whole_heads(program: EpilogueProgram, config: Config, arch: Arch = HOPPER) -> bool:
-    """Is each of ``config``'s tiles, and each tile that an epilogue moves, made of whole heads or a
-    part of one head? Loading tables and summing need that."""
+    """Does each tile of ``config``, and each tile that an epilogue moves, consist of whole heads or
+    a part of one head? Loading tables and summing require that."""
     # On a tile of 64 rows of two CTAs each warp has half of the columns: tables cannot do that.
     halves = arch.two_ctas and config.cta_tile_m(arch) == 64
     columns = epilogue_tile(program, config, arch)[1]

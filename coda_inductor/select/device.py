@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs: which one a decision is for, and the constants that were measured on its model."""
+"""The GPU that a decision is for, and constants that were measured on its model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Gpu:
     """One GPU model.
 
     Attributes:
-        name: of the model, as the driver says.
+        name: the model's name in the driver.
         capability: its compute capability, (major, minor).
         processors: its multiprocessors.
         processor_flops: flops of one processor per microsecond, in cuBLAS's large 16-bit products.
-        bytes_per_us: what one of Inductor's elementwise kernels reaches.
-        launch_us: what launching one costs on the GPU.
+        bytes_per_us: the rate of one of Inductor's elementwise kernels.
+        launch_us: the GPU's time to start one kernel.
         host_call_us, host_gemm_us: host time of a call of a graph (guards), and the additional host
             time of each fused GEMM with its surroundings.
         host_step_us, host_trained_us: the same for a training step, with autograd.
-        rated: were its constants measured, on it or on another model of its generation? If not,
-            every site must be measured.
+        rated: were the constants measured on a model of its generation? If not, every site must be
+            measured.
         sites: the file with the measurements of sites on exactly this model; None without a file.
     """
 
@@ -59,17 +59,17 @@ class Gpu:
 
     @property
     def flops_per_us(self) -> float:
-        """For large 16-bit products in cuBLAS; a multiplication and its addition count as two."""
+        """The rate of large 16-bit products in cuBLAS; a multiply-add counts as two."""
         return self.processors * self.processor_flops
 
     @property
     def short(self) -> str:
-        """For people: ``H200``."""
+        """The short name of the model: ``H200``."""
         return re.sub(r" \d+GB.*", "", self.name.removeprefix("NVIDIA "))
 
     @property
     def article(self) -> str:
-        """``an H200``."""
+        """The short name with an article: ``an H200``."""
         return f"{'an' if self.short[0] in 'AEFHILMNORSX8' else 'a'} {self.short}"
 
     @property
@@ -105,7 +105,7 @@ def tables(setting: str | None) -> dict[str, Gpu]:
 
 
 def gpu_of(device=None) -> Gpu:
-    """The GPU ``device`` (None: the current one); an H100 for a CPU, or without CUDA."""
+    """The GPU of ``device`` (None: the current one); an H100 for a CPU, or without CUDA."""
     device = torch.device("cuda") if device is None else torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return H100
@@ -125,7 +125,7 @@ def _gpu(index: int, setting: str | None) -> Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU model with a table that people call ``name``: "h200".
+    """The GPU model with a table that has the short name ``name``, e.g. "h200".
 
     Raises:
         OptionError: there is no table of such a GPU.
@@ -143,9 +143,9 @@ def match_gpu(
     processors: int,
     shipped: dict[str, Gpu],
 ) -> Gpu:
-    """The GPU with these properties: from its table; else with its own number of processors and the
-    constants of the GPU of its generation with the most similar name (for an H20: an H200's). For
-    other generations the constants are an H200's, and it is not ``rated``."""
+    """The GPU with these properties: from its table, else with its own number of processors and the
+    constants of a GPU of its generation, the one with the most similar name (for an H20: an H200).
+    For other generations the constants are an H200's, and it is not ``rated``."""
     if name in shipped:
         return replace(shipped[name], processors=processors)
     siblings = [gpu for gpu in shipped.values() if gpu.arch == arch_with(capability)]

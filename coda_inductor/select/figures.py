@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of one site, and what follows from them."""
+"""The measurements of one site, and the decisions that they allow."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Figures:
         unfused: microseconds of cuBLAS and the kernels that Inductor compiles around it.
         plain: microseconds of cuBLAS alone.
         spread: relative error of a typical median.
-        failed: why a config has no time: it does not compile, is wrong, crashes or hangs.
-        m: the number of rows that was measured.
-        name: of a site that was measured, for readers.
+        failed: the reason if a config has no time: it does not compile, is wrong, crashes or hangs.
+        m: the number of rows in the measurement.
+        name: the name of a measured site, for readers.
         like: the :func:`signature` of its program.
     """
 
@@ -47,12 +47,12 @@ class Figures:
 
     @property
     def tolerance(self) -> float:
-        """Relative difference from which on the longer of two times counts as longer."""
+        """The relative difference from which one of two times counts as longer."""
         return max(_EQUAL, min(self.spread, _NOISE))
 
     def best(self, order: Iterable[str]) -> str | None:
-        """The first config of ``order`` that no other beats clearly, so that noise does not change
-        the choice between equal ones. None if none was measured."""
+        """The first config of ``order`` that no other config beats clearly, so that noise does not
+        change the choice between equal ones. None if none was measured."""
         times = {name: self.us[name] for name in order if name in self.us}
         if not times:
             return None
@@ -65,8 +65,8 @@ class Figures:
 
 
 def rows_class(m: int) -> int:
-    """The number of rows whose measurement is used for ``m``: powers of two to 128, multiples of
-    128 to 8192, then of 256, 512 and so on. A class differs by less than a wave of tiles."""
+    """The number of rows whose measurement is used for ``m``: powers of two up to 128, multiples of
+    128 up to 8192, then of 256, 512 and so on. A class differs by less than a wave of tiles."""
     if m <= 128:
         return max(16, 1 << (m - 1).bit_length())
     step = 128 << max(0, math.ceil(math.log2(m / 8192)))
@@ -97,12 +97,12 @@ def signature(program: EpilogueProgram) -> str:
 
 
 def to_row(key: str, figures: Figures) -> dict[str, Any]:
-    """The row in a file. Inverse: :func:`from_row`."""
+    """The row of a file for these measurements. Inverse: :func:`from_row`."""
     return {"key": key} | {name: x for name, x in vars(figures).items() if name != "failed" or x}
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
-    """(key, figures).
+    """(key, figures) of a row.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: it is not such a row.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a fused site expected to win? The promise is never to be slower than not fusing.
+"""Is a fused site expected to win? A fused site must never be slower than the unfused ops.
 
 Times come from measurements or else from the roofline (``roofline``). The alternative is what
 Inductor would run: cuBLAS and elementwise kernels.
@@ -23,8 +23,8 @@ _HOST = 1.25
 def host_bound(
     gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100, *, training: bool = False
 ) -> Refusal | None:
-    """Why a graph's GEMMs, each (M, N, K), are all left to cuBLAS, or None: the GPU would wait for
-    the host, and our launches take the host longer than cuBLAS's.
+    """The reason if all GEMMs of a graph, each (M, N, K), are left to cuBLAS, or None. The GPU
+    would wait for the host, and our launches take the host longer than cuBLAS's.
 
     CUDA graphs remove this limit: the host then launches no kernels.
     """
@@ -41,8 +41,8 @@ def host_bound(
 
 
 def unmeasured(gpu: Gpu) -> Refusal | None:
-    """Why all GEMMs are left to cuBLAS on ``gpu``, or None: without measurements, past or future,
-    no kernel is expected to win."""
+    """The reason if all GEMMs are left to cuBLAS on ``gpu``, or None: without measurements, past or
+    future, no kernel is expected to win."""
     if gpu.rated:
         return None
     text = (
@@ -54,7 +54,7 @@ def unmeasured(gpu: Gpu) -> Refusal | None:
 
 
 def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
-    """Why ``site``, with these expected microseconds, should not be fused, or None."""
+    """The reason if ``site``, with these expected microseconds, should not be fused, or None."""
     if (why := saves_nothing(site)) is not None:
         return why
     if fused * MARGIN <= unfused:
@@ -63,7 +63,7 @@ def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
 
 
 def slower(code: str, fused: float, unfused: float, least: float) -> Refusal:
-    """Why a kernel of ``fused`` us, expected or measured as ``code`` says, is not used: it takes
+    """The refusal of a kernel of ``fused`` us, expected or measured as ``code`` says: it takes
     longer, or it is not faster by ``least`` of its time."""
     text = f"{code.partition('-')[0]} {fused:.0f} us fused, {unfused:.0f} us unfused"
     short = f": faster by less than {100 * least:.1f} %" if fused < unfused else ""
@@ -71,7 +71,7 @@ def slower(code: str, fused: float, unfused: float, least: float) -> Refusal:
 
 
 def saves_nothing(site: Site) -> Refusal | None:
-    """Why ``site`` should not be fused, whatever its times, or None."""
+    """The reason if ``site`` should not be fused, whatever its times are, or None."""
     if not (site.after and _only_statistics(site.program)):
         return None
     text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
@@ -79,11 +79,11 @@ def saves_nothing(site: Site) -> Refusal | None:
 
 
 def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
-    """Why deferring a LayerNorm over (m, k) past GEMMs with ``n`` columns in total is expected to
-    be slower, or None. ``width``: bytes per element.
+    """The reason if it is expected to be slower to defer a LayerNorm over (m, k) past GEMMs with
+    ``n`` columns in total, or None. ``width``: bytes per element.
 
-    It saves the kernel that reads the product before the norm and writes the norm's result. It
-    costs one more read of the weights, for the vectors gamma^T W and beta^T W.
+    Deferral saves the kernel that reads the product before the norm and writes the norm's result.
+    It costs one more read of the weights, for the vectors gamma^T W and beta^T W.
     """
     saved_us = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
     cost_us = n * k * width / gpu.bytes_per_us + gpu.launch_us

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can a site be a kernel? Reasons, never exceptions."""
+"""Can a site be a kernel? The functions return reasons and raise nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coda_inductor.select.site import Site
 
 
 def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
-    """Why a kernel would have to copy the matrix ``x`` at every call, or None, as far as that is
+    """The reason if a kernel must copy the matrix ``x`` at every call, or None, as far as that is
     known before a call. TMA reads from multiples of 16 bytes."""
     step = 16 // x.element_size()
     strides = [s for s, size in zip(x.stride(), x.shape, strict=True) if size != 1 and s != 1]
@@ -26,13 +26,13 @@ def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
 
 
 def unsupported(site: Site) -> Refusal | None:
-    """Why ``site`` cannot be a kernel, or None."""
+    """The reason why ``site`` cannot be a kernel, or None."""
     why = _unsupported(site)
     return None if why is None else refuse(*why, failure=True)
 
 
 def _heads(site: Site) -> tuple[str, str] | None:
-    """Code and text of a reason that concerns heads, or None."""
+    """(code, text) of a reason that concerns heads, or None."""
     program, arch, head = site.program, site.arch, site.program.head
     if site.n % head:
         return "kernel-form", f"N={site.n} is not a multiple of a head's {head} columns"
@@ -47,7 +47,7 @@ def _heads(site: Site) -> tuple[str, str] | None:
 
 
 def _unsupported(site: Site) -> tuple[str, str] | None:
-    """A reason's code and text."""
+    """(code, text) of a reason, or None."""
     program, n, k = site.program, site.n, site.k
     if program.a_dtype not in (*HALF_NAMES, *FP8):
         dtype = program.a_dtype

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where measurements are kept: one readable file for each GPU model, one line per site.
+"""The files of measurements: one readable file for each GPU model, one line per site.
 
-This user's are in ``<cache>/measured/<GPU>-<versions>.json``; the shipped ones are in the tables
-under ``select/tables``. A read-only folder that ``CODA_CACHE_DIR`` names is read too. Files are
-replaced as a whole, under a lock (``locks``), and never trusted: a line that is not a measurement
-is skipped. In the same folder, ``<GPU>-<versions>.left`` lists the sites that were compiled without
-a measurement, for ``python -m coda_inductor tune``.
+This user's measurements are in ``<cache>/measured/<GPU>-<versions>.json``, the shipped ones in the
+tables under ``select/tables``. A read-only folder that ``CODA_CACHE_DIR`` names is read too. Files
+are replaced as a whole, under a lock (``locks``), and never trusted: a line that is not a
+measurement is skipped. In the same folder, ``<GPU>-<versions>.left`` lists the sites that were
+compiled without a measurement, for ``python -m coda_inductor tune``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Measurements:
     """All measurements for ``gpu``: this user's and the shipped ones.
 
     Attributes:
-        path: the file with this user's.
+        path: the file with this user's measurements.
     """
 
     def __init__(self, gpu: Gpu, base: Path | None = None):
@@ -71,8 +71,8 @@ class Measurements:
         return None if slowest is None else (slowest, "shipped")
 
     def related(self, site: Site) -> Figures | None:
-        """The slowest shipped measurements at the size and layout of ``site``, of programs that
-        differ only in their reductions: an estimate if ``site`` was not measured."""
+        """An estimate for an unmeasured ``site``: the slowest shipped measurements, or None, at its
+        size and layout, of programs that differ only in their reductions."""
         like = _moves(signature(site.program))
         rows = [
             r for text, rows in self._by_signature.items() if _moves(text) == like for r in rows
@@ -80,7 +80,7 @@ class Measurements:
         return _slowest(rows, key_of(site))
 
     def nearest(self, site: Site) -> Figures | None:
-        """The shipped measurements nearest in size, of programs like the program of ``site``."""
+        """The shipped measurements nearest in size, of programs like the site's, or None."""
 
         def distance(row: tuple[str, Figures]) -> tuple[float, str]:
             sizes = map(int, row[0].split(" ")[1].split("x"))
@@ -101,7 +101,7 @@ class Measurements:
         return self._user_rows
 
     def add(self, figures: Mapping[str, Figures]) -> None:
-        """Keep measurements; the caller holds the lock (``locks``).
+        """Keep measurements. The caller holds the lock (``locks``).
 
         Raises:
             OSError: the file cannot be written; this process has the measurements anyway.
@@ -137,8 +137,8 @@ class Measurements:
 
 def generation() -> str:
     """A text that changes when a user has measured explicitly (:func:`advance`), because the graphs
-    in torch's caches were decided without that. Measurements during compilation do not change it,
-    or the graphs of each process would be outdated for the next one."""
+    in torch's caches were decided without these measurements. Measurements during compilation do
+    not change it, or the graphs of each process would be outdated for the next one."""
     try:
         return (cache_dir() / FOLDER / _GENERATION).read_text()
     except OSError:
@@ -162,12 +162,12 @@ def measurements_of(gpu: Gpu) -> Measurements:
 
 def versions() -> str:
     """The versions of everything that times depend on, for a file's name: the kernel libraries,
-    CUDA (its cuBLAS is the alternative), and how programs are rendered."""
+    CUDA (its cuBLAS is the alternative), and the renderer of programs."""
     return f"{label()}-cuda{torch.version.cuda or 'none'}-r{RENDERER_VERSION}"
 
 
 def as_text(gpu: Gpu, sites: Mapping[str, Figures]) -> str:
-    """The file's text: JSON with one site per line, in the order of their keys."""
+    """The text of a file: JSON with one site per line, in the order of their keys."""
     head = {"format": _FORMAT, "gpu": gpu.name, "processors": gpu.processors}
     head |= {"versions": versions()}
     lines = [f' "{name}": {json.dumps(value)},' for name, value in head.items()]
@@ -194,15 +194,15 @@ def _moves(like: str) -> list[str]:
 
 
 def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:
-    """Of the measurements at the size and layout that ``key`` names the slowest, if any."""
+    """The slowest measurements at the size and layout of ``key``, or None."""
     size = key.partition(" ")[2]
     matches = [figures for name, figures in rows if name.partition(" ")[2] == size]
     return max(matches, key=lambda figures: min(figures.us.values()), default=None)
 
 
 def _layout(key: str) -> list[str]:
-    """The words of ``key`` about the layout of operands. Concatenated weights count like one, and
-    few experts like many."""
+    """The words of ``key`` about layouts. Concatenated weights count as one; few experts as
+    many."""
     counts = ("copied=", "groups=", "of=")
     return [word for word in key.split(" ")[2:] if not word.startswith(counts)]
 

@@ -8,14 +8,14 @@ not. It also takes at least the time to read its operands, with as many processo
 With few tiles cuBLAS splits K (an adapter of rank 16: 65 us for 29 us in cuBLAS, 8192 x 4096, an
 H100).
 
-This is rough, so a kernel must win by ``MARGIN``. Of 825 measured sites with a known
-program (H100 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them would be fused; 67
-lose by more than 3 %: 34 of them would be refused. On average these choices take 0.9 % longer than
-the best ones; fusing all takes 1.0 % longer, fusing none 11 % (2026-11). What this earns is at the
-other end: of 859 rows that ship with a signature, their programs guessed from it, it fuses 11 that
-lose more than 10 %, at most 39 %. Fusing all fuses 27 such rows, which lose up to 55 %, and also
-adapters of rank 16 at more than twice their time. The constants here were fitted to the same rows,
-so this does not test them.
+This is rough, so a kernel must win by ``MARGIN``. Of 825 measured sites with a known program (H100
+and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them would be fused; 67 lose by more
+than 3 %: 34 of them would be refused. On average these choices take 0.9 % longer than the best
+ones; fusing all takes 1.0 % longer, fusing none 11 % (2026-11). It pays at the other end: of 859
+shipped rows with a signature, from which their programs were guessed, it fuses 11 that lose more
+than 10 %, at most 39 %. Fusing all fuses 27 such rows, which lose up to 55 %, and also adapters of
+rank 16 at more than twice their time. The constants here were fitted to the same rows, so this does
+not test them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def product_us(m, n: int, k: int, gpu: Gpu, *, fp8: bool = False) -> float:
 
 
 def fused_us(site: Site, gpu: Gpu) -> float:
-    """Expected microseconds of ``site`` as one kernel, with what it needs at every call."""
+    """Expected microseconds of ``site`` as one kernel, with its copies at every call."""
     program, n = site.program, site.n
     elements = hint(site.m) * n
     loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
@@ -79,7 +79,7 @@ def products_us(site: Site, gpu: Gpu) -> float:
 def around_us(site: Site, gpu: Gpu) -> float:
     """Expected microseconds of the work around the products of ``site`` if it is not fused: one
     elementwise kernel that reads them and the tile operands and writes the stores, and a second one
-    if there are reductions over M, or log-sum-exps, which the rest of a row depends on."""
+    if there are reductions over M or log-sum-exps, which the rest of a row depends on."""
     program, terms = site.program, len(site.ks)
     names = {*program.accs, *(o.name for o in program.operands)}
     products = {scale.value for scale in scaled(program).values()}
@@ -106,12 +106,12 @@ def around_us(site: Site, gpu: Gpu) -> float:
 
 
 def table_traffic(program: EpilogueProgram, n: int) -> float:
-    """Bytes of tables for each accumulator element: each is read from memory once for all heads."""
+    """Bytes of tables per accumulator element: each table is read once for all heads."""
     return sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "table") * program.head / n
 
 
 def _idle(m: int, columns: int, gpu: Gpu) -> float:
-    """Processors without a tile of 128 x 192 in the last wave of them, for each tile."""
+    """Idle processors in the last wave of 128 x 192 tiles, per tile."""
     tiles = _tiles(m, columns)
     return -tiles % gpu.processors / tiles
 
@@ -129,8 +129,8 @@ def _multiply_us(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
 
 
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
-    """Bytes per element that a kernel reads of the products, ``terms`` for each accumulator, and of
-    the tile operands among ``names``."""
+    """Bytes per element that a kernel reads: the products, ``terms`` for each accumulator, and the
+    tile operands among ``names``."""
     products = terms * len(names & set(program.accs)) * WIDTHS[program.product_dtype]
     tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
     return products + sum(WIDTHS[o.dtype] for o in tiles)

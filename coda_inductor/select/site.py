@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site: a program, its sizes and its surroundings, and the decision about them."""
+"""A site: a program, its sizes and its surroundings, and the choice for it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Site:
-    """``program`` on (m, k) x (k, n); N is one weight's for pairs.
+    """A site: ``program`` on (m, k) x (k, n). For pairs, N is the N of one weight.
 
-    It is made when a GEMM is first looked at, with a program that only stores its product, and
+    It is created when a GEMM is first analyzed, with a program that only stores its product, and
     refined by ``dataclasses.replace``.
 
     Attributes:
-        terms: how many products one kernel reads in place; ``k`` is the sum of all their K's.
+        terms: the number of products that one kernel reads in place; ``k`` is the sum of their K's.
         copied: instead of ``terms``, the K of each product whose weights are concatenated at every
             call.
         after: the stores that an elementwise kernel reads, where that kernel runs anyway (for
             example a norm that no GEMM reads). Unfused, it reads the products, writes the others.
         a_major: the dimension of A with stride 1, "k" or "m".
         b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
-        device: where it runs; "meta" is a GPU that is not here.
+        device: the device that it runs on; "meta" is a GPU that is absent.
         arch: the generation of the GPU that decisions are for.
-        name: of its GEMMs' modules, for readers.
+        name: the names of its GEMMs' modules, for readers.
         groups: experts of a grouped program, each with its own weights.
-        rows: of the matrix from which a program gathers its rows; 0 if it does not.
-        crowded: collectives may hold some processors while a kernel runs. A kernel that assigns its
+        rows: the rows of the matrix from which a program gathers; 0 if it does not.
+        crowded: may collectives hold some processors while a kernel runs? A kernel that assigns its
             tiles in advance waits for them: with 16 of an H200's 132 processors held, a GEMM of 356
             us took 608, and 416 with tiles from a counter (cuBLAS: 445).
-        choice: how it runs, once that is decided.
+        choice: the choice how it runs, once it is made.
     """
 
     program: EpilogueProgram
@@ -76,7 +76,7 @@ class Site:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """K of each product that the accumulator is the sum of."""
+        """K of each product in the accumulator."""
         return self.copied or (self.k // self.terms,) * self.terms
 
     @property
@@ -86,7 +86,7 @@ class Site:
 
     @functools.cached_property
     def reading(self) -> Plain:
-        """How its kernel reads A and B."""
+        """The kernel's reading of A and B."""
         return reading_of(self.program, self.terms)
 
 

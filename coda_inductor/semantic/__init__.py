@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The semantic vocabulary: what many spellings of an idiom are raised to.
+"""The semantic ops: each replaces the many spellings of one idiom.
 
 Each op is defined once, by a plain torch function (``define``), or, if it is elementwise like
-SwiGLU, by the meaning of a pattern file. Passes match on the op. What stays unfused is traced
+SwiGLU, by the meaning of a pattern file. Passes match on the op. Ops that stay unfused are traced
 through that function again, so that Inductor sees plain aten. Differentiable ops have a backward op
 of the same kind, so that the joint graph is readable too; its flags tell which gradients are
 needed, so that frozen weights need no extra patterns.
 
-norms       norms of rows, and the records of what they share
+norms       norms of rows, and a record of the properties of each
 loss        cross entropies of logits
 rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
-dropout     products of what dropout keeps, and their gradients
-fakes       what ops return for fake tensors, computed once
+dropout     products behind dropout, and their gradients
+fakes       results of ops for fake tensors, computed once
 fp8         quantizations and scaled products; fp8_casts: the casts that they become
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a semantic op is created: from the plain torch function that defines it, and its gradient.
+"""Create semantic ops, each from the plain torch function that defines it, and its gradient.
 
 Only :func:`define` creates ops, built-in ones and those in pattern files (``patterns.meaning``): it
 registers the schema, the fake, the kernel, which runs the definition, and the derivative.
@@ -37,9 +37,9 @@ class Definition:
 
     Attributes:
         function: the torch function that defines it.
-        name: for counters and reports.
-        counted_by_rewrite: the pass that rewrites it counts it; its decomposition is plain work,
-            which does not count when a GEMM absorbs it.
+        name: its name in counters and reports.
+        counted_by_rewrite: does the pass that rewrites it count it? Then its decomposition is plain
+            work, which does not count when a GEMM absorbs it.
         gradient: see :func:`define`; None for an op that does not differentiate.
     """
 
@@ -64,18 +64,18 @@ def define(
     pointwise: bool = False,
     counted_by_rewrite: bool = False,
 ) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that ``function`` defines; returns it.
+    """Register the op ``coda_inductor::<schema>`` that ``function`` defines. Returns the op.
 
     Args:
-        schema: results after the first are named: statistics, which have no gradient.
-        function: what the op computes.
+        schema: its results after the first have names: they are statistics without gradient.
+        function: the definition in plain torch.
         gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
             result; the others are named like the op's inputs and statistics, or ``needs``: a list
             that tells which gradients are needed. The others may be anything.
         wrt: the inputs for which ``gradient`` returns gradients.
         fake: computes shapes and dtypes, if ``function`` cannot.
-        name: see :class:`Definition`; by default the op's own.
-        pointwise: whether each element of the results depends only on those at the same index.
+        name: see :class:`Definition`; by default the op's name.
+        pointwise: does each element of the results depend only on elements at the same index?
         counted_by_rewrite: see :class:`Definition`.
     """
     tags = [torch.Tag.pointwise] * pointwise
@@ -94,7 +94,7 @@ def opaque(
     gradient: Callable[..., Any] | None = None,
     wrt: Sequence[str] = (),
 ) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>``, which no graph decomposes; returns it.
+    """Register the op ``coda_inductor::<schema>``, which no graph decomposes. Returns the op.
     ``gradient`` and ``wrt`` as for :func:`define`."""
     name = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -108,7 +108,7 @@ def opaque(
 
 def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:
     """Register the op ``coda_inductor::<schema>`` that consists of the ops in ``function``:
-    AOTAutograd traces these in its place, and their gradients. Returns the op."""
+    AOTAutograd traces these, and their gradients, instead of the op. Returns the op."""
     op_name = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(op_name, function, "CompositeImplicitAutograd")
@@ -173,8 +173,8 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Run as if called at top level. In the handler of a dispatch mode functorch's keys are off,
-    and without them there is no gradient inside a kernel."""
+    """A context that runs code as if called at top level. In the handler of a dispatch mode
+    functorch's keys are off, and without them there is no gradient inside a kernel."""
     full = dispatch_keyset_full()
     include = dispatch_tls_local_include_set()
     with (

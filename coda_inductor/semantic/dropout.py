@@ -12,8 +12,8 @@ memory. On CUDA each direction is one Triton kernel (``mainloop/dropout.py``), e
 draws the same masks.
 
 A mask has 16 bits of Philox 4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-2011) for each element, so that p is a multiple of 2**-16; x is scaled by what this p asks for. The
-key is the seed. A counter (k // 8, m, number of the mask) has the bits of eight elements of row m.
+2011) for each element, so that p is a multiple of 2**-16; x is scaled for this p. The key is the
+seed. A counter (k // 8, m, number of the mask) has the bits of eight elements of row m.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ _FACTORS, _STEPS = (0xCD9E8D57, 0xD2511F53), (0x9E3779B9, 0xBB67AE85)
 
 
 def dropped(p: float) -> int:
-    """How many of the ``DRAWS`` drop an element."""
+    """The number of the ``DRAWS`` values that drop an element."""
     return round(p * DRAWS)
 
 
 def scale(p: float) -> float:
-    """The factor of what is kept."""
+    """The factor of the elements that are not dropped."""
     return DRAWS / (DRAWS - dropped(p))
 
 
 def keep_mask(seed: Tensor, number: int, m: int, k: int, p: float) -> Tensor:
-    """The mask of that number, (m, k), bool: False where an element is dropped. ``seed``: one
-    int64."""
+    """The mask of this number, (m, k) bool: False drops an element. ``seed``: one int64."""
     device = seed.device
     words = [
         torch.arange((k + 7) // 8, device=device)[None, :],
@@ -66,14 +65,14 @@ def keep_mask(seed: Tensor, number: int, m: int, k: int, p: float) -> Tensor:
 def dropout_linear(
     x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float
 ) -> Tensor:
-    """All t_i, one beside the other.
+    """The products t_i of x under each mask, side by side.
 
     Args:
-        x: (..., K), of any floating dtype; masked, it is rounded to the dtype of ``weight``.
+        x: (..., K), of any floating dtype. After masking it is rounded to the dtype of ``weight``.
         weight: (count * r, K), all A_i, one below the other.
         seed: one int64.
         first: the number of the first mask.
-        count: how many weights, and masks, there are.
+        count: the number of weights and masks.
         p: the probability that an element is dropped.
 
     Returns:
@@ -91,7 +90,7 @@ def dropout_linear_backward(
     dt: Tensor, x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of ``x`` and ``weight`` as far as ``needs`` says, else tensors of shape (0,);
+    """The gradients of ``x`` and ``weight`` if ``needs`` says so, else tensors of shape (0,);
     ``dt`` is the gradient of the result."""
     dx, dweight = gradients(dt, x, weight, seed, first, count, p, needs)
     wide = torch.promote_types(weight.dtype, torch.float32)

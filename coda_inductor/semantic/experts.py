@@ -3,7 +3,7 @@
 
 T tokens choose top_k of E experts each: M = T * top_k pairs. ``route`` sorts them by expert;
 ``experts_up`` gathers rows of x while it multiplies, ``experts_down`` multiplies and sums the rows
-of each token, weighted by its router. Between the two is the user's own code. Their gradients use
+of each token, weighted by the router. The user's own code runs between the two. Their gradients use
 the same few ops, so that neither direction writes the gathered rows of tokens, or their gradients,
 to memory (SonicMoE, arXiv 2512.14080, section 4):
 
@@ -58,9 +58,9 @@ def combine(
     top_k: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The sum over the pairs of each token of their rows of ``y`` (M, d), times ``weights``
-    (T, top_k) if any, in order and in float32: (T, d) in ``dtype``, or y's. ``inverse`` and
-    ``offsets`` as :func:`route` makes them; pairs of no expert add nothing."""
+    """The weighted sum of each token's rows of ``y`` (M, d): (T, d) in ``dtype``, or y's.
+    ``weights`` are (T, top_k), or None for ones; sums are in order and in float32. ``inverse`` and
+    ``offsets`` are from :func:`route`; pairs without an expert add nothing."""
     wide = torch.promote_types(y.dtype, torch.float32)
     rows = y[inverse].to(wide)
     if weights is not None:
@@ -73,8 +73,8 @@ def grouped_wgrad(
     a: Tensor, rows: Tensor | None, bs: Sequence[Tensor], offsets: Tensor, turned: bool
 ) -> Tensor:
     """For each expert, a^T b over its rows: (E, K, N). ``a`` is (M, K), or (T, K) from which
-    ``rows`` (M,) are gathered; b is ``bs``, each (M, N_j), concatenated along columns. ``turned``:
-    the result's memory layout is (E, N, K)."""
+    ``rows`` (M,) are gathered; b is the concatenation of ``bs``, each (M, N_j), along columns.
+    ``turned``: the result's memory layout is (E, N, K)."""
     a, b = a if rows is None else a[rows], torch.cat(tuple(bs), 1)
     if not a.shape[0]:
         return wgrad_result(a, bs, offsets, turned).zero_()
@@ -121,8 +121,9 @@ WGRAD = opaque(
 
 
 def grouped_mm_definition(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
-    """Row i of ``a`` (M, K), or row rows[i] of it, (T, K), times B of its group: ``b`` (E, K, N)
-    in any layout, ``offsets`` (E + 1,) and ``rows`` (M,) int32. (M, N), arbitrary after the groups.
+    """Row i of the result (M, N) is row i of ``a`` (M, K), or row rows[i] of ``a`` (T, K), times B
+    of its group: ``b`` (E, K, N) in any layout; ``offsets`` (E + 1,) and ``rows`` (M,) int32. Rows
+    after the groups are arbitrary.
     """
     return grouped_product(a, b, offsets, rows, a.dtype)
 
@@ -140,14 +141,14 @@ grouped_mm = define(
 
 
 def group_rows_definition(x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """For each row, the row of ``x`` (E, N) of its group: x[ids], (M, N). ``ids`` (M,) and
-    ``offsets`` (E + 1,) label the same groups, except for rows of no expert."""
+    """x[ids], (M, N): for each row, its group's row of ``x`` (E, N). ``ids`` (M,) and ``offsets``
+    (E + 1,) define the same groups, except for rows without an expert."""
     del offsets
     return x[ids]
 
 
 def _group_rows_gradient(dy: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """Sums over the rows of each group, in order: a product with ones, in rows of 16 bytes."""
+    """Sums over the rows of each group, in order, as a product with ones, in rows of 16 bytes."""
     del ids
     m, n = dy.shape
     dy = F.pad(dy, (0, -n % 8)) if n % 8 else dy
@@ -164,8 +165,8 @@ group_rows = define(
 
 
 class _Up(torch.autograd.Function):
-    """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), in parts of
-    their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them;
+    """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), as one (M, N)
+    for each part of the columns. ``rows``, ``inverse`` and ``offsets`` are from :func:`route`;
     without ``rows``, x (M, K) is sorted by expert."""
 
     @staticmethod
@@ -199,7 +200,7 @@ def _parts(weights: Sequence[Tensor], parts: int) -> list[Tensor]:
 
 class _Down(torch.autograd.Function):
     """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N) in ``dtype``,
-    or a's, times ``w`` (T, top_k) if given. The other arguments as :func:`route` makes them."""
+    or a's, times ``w`` (T, top_k) if given. The other arguments are from :func:`route`."""
 
     @staticmethod
     def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k, dtype=None) -> Tensor:

@@ -22,17 +22,17 @@ _LITERALS = (int, float, str, torch.dtype, torch.device, torch.layout, torch.mem
 
 
 class _Shape(tuple[Any, ...]):
-    """The sizes, strides, dtype and device of a tensor, and where it begins in its memory."""
+    """The sizes, strides, dtype and device of a tensor, and its offset in its memory."""
 
     __slots__ = ()
 
 
 class _UncertainError(Exception):
-    """A result may depend on more than what is compared, for example on a symbolic size."""
+    """A result may depend on more than the compared properties, for example on a symbolic size."""
 
 
 def once(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` for fake tensors, all results of which are new memory."""
+    """``function(*args)`` for fake tensors. All its results must be new memory."""
     try:
         key = (function, _part(args))
     except _UncertainError:
@@ -58,7 +58,7 @@ def _part(value: Any) -> Hashable:
 
 
 def _shape(x: Tensor) -> _Shape:
-    """Not of tensors whose values are known: an op may compute with these."""
+    """The properties of ``x``. Known values are refused, because an op may compute with them."""
     sizes, strides, offset = tuple(x.shape), x.stride(), x.storage_offset()
     fixed = type(sum((*sizes, *strides, offset))) is int
     if not fixed or x.layout != torch.strided or getattr(x, "constant", None) is not None:
@@ -67,7 +67,7 @@ def _shape(x: Tensor) -> _Shape:
 
 
 def _new(result: Any) -> Any:
-    """The record of ``result``: new tensors, which have no gradient."""
+    """``result`` as properties for new tensors. They have no gradient."""
     if isinstance(result, (list, tuple)):
         return tuple(map(_new, result))
     if not isinstance(result, Tensor) or result.storage_offset() != 0 or result.requires_grad:

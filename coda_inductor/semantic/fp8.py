@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 in the semantic vocabulary, as torchao 0.18 defines it in training and in inference: one
-quantization, and one product of two quantized tensors. Neither is differentiable: they appear only
+quantization, and one product of two quantized tensors. Neither has a gradient: both are created
 after AOTAutograd."""
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def quantize_definition(
     """``q = cast(x * scale)`` in FP8 ``dtype``, with shape and layout of x, and ``1 / scale``,
     float32, which undoes it in a product.
 
-    ``scale = max / amax(|x|)`` over ``dims``, which stay with size 1; if there are none, over
-    everything, with a 0-dim scale. ``power_of_two``: rounded down to one. The ops are exactly
-    torchao's (``tensor_to_scale``, ``_ToFloat8ConstrFunc``, ``to_fp8_saturated``), so that rows of
-    zeros, NaN and inf give the same results.
+    ``scale = max / amax(|x|)`` over ``dims``, which are kept with size 1, or over all elements if
+    ``dims`` is empty; then the scale is 0-dim. ``power_of_two``: it is rounded down to a power of
+    two. The ops are exactly torchao's (``tensor_to_scale``, ``_ToFloat8ConstrFunc``,
+    ``to_fp8_saturated``), so that rows of zeros, NaN and inf give the same results.
 
     ``divides``, for inference (``_choose_scale_float8``, ``_quantize_affine_float8``):
     ``q = cast(x / scale)`` and the scale itself, ``amax(|x|) / max`` in the dtype of x. If all
@@ -45,7 +45,7 @@ def quantize_definition(
 def quantize_by(
     wide: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same for float32 ``wide`` with maxima ``amax``; and the scale."""
+    """``quantize_definition`` for float32 ``wide`` with maxima ``amax``; and the scale."""
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
     return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
@@ -54,16 +54,16 @@ def quantize_by(
 def quantize_by_rows(
     x: Tensor, parts: list[Tensor], dims: list[int], *kind: Any
 ) -> tuple[Tensor, Tensor]:
-    """``quantize(x, dims, *kind)`` that divides, of rows or of everything, for ``x`` of 16 bits
-    with the columns of ``parts``: the maxima of the rows of each part come first."""
+    """``quantize(x, dims, *kind)`` with ``divides``, of rows or of all elements, for ``x`` of 16
+    bits with the columns of ``parts``: the maxima of each part's rows are computed first."""
     rows = [torch.amax(torch.abs(part), dim=1, keepdim=True) for part in parts]
     amax = functools.reduce(torch.maximum, rows)
     return quantize_by(x.to(torch.float32), amax if dims else torch.amax(amax), *kind)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool = False) -> Tensor:
-    """The scale, float32, for the maximum ``amax`` of any floating dtype; if it ``divides``, in the
-    dtype of x."""
+    """The scale for the floating maximum ``amax``: float32, or with ``divides`` in the dtype of
+    x."""
     limit = torch.finfo(dtype).max
     if divides:
         return (amax / limit).to(torch.float32)
@@ -82,8 +82,8 @@ def scaled_mm_definition(
     bias: Tensor | None = None,
 ) -> Tensor:
     """``(a @ b) * inv_a * inv_b + bias`` in ``out_dtype``; a (M, K) and b (K, N) FP8 in any layout,
-    inv_a float32 (M, 1) or 0-dim, inv_b (1, N) or 0-dim: what undoes the scales of quantizations;
-    bias (N,), added before the only rounding, or None.
+    inv_a float32 (M, 1) or 0-dim, inv_b (1, N) or 0-dim: the factors that undo the scales; bias
+    (N,), added before the only rounding, or None.
 
     ``fast``: the tensor cores' own accumulation along all of K. ``after``: ``torch._scaled_mm``
     gets scales of one and rounds, and the true scales multiply its result. The ops are exactly

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ops on a whole tensor, for use before it is multiplied in FP8.
+"""Two ops on a whole tensor, for use before its product in FP8.
 
 ``coda_inductor::fp8_cast`` reads a tensor once and writes it in FP8: in its layout, transposed, or
 both, each with its own scale and FP8 dtype. ``coda_inductor::fp8_amax`` reads a tensor once for the
@@ -33,17 +33,17 @@ def fp8_cast(
     divide: bool = False,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``x`` (M, K), of 16 or 32 bits, in FP8, in one or two layouts.
+    """Convert ``x`` (M, K), of 16 or 32 bits, to FP8, in one or two layouts.
 
     Args:
         x: any strides; contiguous rows or columns are read in place.
         factor: (M, 1) float32, a row factor of ``x`` (a norm's rstd), or None.
         scale: the factor of the first result: float32, (M, 1), (1, K) or one element. None if the
             first result is not needed.
-        dtype: the first result's, an FP8 dtype; None if ``scale`` is.
+        dtype: the first result's FP8 dtype; None if ``scale`` is None.
         scale_t: as ``scale``, in terms of ``x``'s rows and columns, for the second result.
-        dtype_t: the second result's.
-        divide: whether to divide by the scales instead, as inference does.
+        dtype_t: the second result's FP8 dtype.
+        divide: divide by the scales instead, as inference does?
         weight: (1, K) of 16 or 32 bits, a column factor of ``x`` (a norm's weight), or None.
 
     Returns:
@@ -78,12 +78,12 @@ def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Te
     Args:
         x: (M, K), of 16 or 32 bits.
         factor: as for :func:`fp8_cast`.
-        row: whether maxima of rows are needed.
-        col: whether maxima of columns are needed.
+        row: are maxima of rows needed?
+        col: are maxima of columns needed?
 
     Returns:
-        rows (M, ceil(K / TILE)): of each row's elements in each tile; ``rows.amax(1)`` is the
-        row's. cols (ceil(M / TILE), K): of each column's; ``cols.amax(0)`` is the column's. The
+        rows (M, ceil(K / TILE)): the maximum of each row in each tile; ``rows.amax(1)`` is the
+        row's. cols (ceil(M / TILE), K): of each column; ``cols.amax(0)`` is the column's. The
         amax of either is the tensor's. A result that is not needed has the shape (0,).
     """
     rows, cols = amax_results(x, factor, row, col)

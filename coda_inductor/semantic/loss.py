@@ -2,8 +2,8 @@
 """The loss's part of the semantic vocabulary: logsumexp of rows, and cross entropy with classes.
 
 ``cross_entropy`` takes the logits in the dtype of the model's last GEMM. Losses are usually written
-with a cast, which makes a float32 copy of the largest tensor of a training step; here only what is
-computed from a row is float32.
+with a cast, which makes a float32 copy of the largest tensor of a training step; here only values
+per row are float32.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def cross_entropy_definition(
 def row_weights(
     dloss: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """The factor of each row's gradient, (M,): 0 if the row is ignored."""
+    """The factor of each row's gradient, (M,); 0 if the row is ignored."""
     weight = dloss.to(number.dtype)
     if reduction == "mean":
         weight = weight / number
@@ -84,7 +84,7 @@ def cross_entropy_backward_definition(
     label_smoothing: float,
     reduction: str,
 ) -> Tensor:
-    """The gradient of the logits, shaped and typed like them: with the softmax p of a row,
+    """The gradient of the logits, with their shape and dtype. For a row with the softmax p it is
     ``p - (1 - s) onehot(target) - s / V`` times the row's weight."""
     rows = logits.reshape(-1, logits.shape[-1])
     v = rows.shape[1]

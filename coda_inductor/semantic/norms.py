@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of rows in the semantic vocabulary, each with the record that its deferral asks.
+"""Norms of rows in the semantic vocabulary, each with the record that its deferral reads.
 
 All compute in float32 (float64 for float64 inputs), then cast to ``out_dtype``.
 """
@@ -23,13 +23,13 @@ class Norm:
     """The properties of a norm ``y = (x - shift) * scale * weight + bias`` for ``rewrite.norm``.
 
     Attributes:
-        name: what it counts as when it is deferred.
+        name: the name of its counter when it is deferred.
         rows: plain torch, of x in float32, the dtype in which GEMMs read it, and the op's numbers.
-            Returns two tuples of (..., 1), by sums over rows, which an epilogue makes: the scale
-            and the bend, if there is one (:func:`_gradients`); the shift, if there is one.
+            Returns two tuples of (..., 1), from sums over rows, which an epilogue computes: the
+            scale and the bend, if any (:func:`_gradients`); the shift, if any.
         numbers: the op's parameters that are numbers.
-        mean: which of the op's results is the mean of x, for a norm that has a shift.
-        backward: the op of its gradients; None for a norm that is deferred in inference only.
+        mean: the index of the op's result that is the mean of x, for a norm with a shift.
+        backward: the op of its gradients; None for a norm that is deferred only in inference.
     """
 
     name: str
@@ -61,13 +61,12 @@ def _gradients(
     statistics: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias of a norm, each shaped and typed like its input. ``vectors`` are weight
-    and bias, ``means`` the mean of x, if there is a shift; ``statistics`` the scale and the bend.
+    """dx, dweight and dbias of a norm, each shaped like its input and in its dtype. ``vectors`` are
+    weight and bias, ``means`` the mean of x, with a shift; ``statistics`` the scale and the bend.
 
-    With ``n = (x - mean) * scale`` and ``p = dy * weight``:
-    ``dx = scale * (p - mean(p) - n * mean(p * n) * bend)``, mean(p) only where there is a shift;
-    ``dweight = sum(dy * n)`` and ``dbias = sum(dy)`` over all rows. One that ``needs`` says is not
-    wanted comes back as an empty tensor.
+    With ``n = (x - mean) * scale`` and ``p = dy * weight``: ``dx = scale * (p - mean(p) - n *
+    mean(p * n) * bend)``, mean(p) only where there is a shift; ``dweight = sum(dy * n)`` and
+    ``dbias = sum(dy)`` over all rows. Gradients that ``needs`` excludes are empty tensors.
     """
     scale, *bends = statistics
     wide = dy.to(scale.dtype)
@@ -96,9 +95,9 @@ def define_norm(
 ) -> OpOverload:
     """The op ``y = x * scale * weight`` over the last dimension, its gradient and its record.
 
-    ``scale`` is elementwise and positive, of the mean of each row's squares (``of_sum``: of their
-    sum) and of ``numbers``. The op returns y, the scale and, if it is ``bent``, the bend
-    ``-2 * scale' / scale**3`` (times d for a sum): the mean square's own derivative is 2 x / d.
+    ``scale`` is an elementwise, positive function of the mean of each row's squares (``of_sum``: of
+    their sum) and of ``numbers``. The op returns y, the scale and, if it is ``bent``, the bend ``-2
+    * scale' / scale**3`` (times d for a sum): the mean square's own derivative is 2 x / d.
     """
     fold = torch.sum if of_sum else torch.mean
 
@@ -171,17 +170,17 @@ def layer_norm_definition(
 def layer_norm_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of LayerNorm."""
+    """Gradients of LayerNorm: dx, dweight and dbias, each shaped like its input."""
     return _gradients(dy, x, (weight, bias), (mean,), (rstd,), (True,) * 3)
 
 
 def _layer_rows(x: Tensor, dtype: torch.dtype, eps: float) -> Any:
-    """For rows with a small mean: the variance from the second moment, because the partial sums of
-    one pass make both.
+    """The statistics of rows with a small mean. The variance comes from the second moment, because
+    the partial sums of one pass give both.
 
     The variance is clamped from below to the variance of rounding a row to ``dtype``, which eager's
-    includes: a twelfth of the square of the spacing at the mean. Smaller values, zero and negative
-    ones included, are noise of float32 sums that cancel.
+    variance includes: a twelfth of the square of the spacing at the mean. Smaller values, zero and
+    negative ones included, are noise of float32 sums that cancel.
     """
     mean, moment = x.mean(-1, keepdim=True), x.pow(2).mean(-1, keepdim=True)
     square = mean * mean

@@ -22,13 +22,13 @@ def rotate_definition(
     joined: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``x`` (..., D), rotated by tables ``cos`` and ``sin`` (..., W) that broadcast against it.
+    """Rotate ``x`` (..., D) by tables ``cos`` and ``sin`` (..., W) that broadcast against it.
 
-    For columns a and b at ``distance`` from each other, in blocks of twice the distance,
-    y = x * cos + (-b, a) * sin. Halves of W (Hugging Face's ``rotate_half``) have the distance
-    W / 2, neighboring pairs 1. ``paired``: the tables (..., W / 2) hold one angle per pair.
-    ``inverse`` is the transposed map, dy * cos - turn(dy * sin), which rotates back if both columns
-    of a pair have the same angle.
+    For columns a and b at ``distance`` from each other, in blocks of twice the distance, y = x *
+    cos + (-b, a) * sin. Halves of W (Hugging Face's ``rotate_half``) have the distance W / 2,
+    neighboring pairs 1. ``paired``: the tables (..., W / 2) hold one angle per pair. ``inverse``:
+    the transposed map, dy * cos - turn(dy * sin), which rotates back if both columns of a pair have
+    the same angle.
 
     ``joined``: only the first W columns are rotated; the others, if there are any, are copied, and
     the result has the layout that Inductor gives ``torch.cat`` of both, or of the halves of pairs
@@ -44,7 +44,7 @@ def rotate_definition(
         rotated = part * cos - turn(part * sin, distance)
     elif width == 2 * distance:
         # As models write it: 34 us where a permutation takes 54 (8192 x 32 heads of 128, H200).
-        # Inductor counts more reads, but what attention reads is stored in any case.
+        # Inductor counts more reads, but the input of attention is stored in any case.
         a, b = part.chunk(2, -1)
         rotated = part * cos + torch.cat((-b, a), -1) * sin
     else:
@@ -58,7 +58,7 @@ def rotate_definition(
 
 
 def each_column(table: Tensor, distance: int, paired: bool) -> Tensor:
-    """``table`` (..., W), or (..., W / 2) with one column for each pair, as (..., W)."""
+    """``table``, (..., W), or (..., W / 2) with one column for each pair, as (..., W)."""
     if not paired:
         return table
     blocks = table.unflatten(-1, (-1, 1, distance))
@@ -68,8 +68,9 @@ def each_column(table: Tensor, distance: int, paired: bool) -> Tensor:
 def turn(x: Tensor, distance: int) -> Tensor:
     """(-b, a) for each pair of columns (a, b).
 
-    It is a permutation with computed signs, so every element is read once. With the usual ``cat``
-    of two slices Inductor counts more reads, and then stores a rotation that two kernels read.
+    The result is a permutation with computed signs, so every element is read once. With the usual
+    ``cat`` of two slices Inductor counts more reads, and then stores a rotation that two kernels
+    read.
     """
     signs = 2 * torch.arange(2, dtype=x.dtype, device=x.device) - 1
     return (exchange(x, distance).unflatten(-1, (-1, 2, distance)) * signs[:, None]).flatten(-3)
@@ -95,8 +96,8 @@ rotate = define(
 
 
 def rotate_pairs_composition(x: Tensor, turns: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Columns 2j and 2j + 1 of ``x`` (..., D) as a complex number, times ``turns`` (complex,
-    broadcastable to (..., D / 2))."""
+    """The product of ``x`` (..., D), columns 2j and 2j + 1 as a complex number, and ``turns``
+    (complex, broadcastable to (..., D / 2))."""
     cos, sin = torch.view_as_real(turns.resolve_conj()).unbind(-1)
     return rotate(x, cos, sin, 1, True, False, True, out_dtype)
 
@@ -111,12 +112,13 @@ rotate_pairs = compose(
 def rotate_heads_definition(
     x: Tensor, cos: Tensor, sin: Tensor, even: Tensor, odd: Tensor, *how: Any
 ) -> Tensor:
-    """``rotate`` of the heads of ``x`` (..., H * D), the rows of a projection's product; ``how``:
-    its other arguments.
+    """Apply ``rotate`` to the heads of ``x`` (..., H * D), the rows of a projection's product;
+    ``how``: the other arguments of ``rotate``.
 
     ``cos`` and ``sin`` broadcast against (..., H, D). ``even`` and ``odd``, each (rows, D), are the
-    same in the form that kernels read: y = x * even + s * odd, where s is x with the columns of
-    each pair exchanged. They are not read here, so they are not computed for what stays unfused.
+    tables in the form that kernels read: y = x * even + s * odd, where s is x with the columns of
+    each pair exchanged. They are not read here, so they are not computed for rotations that stay
+    unfused.
     """
     assert even.shape == odd.shape, "tables of the same shape"
     heads = x.unflatten(-1, (-1, even.shape[-1]))

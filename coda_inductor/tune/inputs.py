@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors like a site's, with random values or without."""
+"""Tensors with the shapes and dtypes of a site's, with random values or uninitialized."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> I
 
 
 def unfused(site: Site, inputs: Inputs) -> Inputs:
-    """The same as in an unfused graph."""
+    """The same inputs as an unfused graph has them."""
     as_, bs = site.reading.unfused(site.program, *inputs[:2])
     return list(as_), list(bs), inputs[2]
 
 
 def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
-    """By the kind of operand: offsets of ``site.groups`` experts, with half of the rows spread
-    evenly and half by Zipf's law, as by routers that are not balanced yet, because the slowest
-    expert decides; and tokens in random order."""
+    """Operands by kind: the offsets of ``site.groups`` experts, and tokens in random order. Half of
+    the rows are spread evenly and half by Zipf's law, as by routers that are not balanced yet,
+    because the slowest expert decides."""
     if not site.groups:
         return {}
     share = 1 / torch.arange(1, site.groups + 1)
@@ -68,8 +68,8 @@ def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
 
 
 def size(site: Site) -> int:
-    """About the most bytes that a measurement of ``site`` needs: inputs, outputs of two candidates
-    at a time, and intermediate results of plain ops."""
+    """An upper estimate of the bytes that a measurement of ``site`` needs: inputs, outputs of two
+    candidates at a time, and intermediate results of plain ops."""
     program = site.program
     experts = max(site.groups, 1)
     factors = sum(site.m * k + experts * len(program.accs) * site.n * k for k in site.ks) * 2
@@ -79,5 +79,5 @@ def size(site: Site) -> int:
 
 
 def _by_address(xs: Sequence[Tensor]) -> list[Tensor]:
-    """In the order of their addresses, so that one variant of a kernel suffices."""
+    """``xs`` in the order of their addresses, so that one variant of a kernel suffices."""
     return [*xs] if xs[0].is_meta else sorted(xs, key=Tensor.data_ptr)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparable times of several functions on a GPU.
 
-Every round runs every function once, in turn, and a time is taken relative to its round's: a change
-of the clock affects all of them. Before each call, a buffer larger than the L2 cache is read,
-because in a model the previous layer's data has left the cache. It is read often enough that this
-takes longer than the host needs for the call, so that no time includes a wait for the host.
+Every round runs every function once, in turn, and a time is taken relative to its round, because a
+change of the clock affects all functions. Before each call, a buffer larger than the L2 cache is
+read, because in a model the previous layer's data has left the cache. It is read so often that the
+host prepares the call meanwhile, so that no time includes a wait for the host.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _READ, _HOST_US, _AHEAD = 600e6, 150.0, 2.0
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one function: the median of its rounds, and by how much of itself that may be
-    off: twice the standard error of a median of so many rounds."""
+    """Microseconds of one function: the median of its rounds, and its relative error: twice the
+    standard error of a median of that many rounds."""
 
     median: float
     spread: float
@@ -68,7 +68,7 @@ def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
 
 
 def reads(host_us: float) -> int:
-    """How often the buffer is read before a call that took the host this many microseconds."""
+    """The number of reads of the buffer before a call that takes the host ``host_us``."""
     return max(1, math.ceil(_AHEAD * host_us / _HOST_US))
 
 
@@ -83,12 +83,12 @@ def steady(run: Callable[[], dict[str, Times]]) -> dict[str, Times]:
 
 
 def typical(times: Mapping[str, Times]) -> float:
-    """The spread of a typical one of ``times``."""
+    """The median spread of ``times``."""
     return statistics.median(time.spread for time in times.values())
 
 
 def evaluate(samples: Mapping[str, Sequence[float]]) -> dict[str, Times]:
-    """Times from samples in microseconds, equally many for each function."""
+    """Times from samples in microseconds, with the same number for each function."""
     rounds = [statistics.fmean(values) for values in zip(*samples.values(), strict=True)]
     typical = statistics.median(rounds)
     times = {}

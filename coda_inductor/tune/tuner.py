@@ -2,8 +2,8 @@
 """Measure sites while a graph is compiled, within a budget of seconds.
 
 Kernels are compiled in parallel in the compile pool while the measuring processes start and compile
-the unfused candidates; only one of them times at a time. All processes that share a cache share the
-measurements.
+the unfused candidates; only one of them measures at a time. All processes that share a cache share
+the measurements.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ROOM = 0.8
 
 
 class DeadError(Exception):
-    """The measuring process ended, or was ended because it did not answer in time. ``trying``: the
+    """The measuring process ended, or was killed because it did not answer in time. ``trying``: the
     candidate that it was running."""
 
     def __init__(self, why: str, trying: str = ""):
@@ -63,14 +63,14 @@ _spent = 0.0
 
 
 def spare() -> float:
-    """Seconds that this process may still measure without a request of the user. None before a
-    compile server works: it and the measuring processes take so long to start that no result would
-    come in time. None in one of several ranks, because all must run the same kernels."""
+    """Seconds that this process may still measure without a request of the user. 0 before a compile
+    server works, because it and the measuring processes start too slowly for any result. 0 in one
+    of several ranks, because all must run the same kernels."""
     return 0.0 if _others() or not pool.serving() else max(0.0, BY_DEFAULT - _spent)
 
 
 class Tuner:
-    """Measures on ``device`` for at most ``seconds`` in all, into ``store``.
+    """Measures sites on ``device`` for at most ``seconds`` in all; the results go to ``store``.
 
     Attributes:
         most: the most configs per site; None for all legal ones.
@@ -91,8 +91,8 @@ class Tuner:
         self._hopeless = ""  # why no process works here
 
     def measure(self, sites: Sequence[Site]) -> bool:
-        """Measure the ``sites`` that have no measurement; True if any has one now. Takes at most
-        the rest of the budget, and as long again if another process is measuring."""
+        """Measure the ``sites`` that have no measurement. Returns True if any has one now. Takes at
+        most the rest of the budget, and as long again if another process is measuring."""
         global _spent
         counts = Counter(map(key_of, sites))
         order = sorted(sites, key=lambda s: -counts[key_of(s)] * self._gain(s))
@@ -123,7 +123,7 @@ class Tuner:
             self.store.leave(self.left.values())
 
     def _gain(self, site: Site) -> float:
-        """Microseconds that its kernel is expected to save."""
+        """Microseconds that the kernel of ``site`` is expected to save."""
         gpu = self.store.gpu
         unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
         return unfused - roofline.fused_us(site, gpu)
@@ -132,8 +132,8 @@ class Tuner:
         return candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
-        """Measure in order. With several processes, one times while another compiles the unfused
-        candidate, which takes longer than its timing."""
+        """Measure ``sites`` in order. With several processes, one measures while another compiles
+        the unfused candidate, which takes longer than its measurement."""
         try:
             kernels = [r for site in sites.values() for c in self._configs(site)
                        for r in _requests(site, c)]  # fmt: skip
@@ -191,8 +191,8 @@ class Tuner:
             return None
 
     def _ask(self, message: dict, deadline: float) -> dict:
-        """The answer of this thread's process to ``message``. Each announced candidate has some
-        seconds; if the process ends, only the current candidate is lost."""
+        """The answer of this thread's process to ``message``. Each candidate that it announces may
+        take some seconds; if the process ends, only the current candidate is lost."""
         thread = threading.get_ident()
         if thread not in self._processes:
             if self._hopeless or time.monotonic() > deadline:
@@ -227,7 +227,7 @@ class Tuner:
 def _compile_failures(
     kernels: dict[str, list[KernelRequest]], deadline: float, compiler: Any
 ) -> dict[str, str]:
-    """Why a config has no kernel, for those that have none."""
+    """The reason for each config whose kernel could not be compiled."""
     seconds = max(0.0, deadline - time.monotonic())
     errors = compiler.wait([r for group in kernels.values() for r in group], timeout=seconds)
     failed = {}
@@ -244,7 +244,7 @@ def _processes() -> int:
 
 
 def _others() -> bool:
-    """Is this one of several ranks?"""
+    """Is this process one of several ranks?"""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that measures, so that a candidate that hangs or crashes harms no other process.
+"""The measuring process, separate so that a candidate that hangs or crashes harms no other process.
 
-A child (``processes``) that receives messages, until it ends with its parent:
+It is a child (``processes``) that receives messages, until it ends with its parent:
 
 - ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
 - ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
@@ -36,7 +36,7 @@ _WRONG, _WRONG_ONE = 0.05, 0.5
 
 
 def main(parent: Messages, index: str) -> None:
-    """Answer ``parent``. ``index``: of the CUDA device."""
+    """Answer the messages of ``parent``. ``index``: the number of the CUDA device."""
     torch.cuda.set_device(int(index))
     worker = Worker(parent.send)
     while True:
@@ -44,7 +44,7 @@ def main(parent: Messages, index: str) -> None:
 
 
 class Worker:
-    """Measures on the current device; ``say`` takes its answers."""
+    """Measures on the current device, and passes its answers to ``say``."""
 
     def __init__(self, say: Callable[[dict[str, Any]], None]):
         self._say = say
@@ -53,7 +53,7 @@ class Worker:
         self._unfused: dict[str, Callable[..., list[Tensor]]] = {}
 
     def answer(self, message: dict[str, Any]) -> None:
-        """One message: see the module's docstring."""
+        """Answer one message: see the module's docstring."""
         try:
             site = site_from(message["site"])
             unfused = self._unfused.setdefault(repr(message["site"]), _compiled(site.program))
@@ -97,7 +97,7 @@ class Worker:
 
 
 def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
-    """The program as Inductor runs it: cuBLAS products and generated kernels."""
+    """A function that runs the program as Inductor does: cuBLAS products and generated kernels."""
 
     def unfused(as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
         return reference.run(program, as_, bs, operands, exact=False)
@@ -111,7 +111,7 @@ def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
 def _call(
     site: Site, name: str, tensors: inputs.Inputs, unfused: Callable[..., list[Tensor]]
 ) -> Callable[[], list[Tensor]]:
-    """A call of only the product ("plain"), of ``unfused``, or of the kernel of a config."""
+    """A function that runs only the products ("plain"), ``unfused``, or the kernel of a config."""
     if name == "plain":
         return site.reading.plain(site.program, *tensors)
     if name == "unfused":
@@ -123,7 +123,7 @@ def _call(
 def _kernel(
     program: EpilogueProgram, config: str, tensors: inputs.Inputs
 ) -> Callable[[], list[Tensor]]:
-    """A call of the op as in a graph, which then combines the partials of all tiles."""
+    """A function that calls the op as in a graph, and then combines the partials of all tiles."""
     text, (as_, bs, operands) = program.to_json(), tensors
 
     def call() -> list[Tensor]:
@@ -137,7 +137,7 @@ def _kernel(
 
 
 def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) -> str | None:
-    """Why a candidate's results differ from the unfused one's, or None."""
+    """The reason if a candidate's results differ from the unfused results, or None."""
     for output, x, y in zip(program.outputs, got, expected, strict=True):
         difference, right = x.float() - y.float(), y.float()
         norm = torch.linalg.vector_norm(right).clamp_min(1e-20)

@@ -4,17 +4,17 @@
 Before::
 
     mask = ...                          # from data: padding, packed documents; or a sliding window
-    sdpa(q, k, v, attn_mask=mask)       # in each layer; reads the mask, computes what it hides
+    sdpa(q, k, v, attn_mask=mask)       # in each layer; reads the mask, computes hidden scores
 
 After::
 
     lists = block_lists(mask)           # once
     flex_attention(q, k, v, block_mask=(lists, mask))      # in each layer
 
-Why it is valid: for any content of the mask, because the lists are computed at every call from the
-mask itself. A block of scores is left out if the mask is all False there, and no mask is applied if
-it is all True; elsewhere the mask is read. A row whose mask is all False is zero, and so are its
-gradients, as in SDPA's kernels except cuDNN's for boolean masks (which then ignore the mask).
+Why it is valid: the lists are computed from the mask at every call, so its content does not matter.
+A block of scores is left out if the mask is all False there, and no mask is applied if it is all
+True; elsewhere the mask is read. A row whose mask is all False is zero, and so are its gradients,
+as in SDPA's kernels except cuDNN's for boolean masks (which then ignore the mask).
 
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
@@ -64,7 +64,7 @@ Placeholders = dict[tuple[Body, Node], Node]
 
 
 def _hand(node: Node, home: Body, body: Body, inputs: Placeholders) -> Node:
-    """A node in ``body`` for ``node`` of the outer graph ``home``."""
+    """The node in ``body`` that stands for ``node`` of the outer graph ``home``."""
     if body is home:
         return node
     if (body, node) not in inputs:
@@ -95,7 +95,7 @@ class _Site:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The call's arguments, read anew: the query may result from a call that was replaced."""
+        """The call's arguments, read again: the query may be the result of a replaced call."""
         arguments = arguments_of(self.call)
         assert arguments is not None, "a site has tensors"
         return arguments
@@ -131,7 +131,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
 
 
 def _refusal(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
-    """Why FlexAttention cannot replace ``call``, whatever the mask is computed from."""
+    """The reason why FlexAttention cannot replace ``call``, for any mask, or None."""
     tensors = plain(*(arguments[name] for name in (*_TENSORS, "attn_mask")), call)
     scale = arguments["scale"]
     if dual is not None:
@@ -192,7 +192,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
 
 
 def _is_written(mask: Node, graph: Graph) -> bool:
-    """May something change ``mask`` after its creation?"""
+    """May an op change ``mask`` in place after its creation?"""
     return any(node > mask and writes_to(node, (mask,)) for node in graph.nodes)
 
 
@@ -230,8 +230,9 @@ def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
 
 def _plane(mask: Any, tensor: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, with the fake value ``tensor``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
-    the batch. It is memory: Inductor would compute it inside the kernels, which cannot do what
-    ``cat`` and ``pad`` become there. ``as_strided`` prevents that, on what is not repeated."""
+    the batch. ``as_strided`` makes Inductor write it to memory: otherwise Inductor would compute it
+    inside the kernels, which cannot do what ``cat`` and ``pad`` become there. Repeated dimensions
+    are not written."""
     once = mask
     for dim in range(tensor.dim()):
         once = once if tensor.stride(dim) else once.narrow(dim, 0, 1)

@@ -67,9 +67,10 @@ def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Ten
         queries: rows of a mask.
         keys: columns of a mask.
 
-    Returns, for mixed blocks and then for full ones, how many each row of blocks has, (batch, 1,
-    rows), and which, (batch, 1, rows, columns): a permutation of the columns that begins with
-    them, in ascending order. Then the same with rows and columns exchanged. All int32.
+    Returns 8 int32 tensors: for mixed blocks and then for full ones, the number in each row of
+    blocks, (batch, 1, rows), and their columns, (batch, 1, rows, columns): a permutation of all
+    columns that begins with them, in ascending order. Then the same with rows and columns
+    exchanged.
     """
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
@@ -85,14 +86,15 @@ def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Ten
 
 
 def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has, and which: from (batch, rows, columns) bool to the shapes of a
-    BlockMask.
+    """The number of blocks in each row, and their columns. Converts ``blocks``, (batch, rows,
+    columns) bool, to the shapes of a BlockMask.
 
-    Not by a stable argsort: Triton takes 25 s to compile the four of them (an H100).
+    A stable argsort would do, but Triton takes 25 s to compile the four of them (H100).
 
     Kernels address a mask of the batch by the stride of the heads' dimension. Its size is 1, so
-    Inductor may give it any stride; for ``unsqueeze`` it uses 0, and then all read the first mask's
-    blocks. ``as_strided`` states the stride, and Inductor keeps the recorded layout of its input.
+    Inductor may give it any stride; for ``unsqueeze`` it uses 0, and then all batches read the
+    first mask's blocks. ``as_strided`` states the stride, and Inductor keeps the recorded layout of
+    its input.
     """
     before = blocks.cumsum(-1, dtype=torch.int32)
     counts = before[..., -1].contiguous()
@@ -143,14 +145,14 @@ def attend(
 
 
 def _recorded(node: Node) -> Any:
-    """The recorded value of a tensor, and the graph behind a function's name."""
+    """The recorded value of a tensor node, or the graph that a function's node names."""
     if node.op == "get_attr" and fake(node) is None:
         return getattr(node.graph.owning_module, str(node.target))
     return fake(node)
 
 
 def _function(call: Node, function: Callable[..., Any]) -> Node:
-    """A function as a graph of the module that ``call`` is in."""
+    """Add ``function`` as a graph to the module that ``call`` is in. Returns its node."""
     module, name = call.graph.owning_module, f"coda{function.__name__}"
     if not isinstance(getattr(module, name, None), GraphModule):
         setattr(module, name, symbolic_trace(function))
@@ -186,7 +188,7 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) 
 
 
 def _strided(result: Node, like: Tensor, call: Node) -> Node:
-    """``result``, whose strides follow the queries', with the strides of ``like``."""
+    """``result`` with the strides of ``like``; without this, its strides follow the queries'."""
     if same_strides(fake(result), like):
         return result
     strides = like.stride()

@@ -19,11 +19,11 @@ repetition of ``enable_gqa`` is checked by running the graph's own views on indi
 Why it pays: with a mask tensor SDPA does not use its flash kernels, and repeated heads are written,
 read and saved for the backward pass.
 
-Refuses: a mask that depends on data (padding, packing) or on random numbers; one of symbolic size;
-one that is neither causal nor full (a sliding window shorter than the sequence); causal attention
-with different numbers of queries and keys. Heads stay repeated where flash attention would not run:
-not on CUDA, with a mask, in float32, or with more than 256 values per head; and where an in-place
-op after the repetition may change the repeated tensor, or gradients or autocast are switched before
+Refuses: a mask that depends on data (padding, packing) or on random numbers, has a symbolic size,
+or is neither causal nor full (a sliding window shorter than the sequence); causal attention with
+different numbers of queries and keys. Heads stay repeated where flash attention would not run: not
+on CUDA, with a mask, in float32, or with more than 256 values per head; and where an in-place op
+after the repetition may change the repeated tensor, or gradients or autocast are switched before
 the call.
 """
 
@@ -62,8 +62,8 @@ _MOVES = ("names", "turns", "repeats", "copies", "selects")
 
 
 def simplify_attention(graph: Graph, record: Record) -> None:
-    """Apply both rewrites to every attention call of ``graph`` and its checkpointed regions, in
-    place."""
+    """Simplify the mask and the repeated heads of every attention call of ``graph`` and its
+    checkpointed regions, in place."""
     constants: dict[Body, Constants] = {}
     verdicts: Verdicts = {}
     for body in bodies(graph):
@@ -96,8 +96,7 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:
-    """The arguments of an SDPA, by name; None for anything else, or unless its tensors have 3
-    dimensions or more."""
+    """The arguments of an SDPA call, by name; None for others, or with fewer than 3 dimensions."""
     call = called(node, "scaled_dot_product_attention")
     tensors = [] if call is None else [fake(call[name]) for name in _TENSORS]
     if call is None or not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors):
@@ -159,7 +158,7 @@ def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor | Refusal:
-    """Where ``mask`` lets a query see a key, or why that is undefined."""
+    """The positions (bool) where ``mask`` lets a query see a key, or why they are undefined."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -171,7 +170,7 @@ def _visible(mask: torch.Tensor) -> torch.Tensor | Refusal:
 
 
 def _flash(arguments: dict[str, Any]) -> bool:
-    """Would SDPA run flash attention, without grouping heads already?"""
+    """Would SDPA run flash attention on these arguments, without grouping heads already?"""
     query, key, val = (fake(arguments[name]) for name in _TENSORS)
     return (
         arguments.get("attn_mask") is None
@@ -193,9 +192,9 @@ _Repetition = tuple[Node, bool, list[Node]]
 def grouped(
     call: Node, arguments: Mapping[str, Any], hazards: Hazards, record: Record
 ) -> list[Node] | None:
-    """The keys and values of ``call``, (B, H, T, D), before their heads were repeated; None if they
-    were not, or must stay repeated: later writes would change a view but not a copy, and what
-    attention saves for the backward pass must not change."""
+    """The keys and values of ``call``, (B, H, T, D), before their heads were repeated. None if they
+    were not, or if they must stay repeated, because a later write would change a view but not a
+    copy, and because the tensors that attention saves for the backward pass must not change."""
     repetitions = [_repetition(arguments[name]) for name in ("key", "value")]
     pair = [repetition for repetition in repetitions if repetition is not None]
     sources, between = [r[0] for r in pair], [node for r in pair for node in r[2]]
@@ -213,8 +212,7 @@ def grouped(
 
 
 def _repetition(repeated: Any) -> _Repetition | None:
-    """How ``repeated`` repeats the heads of another tensor, each n times in a row; None if it does
-    not."""
+    """How ``repeated`` repeats the heads of another tensor, n times in a row each, or None."""
     full = fake(repeated).shape
     chain: list[Node] = []
     node = repeated
@@ -236,7 +234,7 @@ def _repetition(repeated: Any) -> _Repetition | None:
 
 
 def _repeats(chain: list[Node], shape: torch.Size, swapped: bool, full: torch.Size) -> bool:
-    """Run the views of ``chain`` (last one first) on the indices of a tensor of ``shape``."""
+    """Do the views of ``chain`` (last first) repeat heads? They run on indices of a tensor."""
     # One batch entry and one value per head would suffice, but the views have literal sizes.
     with unset_fake_temporarily():
         indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)

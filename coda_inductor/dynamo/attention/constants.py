@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a Dynamo graph that depends on constants only, and its values.
+"""The part of a Dynamo graph that depends only on constants, and its values.
 
 Models build masks and positions from sizes: ``arange``, comparisons, broadcasts. If no tensor of
 the user is involved, the values are constant. They are computed at compile time on the CPU, by
 running the nodes of the graph itself.
 
 Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; random numbers;
-results of in-place ops and what depends on them; more than ``MAX_BYTES`` in one tensor.
+results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one tensor.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ MAX_BYTES = 2**30
 
 
 class Constants:
-    """Constant nodes of ``body``, a Dynamo graph or a region in one; ``around``: the constants of
-    its outer graph."""
+    """Constant nodes of ``body``, a Dynamo graph or its region; ``around``: the outer constants."""
 
     def __init__(self, body: Body, around: Constants | None = None):
         self._outer, self._outer_constants = body.outer, around
         self._why: dict[Node, Refusal | None] = {}
-        #: What in-place ops of this graph may write to.
+        #: The nodes that in-place ops of this graph may write to.
         self.changed = changes(body.graph)
         for node in body.graph.nodes:
             self._why[node] = self._check(node)
 
     def home(self, node: Node) -> tuple[Node, Constants]:
-        """``node``, or the outer node that is passed in for it unchanged; and the constants of its
-        graph."""
+        """(node, its graph's constants) for ``node``, or for the outer node that is passed for
+        it."""
         if node in self._outer and self._outer_constants is not None and node not in self.changed:
             return self._outer_constants.home(self._outer[node])
         return node, self
@@ -137,15 +136,15 @@ def _sources(node: Node) -> list[Node]:
 
 
 def _sample(like: torch.Tensor) -> torch.Tensor:
-    """A tensor with the shape and dtype of ``like``; its values do not matter. Neither does a
-    symbolic shape, because the result does not have it."""
+    """A tensor with the shape and dtype of ``like``. Its values do not matter, and a symbolic shape
+    does not either, because the result does not have it."""
     static = all(isinstance(size, int) for size in like.shape)
     return torch.zeros((), dtype=like.dtype).expand(like.shape if static else ())
 
 
 def _is_torch(node: Node) -> bool:
-    """Is it a tensor method, or a plain function of torch or Python? Not a function with state,
-    like those that vmap consists of."""
+    """Is it a tensor method, or a plain function of torch or Python? Functions with state, such as
+    the parts of vmap, do not count."""
     state = "functorch" in (getattr(node.target, "__module__", None) or "")
     return node.op == "call_method" or (is_torch(node.target) and not state)
 
@@ -156,8 +155,7 @@ def _on_cpu(arg: Any) -> Any:
 
 
 class _NoRandom(TorchDispatchMode):
-    """Refuses ops that draw random numbers: their values are unknown, and running them would change
-    the user's generator."""
+    """Refuses ops that draw random numbers, which are unknown and change the user's generator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:

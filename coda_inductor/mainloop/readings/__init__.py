@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels read A and B: one file per way, and the list of all.
+"""How kernels read A and B: one file for each way, and the list of all of them.
 
 A reading describes one way to read operands: when it is legal, how tensors of a call become a
-kernel's A and B, which kernels that needs, what is mixed into QuACK's classes, and the tensors for
-measuring its sites. ``plain`` has the interface; ``pair``: gate and
-up; ``join``: two terms of a sum; ``grouped``: a mixture's experts; ``fp8``: contiguous along K.
+kernel's A and B, which kernels that needs, the mixins of QuACK's classes, and the tensors for
+measuring its sites. ``plain`` has the interface; ``pair``: gate and up; ``join``: two terms of a
+sum; ``grouped``: a mixture's experts; ``fp8``: contiguous along K.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:
 def reading_with(program: EpilogueProgram, variant: str) -> Plain:
     """The reading of a kernel of ``program``.
 
-    Raises:
-        ValueError: none has this ``variant``.
+    Raises: ValueError: none has this ``variant``.
     """
     for reading in READINGS:
         if variant in reading.variants and reading is reading_of(program, reading.terms):

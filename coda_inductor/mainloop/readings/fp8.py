@@ -27,7 +27,7 @@ _SMALL = (128, 128)
 
 
 class Fp8(Plain):
-    """A (M, K) times B (K, N), both contiguous along K."""
+    """Reads A (M, K) and B (K, N), both FP8 and contiguous along K."""
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8
@@ -75,7 +75,7 @@ class Fp8(Plain):
 
 
 class PairedFp8(Fp8, Pair):
-    """One A times two B's that are read in place."""
+    """Reads one A and two B's in place, all FP8."""
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8 and program.paired
@@ -85,8 +85,8 @@ class PairedFp8(Fp8, Pair):
 
 
 class FastAccumulation:  # a mixin for QuACK kernel classes
-    """Sums over all of K in the multiplier, if registers do not suffice for more, where QuACK's
-    class has the choice and an argument for it."""
+    """Sums over all of K in the multiplier if there are too few registers for both accumulators,
+    and if QuACK's class has an argument for that."""
 
     arch: int
 

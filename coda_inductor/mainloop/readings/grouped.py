@@ -36,7 +36,7 @@ from coda_inductor.program.grouped import grouped_product
 
 
 class Grouped(Plain):
-    """A (M, K), or (R, K) from which rows are gathered, times B (E, K, N) of either major."""
+    """Reads A (M, K), or gathers its rows from (R, K), and reads B (E, K, N) of either major."""
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.grouped and super().takes(program, terms)
@@ -67,7 +67,8 @@ class Grouped(Plain):
         return self.reads(as_, bs) if fits else None
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
-        """One weight: the B's of a pair are parts of its columns, the B's of terms of its rows."""
+        """The factors with one weight per product: the B's of a pair are parts of its columns, the
+        B's of terms parts of its rows."""
         if len(bs) == 1:
             return as_, bs
         columns = program.paired
@@ -86,11 +87,11 @@ class Grouped(Plain):
 
 
 class GroupedPair(Grouped, Pair):
-    """The same with two B's, each (E, K, N) and K-major."""
+    """Grouped products with two B's, each (E, K, N) and K-major."""
 
 
 class GroupedAlternating(GroupedPair):
-    """A pair that is interleaved in one B (E, K, 2N), of either major."""
+    """A pair of B's, interleaved in one tensor (E, K, 2N) of either major."""
 
     variants, distances = ("",), ()
     bind, reads = Grouped.bind, Grouped.reads
@@ -110,7 +111,7 @@ class GroupedAlternating(GroupedPair):
 
 
 class GroupedJoin(Grouped, Join):
-    """The sum of two terms, each (M, f) times (E, f, N), rows in place."""
+    """A sum of two grouped terms, each (M, f) times (E, f, N), with A's rows in place."""
 
     in_place = Join.in_place
 

@@ -9,14 +9,14 @@ the K of one term::
     A[i, (k, term)]  at  a + term * delta_a + i * lda + k        shape (M, (f, 2))
     B[(k, term), j]  at  b + term * delta_b + k * ldb + j        shape ((f, 2), N)
 
-where a and b are the lower of the two addresses each. The main loop walks K in steps of 64, so f
-must be a multiple of that: each step is then in one term. It only sees 2 f / 64 steps.
+where a and b are each the lower of two addresses. The main loop walks K in steps of 64, so f must
+be a multiple of that: each step is then in one term. It only sees 2 f / 64 steps.
 
 Strides are unsigned, so each operand starts at its lower allocation. Where that one belongs to the
 second term, the operand's two terms change places as they are loaded: the sum always starts with
-the first term, so that its bits do not depend on where the allocator puts things. Distances and
-these orders are launch arguments: one compiled kernel serves all matrices. Conditions, checked at
-run time: see ``joinable``.
+the first term, so that its bits do not depend on addresses. Distances and these orders are launch
+arguments: one compiled kernel serves all matrices. Conditions, checked at run time: see
+``joinable``.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Join(Plain):
 
 
 def joinable(as_: Tensors, bs: Tensors) -> bool:
-    """Can the sum of ``as_[j] @ bs[j]`` be one product over both K's that is read in place, apart
-    from addresses? It is of two terms of one layout and 16-bit dtype, with whole steps of K and
-    rows of 16 bytes. Reads only K, N, strides and dtypes: fake tensors suffice."""
+    """Can the sum of ``as_[j] @ bs[j]`` be one product over both K's that is read in place, if
+    addresses allow it? It needs two terms of one layout and 16-bit dtype, with whole steps of K and
+    rows of 16 bytes. Only K, N, strides and dtypes are read: fake tensors suffice."""
     if len(as_) != 2:
         return False
     (a0, a1), (b0, b1) = as_, bs
@@ -97,8 +97,8 @@ def joinable(as_: Tensors, bs: Tensors) -> bool:
 
 
 class JoinedTerms:  # a mixin for QuACK kernel classes
-    """Changes K of A and B to (f, 2), right after they enter the trace with K = f, and loads each
-    from its first term on."""
+    """Changes K of A and B to (f, 2), right after they enter the trace with K = f, and loads A and
+    B in an order that begins with the first term."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]

@@ -17,10 +17,10 @@ element of the tensor is in one of them. The GEMM over it has N' = 2N columns, n
 accumulator columns are (g_j, u_j), and QuACK's paired epilogue consumes them.
 
 The kernel's argument is an ordinary 2N x K tensor that starts at ``w0`` (its second half is never
-addressed), and ``delta``, a runtime Int64, so that one compiled kernel
-serves every pair of weights. Conditions, checked at run time: equal shape and
-strides, K-major, delta positive (strides are unsigned, hence two variants of the kernel with
-the lanes swapped), a multiple of 16 bytes and below 2**40 bytes.
+addressed), and ``delta``, a runtime Int64, so that one compiled kernel serves every pair of
+weights. Conditions, checked at run time: equal shape and strides, K-major, delta positive (strides
+are unsigned, hence two variants of the kernel with the lanes swapped), a multiple of 16 bytes and
+below 2**40 bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LABEL = "paired weights"
 
 
 class Pair(Plain):
-    """One A (M, K) times two B's (K, N) or (E, K, N), K-major, of 16 bits. The variant "swapped" is
-    for a second weight at the lower address."""
+    """Reads one A (M, K) and two B's (K, N) or (E, K, N), K-major, of 16 bits. The variant
+    "swapped" is for a second weight at the lower address."""
 
     variants: tuple[str, ...] = ("", "swapped")
     distances: tuple[str, ...] = ("pair_delta",)
@@ -88,8 +88,8 @@ class Pair(Plain):
 
 
 def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
-    """(b1 lies lower, the distance in elements) of two weights, each (K, N), or (E, K, N), and
-    K-major.
+    """(is b1 at the lower address, the distance in elements) for two weights, each (K, N), or (E,
+    K, N), and K-major.
 
     Raises:
         UnpairableError: naming the condition that does not hold.
@@ -121,7 +121,7 @@ def foreign_view(pointer: int, shape, strides, dtype: torch.dtype, device) -> Te
 
 
 class PairedWeights:  # a mixin for QuACK kernel classes
-    """Changes B to ((2, N), K), right after it enters the trace."""
+    """Changes B to ((2, N), K), right after B enters the trace."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]

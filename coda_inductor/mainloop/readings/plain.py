@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One A and one B, read in place if TMA can; and the interface of all readings."""
+"""The reading of one A and one B, in place if TMA can; and the interface of all readings."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Factors = tuple[Tensors, Tensors]
 
 
 class Plain:
-    """A (M, K) times B (K, N), either of either major, of 16 bits.
+    """Reads A (M, K) and B (K, N), each of either major, of 16 bits.
 
     Attributes:
         variants: kernels that differ in the order of addresses, which is known at a launch.
         distances: names of launch arguments, the distances between allocations in elements.
-        terms: how many products an accumulator is the sum of.
+        terms: the number of products in an accumulator.
     """
 
     variants: tuple[str, ...] = ("",)
@@ -42,28 +42,28 @@ class Plain:
     terms = 1
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
-        """Does it read ``terms`` products of ``program``, if no earlier reading does?"""
+        """Does this reading apply to ``terms`` products of ``program``, if no earlier one does?"""
         return True
 
     def refuses(self, site: Any) -> Why:
-        """Why there is no kernel with this reading for ``site`` (``select.site``), or None."""
+        """The reason why ``site`` (``select.site``) has no kernel with this reading, or None."""
         return None
 
     def suits(self, program: EpilogueProgram, config: Any) -> bool:
-        """Can a kernel with this config have this reading?"""
+        """Can a kernel with this config use this reading?"""
         return True
 
     def kind(self, program: EpilogueProgram) -> str:
-        """Which configs of a generation it has (``Arch.configs``)."""
+        """The kind of configs that kernels of ``program`` have (``Arch.configs``)."""
         return "common"
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:
-        """The majors of A and B as a kernel gets them; fake tensors suffice."""
+        """The majors of A and B that a kernel gets; fake tensors suffice."""
         return a_major(as_[0]), b_major(bs[0])
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
-        """(A's major, B's, variant) of each kernel that such a call may launch. It reads no
-        addresses: fake tensors suffice."""
+        """(A's major, B's major, variant) of each kernel that such a call may launch. No addresses
+        are read: fake tensors suffice."""
         return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
     def left(self, a: Tensor) -> Tensor:
@@ -77,8 +77,7 @@ class Plain:
     def bind(self, as_: Tensors, bs: Tensors) -> Binding:
         """The operands of any call, copied if they cannot be read in place.
 
-        Raises:
-            UnpairableError: they can neither be read nor copied.
+        Raises: UnpairableError: they can neither be read nor copied.
         """
         return self.left(as_[0]), self.right(bs[0]), "", ()
 
@@ -93,18 +92,18 @@ class Plain:
         return self.reads(as_, bs) if fits else None
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
-        """The same for operands that TMA can read."""
+        """The function of :meth:`in_place`, for operands that TMA can read."""
         return lambda as_, bs: (as_[0], bs[0], "", ())
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
-        """The classes that are mixed into QuACK's kernel class."""
+        """The mixins for QuACK's kernel class."""
         return ()
 
     def dummies(
         self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
     ) -> tuple[Tensor, Tensor]:
-        """A and B for compiling a kernel, with ``n`` columns of each accumulator; B of two groups,
-        if there are groups."""
+        """A and B for compiling a kernel, with ``n`` columns of each accumulator. A grouped B has
+        two groups."""
         empty = functools.partial(torch.empty, device=device)
         a = functools.partial(empty, dtype=getattr(torch, program.a_dtype))
         b = functools.partial(empty, *[2] * program.grouped, dtype=getattr(torch, program.b_dtype))
@@ -112,7 +111,7 @@ class Plain:
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
     def inputs(self, site: Any, factory: Factory) -> Factors:
-        """as_ and bs of a call of ``site``."""
+        """The tensors (as_, bs) for measuring ``site``."""
         program, a = site.program, factory(site.program.a_dtype, 1.0)
         as_ = [laid_out(a, site.rows or site.m, k, site.a_major == "k") for k in site.ks]
         bs, groups = [], [site.groups] * program.grouped
@@ -122,17 +121,17 @@ class Plain:
         return as_, bs
 
     def scale(self, k: int) -> float:
-        """The scale of weights in measurements, so that products are of order one."""
+        """The factor that weights get in measurements, so that products are of order one."""
         return k**-0.5
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
-        """The factors as in an unfused graph, for ``reference.run``."""
+        """The factors that an unfused graph has, for ``reference.run``."""
         return as_, bs
 
     def plain(
         self, program: EpilogueProgram, as_: Tensors, bs: Tensors, operands: Tensors
     ) -> Callable[[], list[Tensor]]:
-        """A call of only the products, as in an unfused graph."""
+        """A function that computes only the products, as an unfused graph does."""
         factors = self.factors(as_, bs)
         return lambda: [self.product(program, a, b) for a, b in factors]
 
@@ -141,5 +140,5 @@ class Plain:
         return list(zip(as_, bs, strict=True))
 
     def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
-        """The product as cuBLAS computes it."""
+        """The product that cuBLAS computes."""
         return torch.mm(a, b)

@@ -12,18 +12,18 @@ After::
     q, qt2 = fp8_cast(x, None, s, ..., s2, ...)                     one read of x
     p = scaled_mm(q, w.t(), 1 / s, ...); p2 = scaled_mm(qt2, y, 1 / s2.t(), ...)
 
-Why it is valid: maxima and casts equal the definition's, bit for bit. A factor that a
-product reads transposed is written transposed: tensor cores multiply FP8 along K only. If the
-backward pass quantizes a tensor of the forward pass, the forward pass computes the maximum, because
-it reads or computes the tensor anyway. The backward pass may recompute the tensor from rounded
-values; what then exceeds the maximum by a rounding saturates. A norm before it is deferred
-(``norms``).
+Why it is valid: maxima and casts equal the definition's, bit for bit. A factor that a product reads
+transposed is written transposed: tensor cores multiply FP8 along K only. If the backward pass
+quantizes a tensor of the forward pass, the forward pass computes the maximum, because it reads or
+computes the tensor anyway. The backward pass may recompute the tensor from rounded values; values
+that exceed the maximum by a rounding then saturate. A norm before it is deferred (``norms``).
 
-Without kernels, quantizations are left to be decomposed. So are those in inference of a tensor that
-no epilogue computes (a LayerNorm's or attention's result), because one of Inductor's kernels
-computes it and its rows' maxima; the maximum of all is the maximum of these. If the tensor is a
-concatenation and an epilogue computes one of its parts (FLUX's MLP beside attention), the maxima
-are of the parts. Only the cast reads the concatenation then, and Inductor makes both in one kernel.
+Without kernels, quantizations are left to be decomposed. In inference this also holds for tensors
+that no epilogue computes (results of LayerNorm or attention), because a kernel of Inductor's
+computes them with their rows' maxima; the tensor's maximum is the maximum of these. If the tensor
+is a concatenation and an epilogue computes one of its parts (FLUX's MLP beside attention), the
+maxima are computed from the parts. Only the cast reads the concatenation then, and Inductor
+computes both in one kernel.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 
 
 def expand_quantizations(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every quantization, in place, if kernels or their reference run, or in a
-    dry run."""
+    """Expand every quantization, in place, if kernels or their reference run, or in a dry run."""
     plan = record.plan
     runs = plan.compiles or plan.options.reference or record.dry
     if not (runs and plan.fuses and _quantizations(graph)):
@@ -107,7 +106,7 @@ def _expand(nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None
 
 
 def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
-    """One cast for every pair of results of ``nodes``, one in the tensor's layout and one
+    """Insert one cast for every pair of results of ``nodes``, one in the tensor's layout and one
     transposed. Either all divide by their scales or none does."""
     put, divide = Put(nodes[0]), arguments(nodes[0])["divides"]
     layouts: list[list[tuple[Any, Any]]] = [[], []]
@@ -137,8 +136,8 @@ def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
 
 
 def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
-    """Pairs (reader, the node that it reads): of readers that need rows of the result in FP8, and
-    of readers that need columns. Products multiply along the dimension with stride one."""
+    """[pairs for rows, pairs for columns]: each pair is a reader and the node that it reads.
+    Products multiply along the dimension with stride 1."""
     pairs: list[list[tuple[Node, Node]]] = [[], []]
     if (q := results(node).get(0)) is not None:
         for name in (q, *filter(is_transpose, q.users)):

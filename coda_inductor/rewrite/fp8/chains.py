@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one quantization in an aten graph, as torchao 0.18 writes it. The definition of the op
+"""Recognize one quantization in an aten graph, as torchao 0.18 writes it. The definition of the op
 (``semantic.fp8.quantize_by``) is traced and compared, so that a chain with another eps or maximum
-does not match. Its input is read separately: ``abs(x)``, and a maximum of it over ``dims``.
+does not match. Its input is read separately: ``abs(x)``, and its maximum over ``dims``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Chain:
     Attributes:
         q: the last node.
         x: the quantized tensor, as the chain reads it.
-        dims: the dimensions of the amax, counted from the front; empty: everything.
+        dims: the dimensions of the amax, counted from the front; empty for all.
         kind: the other arguments of ``quantize``.
         scale: the node that holds the scale.
-        undone: does a product undo it with the scale itself, and not with its reciprocal?
+        undone: does a product undo it with the scale itself, not with its reciprocal?
     """
 
     q: Node
@@ -54,7 +54,7 @@ class Chain:
     undone: bool
 
     def is_undone_by(self, node: Node) -> bool:
-        """Does ``node``, in any layout, undo the scale?"""
+        """Does ``node``, in any layout, undo the scale of this quantization?"""
         node = base(node, relaid)
         if not self.undone and node.target is aten.reciprocal.default:
             return base(node.all_input_nodes[0], relaid) is self.scale
@@ -62,14 +62,14 @@ class Chain:
 
 
 def relaid(node: Any) -> bool:
-    """Does ``node`` only repeat or rearrange the vector or number that it reads?"""
+    """Does ``node`` only repeat or rearrange a vector or number?"""
     if kind(node) in ("repeats", "copies"):
         return single(node.all_input_nodes[0])
     return renames(node) or (is_transpose(node) and 1 in fake(node).shape)
 
 
 def single(node: Node) -> bool:
-    """Is ``node`` one number, in any shape?"""
+    """Is ``node`` a single number, in any shape?"""
     return all(isinstance(size, int) and size == 1 for size in fake(node).shape)
 
 
@@ -126,15 +126,15 @@ def _matches(pattern: Any, node: Any, nodes: dict[Node, Any]) -> bool:
 
 
 def _all_but_ones(dims: tuple[int, ...], shape: Any) -> tuple[int, ...]:
-    """``dims``, or none if the maximum is over everything: in inference torchao leaves out
-    dimensions of size one, for example a batch of one."""
+    """``dims``; empty if the maximum is over all elements, because torchao omits dimensions of size
+    1 in inference, for example a batch of one."""
     others = [size for dim, size in enumerate(shape) if dim not in dims]
     everything = all(isinstance(size, int) and size == 1 for size in others)
     return () if everything and dims != (len(shape) - 1,) else dims
 
 
 def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:
-    """(x, dims) of the node that holds the maximum of abs(x) over ``dims``, and keeps these."""
+    """(x, dims) if ``amax`` is the maximum of abs(x) over ``dims``, which it keeps; else None."""
     if not isinstance(amax, Node) or amax.target not in (aten.max.default, aten.amax.default):
         return None
     args = arguments(amax)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm without shift in front of FP8 products waits until its result is quantized.
+"""A norm without shift in front of FP8 products is deferred until its result is quantized.
 
 Before::
 
@@ -10,14 +10,14 @@ After::
     x = x0 + y @ Wo; h = x * gamma; r = rsqrt(mean(x * x) + eps)        as for other GEMMs
     s = scale(r * amax(abs(h), 1)); q = fp8_cast(x, r, gamma, s)
 
-Why it is valid: n = r h with one positive r a row, so that max |n| = r max |h|, and the cast
-multiplies with r, gamma and s at once. The product does not contain r: its scale is n's.
-Different rounding: eager rounds n to 16 bits before it is quantized, this rounds only x. Only
-maxima read h, so it stays on the tile, and memory has x, which others read as well. Maxima of
-columns need r first: x is read once for them. The norm's gradient does not change, with its row
-sums (rule R3 needs exact operands). Another reader in the backward pass (a weight gradient in 16
-bits) reads n, which is recomputed.
-The same holds if n is float32 and its casts to 16 bits (one per layer in autocast) are quantized.
+Why it is valid: n = r h with one positive r per row, so that max |n| = r max |h|, and the cast
+multiplies by r, gamma and s at once. The product does not contain r: its scale is n's. Different
+rounding: eager rounds n to 16 bits before it is quantized, this rounds only x. Only maxima read h,
+so it stays on the tile, and memory has x, which others read as well. Maxima of columns need r
+first: x is read once for them. The norm's gradient and its row sums do not change (rule R3 needs
+exact operands). Another reader in the backward pass (a weight gradient in 16 bits) reads n, which
+is recomputed. The same holds if n is float32 and its casts to 16 bits (one per layer in autocast)
+are quantized.
 
 Refuses, besides what ``rewrite.norm`` refuses: another reader in the forward pass.
 """
@@ -42,8 +42,8 @@ from coda_inductor.semantic.norms import NORMS
 
 
 def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
-    """Defer the norm whose result ``nodes``, all its quantizations, read; None if there is no norm,
-    or it stays."""
+    """Defer the norm whose result ``nodes``, all its quantizations, read. Returns the source of the
+    quantizations; None if there is no norm, or it stays."""
     quantized = fake(arguments(nodes[0])["x"]).dtype
     result = base(arguments(nodes[0])["x"])
     if is_cast(result) and fake(result.all_input_nodes[0]).dtype == torch.float32:
@@ -74,7 +74,7 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
 
 
 def recompute(source: Source) -> None:
-    """Let the other readers read the recomputed result of the norm, one for each checkpoint."""
+    """Let the other readers read a recomputed result of the norm, one for each checkpoint."""
     results: dict[tuple, Node] = {}
     for user, name in sorted(source.others):
         if (key := checkpoint(user)) not in results:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled products, and the quantizations of their factors, of torchao's modules become two
-semantic ops (``semantic.fp8``).
+"""torchao's quantizations and scaled products become two semantic ops (``semantic.fp8``).
 
 Before (one Linear, forward; the second product where torchao's rowwise kernel would be slow)::
 
@@ -20,7 +19,7 @@ recomputed there) and the same checkpoint. One scale that torchao repeats for ev
 number.
 
 Refuses: a cast to FP8 by another chain (a maximum over all ranks; bounds for it; a scale that is an
-argument), though its product is still raised; a product with a scale for its result.
+argument), although its product is still raised; a product with a scale for its result.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def raise_fp8(graph: Graph, record: Record) -> None:
 
 
 def origin(node: Node) -> Any:
-    """Equal for nodes with the same elements in the same order: the tensor that they are views of,
-    and the dtypes of the casts between."""
+    """A key that is equal for nodes with the same elements in the same order: the tensor under
+    their views, and the dtypes of casts between."""
     node = base(node)
     if is_cast(node):
         return (origin(node.all_input_nodes[0]), fake(node).dtype)
@@ -84,7 +83,7 @@ def origin(node: Node) -> Any:
 @dataclass(frozen=True)
 class _Product:
     """A product of ``a`` and ``b``: its last node ``end``; the factors of its ``rows`` and
-    ``columns``, applied ``after`` it or in it; its ``bias``, if any."""
+    ``columns``; are these applied ``after`` it; its ``bias``, if any."""
 
     a: Node
     b: Node
@@ -97,7 +96,7 @@ class _Product:
 
 
 def _product(node: Node) -> _Product | Refusal:
-    """The parts of the product ``node``, or why it stays as it is."""
+    """The parts of the product ``node``, or the reason why it stays as it is."""
     args = arguments(node)
     if node.target is scaled_mm:
         a, b, rows, columns = (args[name] for name in ("a", "b", "inv_a", "inv_b"))
@@ -123,8 +122,8 @@ def _product(node: Node) -> _Product | Refusal:
 
 
 def _outer_scales(node: Node) -> tuple[Node, Node, Node] | None:
-    """(the result, rows' factors, columns' factors) if the product is multiplied with both, and
-    rounded again."""
+    """(result, factors of rows, factors of columns) if the product is multiplied by both and
+    rounded again; else None."""
     scaled = only_reader(node)
     end = only_reader(scaled)
     if scaled is None or end is None or scaled.target is not aten.mul.Tensor:
@@ -140,7 +139,7 @@ def _outer_scales(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _raise(node: Node, product: _Product, factors: _Factors) -> None:
-    """Replace the product ``node``, read as ``product``, by the semantic op."""
+    """Replace ``node``, whose parts are ``product``, by the semantic op."""
     put, out = Put(node, product.end), fake(node).dtype
     a, rows = factors(put, product.a, product.rows, [-1, 1])
     b, columns = factors(put, product.b, product.columns, [1, -1])
@@ -152,7 +151,7 @@ def _raise(node: Node, product: _Product, factors: _Factors) -> None:
 
 
 class _Factors:
-    """The factors of a graph's products; equal quantizations are made once."""
+    """The factors of a graph's products. Equal quantizations are inserted once."""
 
     def __init__(self, graph: Graph, record: Record):
         self.record, self.scope = record, Scope(graph)
@@ -160,8 +159,8 @@ class _Factors:
         self.refused: set[Node] = set()
 
     def __call__(self, put: Put, factor: Node, scale: Node, vector: list[int]) -> tuple[Node, Node]:
-        """``factor`` without steps that only change its layout, and what undoes its scale: 0-dim,
-        or of the shape ``vector``. A copy stays if no cast of ours can write that layout."""
+        """Returns ``factor`` in its original layout, and the number or vector (shape ``vector``)
+        that undoes its scale. A copy stays if no cast of ours can write its layout."""
         node, transposed, is_copy = _layout(factor)
         q = base(node, lambda n: renames(n) or n.target is aten.clone.default)
         chain = chain_of(q) if self.record.enabled("fp8_quantize") else None
@@ -182,8 +181,8 @@ class _Factors:
         return put.transpose(node) if transposed else node, scale
 
     def _quantize(self, chain: Chain, shape: Any) -> tuple[tuple[Node, Node], bool] | None:
-        """The quantization of a matrix, and whether the chain quantizes its transpose; None if the
-        chain, which is multiplied in ``shape``, has no such matrix."""
+        """(the quantization of a matrix, does the chain quantize its transpose). None if the chain,
+        which is multiplied in ``shape``, has no such matrix."""
         x, dims = chain.x, chain.dims
         if flipped := is_transpose(x):
             x, dims = x.all_input_nodes[0], tuple(sorted(1 - d for d in dims))
@@ -206,7 +205,7 @@ class _Factors:
         return self.cache[key], flipped
 
     def _refuse(self, q: Node) -> None:
-        """Note, once, why ``q`` is not a supported quantization, if it casts to FP8 at all."""
+        """If ``q`` casts to FP8, note once why it is not a supported quantization."""
         if q in self.refused or not converts(q):
             return
         self.refused.add(q)

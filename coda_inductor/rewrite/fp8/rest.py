@@ -11,7 +11,7 @@ After::
 
 Why it is valid: the same product, rounded once instead of twice. Why it pays: torchao multiplies
 after the product because of a kernel that was slow with scales of rows. cuBLAS's kernel, for
-bfloat16 only, takes 3 % longer with them than without (gotchas.md), and the multiplication
+bfloat16 only, takes 3 % longer with such scales than without (gotchas.md), and the multiplication
 reads and writes the product once more.
 """
 

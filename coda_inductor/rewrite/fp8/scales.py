@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scales of a tensor: its maxima, and the small computation on them.
 
-If a GEMM's epilogue computes a tensor, a maximum over its rows or columns is a reduction there
+If a GEMM's epilogue computes the tensor, a maximum over its rows or columns is a reduction there
 (rule R2): plain ``abs`` and ``amax`` nodes, which the fuser absorbs. Any other tensor is read once
 for all its maxima. A tensor's own maximum is the maximum of its rows' or its columns' maxima.
 """
@@ -29,14 +29,14 @@ ALL: Kind = ()
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor to quantize: ``x``, or, after a deferred norm, ``read * factor * weight`` with
-    ``x = read * weight``.
+    """A tensor to quantize: ``x``, or with a deferred norm ``read * factor * weight``, x = read *
+    weight.
 
     Attributes:
-        x: (M, K), the tensor for the maxima of rows.
-        read: (M, K), the tensor in memory.
-        factor: None, or (M, 1), positive.
-        weight: None, or (1, K).
+        x: the tensor for the maxima of rows, (M, K).
+        read: the tensor in memory, (M, K).
+        factor: the norm's positive scale, (M, 1), or None.
+        weight: the norm's weight, (1, K), or None.
         others: (reader, the node that it reads) for other readers of the norm's result.
     """
 
@@ -51,7 +51,7 @@ def scales(
     put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, forward: bool
 ) -> dict[Node, Node]:
     """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
-    0-dim, where ``put`` puts. ``in_epilogue``: a GEMM's epilogue computes the source;
+    0-dim. ``put`` inserts the nodes. ``in_epilogue``: a GEMM's epilogue computes the source;
     ``forward``: the forward pass has it."""
     calls = {node: arguments(node) for node in nodes}
     kinds = {tuple(call["dims"]) for call in calls.values()}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a loss around an LM head (R7).
 
-logit_gradients  the ops between the gradients of a loss's logits and of the head's
+logit_gradients  the ops between the gradients of a loss's logits and of the head's logits
 slices           the pass: the gradient is computed and used one slice at a time
 """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops between the gradient of a loss's logits and an LM head's, as Inductor's decompositions
-write them.
+"""The ops between the gradient of a loss's logits and the gradient of an LM head's logits, as
+Inductor's decompositions write them.
 
-The gradient of a log-sum-exp b of the same logits (a z-loss), per row a times the softmax::
+The gradient of a log-sum-exp b of the same logits (a z-loss), which is, per row, a times the
+softmax::
 
     total = dlogits + a * exp(logits - b)
 
@@ -12,9 +13,10 @@ The gradient of soft-capped logits, ``c * tanh(z / c)``::
     dz = ((dlogits * c) * (1 - t * t)) / c
 
 Because ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. If the logits are a
-number times the head's (Granite, Cohere), the head's gradient is that number times theirs. All are
-elementwise in the gradient, the logits and vectors of rows, so they need no other tensor of the
-logits' size. Casts (of 16-bit tensors) and views may be between the steps.
+number times the head's logits (Granite, Cohere), the head's gradient is that number times the
+logits' gradient. All these ops are elementwise in the gradient, the logits and vectors of rows, so
+they need no other tensor of the logits' size. Casts (of 16-bit tensors) and views may be between
+the steps.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from coda_inductor.graph.walk import bare, base, only_reader
 
 
 def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
-    """(total, (a, b)) if ``total`` is ``gradient + a * exp(logits - b)`` with a and b (..., 1);
-    else ``gradient`` itself and None."""
+    """(total, (a, b)) if ``total`` is ``gradient + a * exp(logits - b)``, a and b (..., 1); else
+    (gradient, None)."""
     total, columns = only_reader(gradient, renames_or_casts), fake(logits).shape[-1]
     others = [x for x in map(bare, _args(total, "add")) if x is not gradient]
     if total is None or len(others) != 1:
@@ -48,8 +50,8 @@ def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node]
 
 
 def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
-    """(dz, c) if ``logits`` are soft-capped by c, and ``gradient`` is theirs; else ``gradient``
-    itself and 0. A cap whose tanh is kept with more bits than ``logits`` does not count: the
+    """(dz, c) if ``logits`` are soft-capped by c, and ``gradient`` is their gradient; else
+    (gradient, 0). A cap whose tanh is kept with more bits than ``logits`` does not count: the
     derivative would be less exact if it were computed from the logits."""
     capped = base(logits)
     cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
@@ -65,14 +67,14 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
 
 
 def through_factor(gradient: Node) -> tuple[Node, float]:
-    """(dz, f) if the only reader of ``gradient`` is ``dz = f * gradient``; else itself and 1."""
+    """(dz, f) if the only reader of ``gradient`` is ``dz = f * gradient``; else (gradient, 1)."""
     scaled = only_reader(gradient, renames_or_casts)
     factor = _factor(scaled)
     return (gradient, 1.0) if scaled is None or factor is None else (scaled, factor)
 
 
 def _is_times_slope(node: Any, t: Node) -> bool:
-    """Is ``node`` something ``* (1 - t * t)``?"""
+    """Is ``node`` a product with the factor ``1 - t * t``?"""
     for slope in _args(node, "mul")[1:]:
         unit, square = _args(bare(slope), "sub") or (None, None)
         factors = _args(bare(square), "mul")
@@ -82,7 +84,7 @@ def _is_times_slope(node: Any, t: Node) -> bool:
 
 
 def _is_column(node: Any, rows: Any, columns: Any) -> bool:
-    """Has ``node`` one value for each row of ``rows``, which has ``columns`` columns?"""
+    """Does ``node`` have one value for each row of ``rows``, which has ``columns`` columns?"""
     if not isinstance(node, Node) or not isinstance(rows, Node):
         return False
     shape = fake(rows).shape
@@ -98,7 +100,7 @@ def _args(node: Any, op: str) -> list[Any]:
 
 
 def _factor(node: Any) -> float | None:
-    """The number that ``node`` multiplies with, or divides by, if it is one."""
+    """The number that ``node`` multiplies or divides by, as a factor; None for others."""
     for op in ("mul", "div"):
         for number in _args(node, op)[1:]:
             if isinstance(number, (int, float)) and math.isfinite(number):

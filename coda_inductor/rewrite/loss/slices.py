@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a language model's logits is computed and used one slice of the vocabulary at a
-time.
+"""Compute and use the gradient of a model's logits one slice of the vocabulary at a time.
 
 Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule R7)::
 
     dlogits = cross_entropy_backward(dloss, logits, target, lse, number)     M x V
-    dlogits += a * exp(logits - b)      where there is a z-loss
+    dlogits += a * exp(logits - b)      if there is a z-loss
     dz = dlogits, or dlogits * (1 - (logits / c) ** 2) where logits = c * tanh(z / c)
-    dz *= f                             where there is a factor of the head's logits
+    dz *= f                             if the head's logits have a factor
     dh = dz @ W;  dW = dz.T @ h;  db = dz.sum(0)
 
 After::
@@ -21,9 +20,9 @@ linear in dloss and a, so a factor can be applied to these.
 
 Why it pays: a second tensor of the logits' size is the memory peak of a training step.
 
-Refuses what saves no memory (``no_gain``): logits of less than two slices, and logits that are no
-output, which Inductor overwrites with their gradient; a gradient with other readers; other ops
-between it and the linear layer than ``logit_gradients`` reads.
+Refuses: rewrites that save no memory (``no_gain``), for logits of less than two slices, and for
+logits that are no output, which Inductor overwrites with their gradient; a gradient with other
+readers; ops between it and the linear layer that ``logit_gradients`` does not read.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from coda_inductor.semantic.loss import cross_entropy_backward
 
 
 def slice_loss_gradient(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every ``cross_entropy_backward``."""
+    """Apply the rewrite to every ``cross_entropy_backward`` of ``graph``, in place."""
     name = "cross_entropy_backward"
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
         off = not record.enabled(name)
@@ -132,11 +131,11 @@ def _slice(node: Node) -> Refusal | None:
 
 
 def no_gain(logits: Node, dgrads: list[Node], wgrads: list[Node]) -> str:
-    """Why slices do not lower the peak of the head's backward pass; empty if they do.
+    """The reason why slices do not lower the peak of the head's backward pass; empty if they do.
 
     Logits that are an output stay, beside a gradient of their size. All others end with the kernel
-    that makes their gradient, and if AOTAutograd donates what is saved to the backward pass, as it
-    does by default, that kernel writes over them. Slices need all logits to the end.
+    that makes their gradient, and if AOTAutograd donates saved tensors to the backward pass, as it
+    does by default, that kernel overwrites them. Slices need all logits to the end.
     """
     size, dx = bytes_of(logits), bytes_of(*dgrads)
     if size < 2 * loss.SLICE_BYTES:
@@ -155,8 +154,8 @@ def no_gain(logits: Node, dgrads: list[Node], wgrads: list[Node]) -> str:
 
 
 def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
-    """``a * exp(lse - b)`` (M,), for b of (..., 1): softmax times this is ``a * exp(logits - b)``.
-    It is ``a`` if b is a log-sum-exp of the logits too."""
+    """``a * exp(lse - b)`` (M,), for b of (..., 1): its product with the softmax is ``a *
+    exp(logits - b)``. It is ``a`` if b is a log-sum-exp of the logits too."""
     dtype = fake(lse).dtype
     a, b = (put.cast(put.reshape(n, [-1]), dtype) for n in (a, b))
     shift = put(aten.exp.default, put.sub(lse, b))
@@ -164,7 +163,7 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
 
 
 def _sums_rows(node: Node, columns: Any) -> bool:
-    """Is ``node`` the sum of each column of a gradient with ``columns`` columns (a bias's)?"""
+    """Is ``node`` a bias's gradient: the sum of each of the ``columns`` columns of a gradient?"""
     if node.target is not aten.sum.dim_IntList or arguments(node)["dtype"] is not None:
         return False
     args = arguments(node)

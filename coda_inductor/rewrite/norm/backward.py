@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients around a deferred norm, after the GEMMs that make its own (rules R3, R4).
+"""The gradients around a deferred norm: its scale moves past the GEMMs of dn (rules R3, R4).
 
 Before (x is M x d; one z = n @ W, dz its gradient, for every GEMM)::
 
@@ -47,7 +47,7 @@ from coda_inductor.rewrite.recompute import NO_RECOMPUTE
 
 def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, scope: Scope) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
-    the GEMMs that follow, None where they cannot be told apart."""
+    the GEMMs that follow, None if they cannot be distinguished."""
     if not all(_at_hand(z, scope) for z, _ in products or ()):
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
@@ -69,21 +69,21 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
 
 
 def _at_hand(z: Node, scope: Scope) -> bool:
-    """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not: what
-    attention reads are their rotations."""
+    """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not, because
+    attention reads their rotations."""
     _, users = readers(z, lambda u: renames(u) or u.target is aten.permute.default)
     return any(user not in scope.forward for user in users)
 
 
 class _Scaled:
-    """Each dz times the row scale, put in once and read in place of dz."""
+    """Inserts dz times the row scale once for each dz; readers of dz then read it."""
 
     def __init__(self, norm: Deferred):
         self.norm, self.wide = norm, fake(norm.flat).dtype
         self.cache: dict[Node, Node] = {}
 
     def __call__(self, dz: Node, reader: Node) -> Node:
-        """``dz * scale``."""
+        """Insert ``dz * scale`` for ``reader``, or return the earlier one."""
         if (key := base(dz)) not in self.cache:
             put = Put(reader)
             zs = put.mul(put.cast(dz, self.wide), self.norm.flat)
@@ -92,7 +92,7 @@ class _Scaled:
 
 
 def _weight_gradient(wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled) -> None:
-    """``n.T @ dz``, or where n is on the right ``dz.T @ n``: of h and zs."""
+    """Rewrite ``n.T @ dz`` (or ``dz.T @ n`` if n is on the right) as a product of h and zs."""
     left, right = gemm_inputs(wgrad)
     dz = right if n_is_left else base(left, is_transpose)
     zs = scaled(dz, wgrad)
@@ -103,9 +103,8 @@ def _weight_gradient(wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scal
 def _gradients(
     backward: Node, norm: Deferred, early: bool, products: list[Product] | None
 ) -> dict[int, Node]:
-    """The new results of ``backward``, by their index. Only they count as the pattern: the scale
-    and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
-    the dz already."""
+    """The new results of ``backward``, by index. Only they are counted for the pattern: the scale
+    and the row sums may be in an epilogue without them. ``early``: dz contains the row scale."""
     put = Put(backward, pattern=(f"{norm.name}_backward", backward.name))
     args, scale = arguments(backward), norm.statistics[0]
     s, x, gamma, needs = (args[name] for name in ("dy", "x", "weight", "needs"))
@@ -127,7 +126,7 @@ def _gradients(
 
 
 def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | None) -> Node:
-    """rowsum(dn * gamma * nh), shaped like the scale: from the products where they are known, else
+    """rowsum(dn * gamma * nh), shaped like the scale: from the products if they are known, else
     from p = scale dn * gamma."""
     if products is None:
         return put.row_sum(put.mul(p, x))
@@ -137,8 +136,8 @@ def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | N
 
 
 def _add_rows(put: Put, matrices: list[Node]) -> Node:
-    """The sum over all columns of all ``matrices``, (M, 1). Those of one width are added first: one
-    reduction each."""
+    """The sum over all columns of all ``matrices``, (M, 1). Matrices of one width are added first,
+    to need only one reduction."""
     widths: dict[int, Node] = {}
     for matrix in matrices:
         n = fake(matrix).shape[-1]

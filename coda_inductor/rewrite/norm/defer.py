@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that lets norms wait until after the GEMMs that read them, if that is valid and pays.
+"""Apply norms after the GEMMs that read them, if that is valid and pays.
 
-Before, and after (``forward`` and ``backward`` have the algebra and why it holds)::
+Before and after (``forward`` and ``backward`` have the algebra and its proof)::
 
     x = x0 + y @ Wo;  n, scale = norm(x, gamma, eps);  z = n @ W           (for every consumer)
     x = x0 + y @ Wo;  h = x * gamma;  scale = of sums over x;  z = (h @ W) * scale
 
-Why it pays: nothing normalized is stored. The epilogue that makes x makes the sums and h too; the
-epilogues that follow apply the scale. A record for each norm (``semantic.norms``) defines its
+Why it pays: no normalized tensor is stored. The epilogue that computes x computes the sums and h
+too; later epilogues apply the scale. A record for each norm (``semantic.norms``) defines its
 statistics and its gradient: for RMSNorm, LayerNorm, and the norms of pattern files.
 
-Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue
-(``uses``), or comes from a collective; something other than a GEMM, or the gradient of its
-weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
+Refuses (the norm then stays as it was, for Inductor): x is not computed in a GEMM's epilogue
+(``uses``), or comes from a collective; something other than a GEMM, or the gradient of its weight,
+reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
 options["fp16_norms"]); a LayerNorm that ``pivot`` refuses; a LayerNorm in training, because the
-sums that its gradient needs cost more than is saved (gotchas.md).
+sums for its gradient cost more than is saved (gotchas.md).
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from coda_inductor.semantic.norms import NORMS
 
 
 def defer_norms(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every norm where it is valid. Counts nothing: what an epilogue absorbs
-    of it counts."""
+    """Apply the rewrite where it is valid. A norm is counted when an epilogue absorbs its scale."""
     scope, means = Scope(graph), Means()
     for norm in [n for n in graph.nodes if n.target in NORMS]:
         name = NORMS[norm.target].name
@@ -68,7 +67,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
 
 
 def _quantized(norm: Node) -> bool:
-    """Is the result of ``norm`` quantized? If it has no shift, ``rewrite.fp8`` judges it then."""
+    """Is the result of ``norm`` quantized? Without a shift, ``rewrite.fp8`` then decides."""
 
     def same(user: Node) -> bool:
         narrows = is_cast(user) and fake(user.all_input_nodes[0]).dtype == torch.float32
@@ -79,7 +78,7 @@ def _quantized(norm: Node) -> bool:
 
 
 def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Refusal:
-    """The readers of ``norm``, or why it stays."""
+    """The readers of ``norm``, or the reason why it stays."""
     result = uses(norm, scope)
     if isinstance(result, Refusal):
         return result
@@ -97,7 +96,7 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
 
 
 def _refusal(norm: Node, result: Uses, scope: Scope, record: Record) -> Refusal | None:
-    """Why the conditions of all norms do not hold, or None."""
+    """The refusal of the first general condition that does not hold, or None."""
     legal, gradient = record.plan.legal, f"{NORMS[norm.target].name}_backward"
     if result.backward is not None and not record.enabled(gradient):
         return refuse("disabled", f"options['disable'] names {gradient}")

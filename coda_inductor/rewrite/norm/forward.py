@@ -5,23 +5,23 @@ Before (for every GEMM that reads n)::
 
     n = (x - shift) * scale * gamma + beta;  z = n @ W + b
 
-After, for a norm without shift, as RMSNorm is (rules R1, R2); its record says what scale is::
+After, for a norm without shift such as RMSNorm (rules R1, R2); its record defines scale::
 
     h = x * gamma;  scale = rsqrt(mean(x * x) + eps);  z = (h @ W) * scale + b
 
-and for one with a shift, as LayerNorm (rule R5), ``pivot`` being any value a row (``pivot`` chooses
+and for a norm with a shift such as LayerNorm (rule R5), with any pivot per row (``pivot`` chooses
 it)::
 
     v = x - pivot;  h = v * gamma;  m = mean(v);  scale = rsqrt(mean(v * v) - m**2 + eps)
     z = (h @ W - m * colsum) * scale + (offset + b);  colsum = gamma^T W;  offset = beta^T W
 
-Why it is valid: n = D_scale (v - m 1^T) diag(gamma) + 1 beta^T, multiplied out, and
-(D_r X) W = D_r (X W); a norm with a shift does not change when a row is shifted. colsum and offset
-are computed at every call, for W is what training changes; a kernel of Inductor's reads W once for
-both, which ``Plan.norm_loses`` charges.
+Why it is valid: n = D_scale (v - m 1^T) diag(gamma) + 1 beta^T, multiplied out, and (D_r X) W = D_r
+(X W); a norm with a shift does not change when a row is shifted. colsum and offset are computed at
+every call, because training changes W; a kernel of Inductor's reads W once for both, a cost that
+``Plan.norm_loses`` includes.
 
-m comes as it is, not as rstd * m: the kernel that adds up the partials and stores rstd would store
-the product too, which Triton 3.6 fails to compile in some orders (gotchas.md).
+m is passed, not rstd * m: the kernel that adds up the partials and stores rstd would store the
+product too, which Triton 3.6 fails to compile in some orders (gotchas.md).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from coda_inductor.semantic.norms import NORMS
 class Deferred:
     """The nodes that replace a norm: the operand ``h`` (M, d) of its GEMMs; the ``statistics``
     (..., 1) that its gradient reads, the row scale first, which is ``flat`` as (M, 1); ``gamma``
-    and ``beta``, if it has them. For a norm with a shift, the ``shift`` (M, 1) of what ``h`` was
-    made of, and the ``mean`` (..., 1) of x."""
+    and ``beta``, if any. For a norm with a shift, also the ``shift`` (M, 1) of the input of ``h``,
+    and the ``mean`` (..., 1) of x."""
 
     name: str
     gamma: Node | None
@@ -64,8 +64,8 @@ Product = tuple[Node, Node]
 
 
 def defer(norm: Node, uses: Uses, scope: Scope) -> tuple[Deferred, list[Product] | None]:
-    """Rewrite the forward pass of ``norm``, whose readers are ``uses``. Returns the GEMMs that
-    follow too, with their gradients; None where these cannot be told apart."""
+    """Rewrite the forward pass of ``norm``, whose readers are ``uses``. Also returns the GEMMs that
+    read it, with their gradients; None if they cannot be distinguished."""
     pattern = (NORMS[norm.target].name, norm.name)
     deferred = statistics(Put(norm, pattern=pattern), norm, uses.dtype, uses.pivot)
     gradients = uses.gradients()
@@ -81,7 +81,7 @@ def defer(norm: Node, uses: Uses, scope: Scope) -> tuple[Deferred, list[Product]
 
 
 def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None = None) -> Deferred:
-    """The nodes that replace ``norm`` for GEMMs that read it in ``dtype``; see the module."""
+    """Insert the nodes that replace ``norm`` for GEMMs in ``dtype``; see the module."""
     record, kwargs = NORMS[norm.target], arguments(norm)
     x, gamma, shift, mean = kwargs["x"], kwargs["weight"], None, None
     wide = statistics_dtype(fake(x).dtype)
@@ -100,7 +100,7 @@ def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None = No
 
 
 def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
-    """``gemm(h, W)`` with what the norm takes away before the row scale, and adds after it."""
+    """``gemm(h, W)``, with the subtraction before the row scale and the addition after it."""
     colsum, offset = _vectors(gemm, norm)
     product = put(aten.mm.default, norm.h, gemm_inputs(gemm)[1])
     scope.replace(gemm, product)

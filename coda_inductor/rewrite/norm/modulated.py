@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LayerNorm that vectors of the time step modulate is one with a weight and a bias.
+"""A LayerNorm that vectors of a time step modulate becomes a LayerNorm with a weight and a bias.
 
 Before (scale and shift, from a projection of the time step: one vector for all rows, (d,), or for
 each row of a batch, (B, 1, d))::
@@ -10,14 +10,14 @@ After::
 
     y = layer_norm(x, 1 + scale, shift, eps)
 
-Why it is valid: that is what the op's weight and bias are. y is rounded once; the sum and the
-product are computed in float32 as the norm is. So is 1 + scale, as in a kernel of Inductor's: a
-kernel that reads it from memory would read it rounded.
+Why it is valid: it is the definition of the op's weight and bias. y is rounded once; the sum and
+the product are computed in float32 like the norm. 1 + scale is float32 too, as in a kernel of
+Inductor's, because in memory it would be rounded.
 
 What it enables: rule R5 (``forward``), for which a weight need not be a parameter.
 
-Leaves alone: norms with a weight of their own, or whose result others read as well (the gradient of
-scale); vectors of a batch whose rows are fewer than a kernel's tile has (``program.ir``).
+Leaves alone: norms with a weight of their own, or whose result has other readers (the gradient of
+scale); vectors of a batch with fewer rows than a kernel's tile (``program.ir``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from coda_inductor.semantic.norms import layer_norm
 
 
 def take_vectors(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to an aten graph, in place."""
+    """Turn the vectors around LayerNorms of an aten graph into weights and biases, in place."""
     for norm in graph.find_nodes(op="call_function", target=layer_norm):
         args, results = arguments(norm), parts(norm)
         if args["weight"] is not None or args["bias"] is not None or [*results] != [0]:
@@ -58,8 +58,8 @@ def take_vectors(graph: Graph, record: Record) -> None:
 
 
 def _by_row(y: Node, op: str) -> tuple[Node | None, Node | None]:
-    """The only reader of ``y``, which applies ``op`` to it and a vector, one value per column, and
-    that vector; (None, None) if it does not."""
+    """(the only reader of ``y``, a vector) if the reader applies ``op`` to y and a vector with one
+    value per column; else (None, None)."""
     reader = only_reader(y, renames_or_casts)
     call = called(reader, op)
     if reader is None or call is None or call.get("alpha") not in (None, 1):
@@ -71,7 +71,7 @@ def _by_row(y: Node, op: str) -> tuple[Node | None, Node | None]:
 
 
 def _wide(put: Put, vector: Node) -> Node:
-    """``vector``, in float32 if it is a sum with a number in fewer bits."""
+    """``vector``; in float32 if it is the sum of a number and a vector of fewer bits."""
     call = called(vector, "add")
     if call is None or fake(vector).dtype not in HALF or not isinstance(call["input"], Node):
         return vector
@@ -81,7 +81,7 @@ def _wide(put: Put, vector: Node) -> Node:
 
 
 def _is_vector(v: Any, shape: torch.Size) -> bool:
-    """Has ``v`` one value per column of a tensor of this shape, for all rows or each of a batch?"""
+    """Does ``v`` have one value per column of a tensor of ``shape``, or one for each batch?"""
     if not isinstance(v, torch.Tensor) or not v.is_floating_point():
         return False
     if not 0 < v.dim() <= len(shape):

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which LayerNorms can wait without losing accuracy: those whose input has a known mean.
+"""Decides which LayerNorms can wait without losing accuracy: a mean in their input is known.
 
 The operand of the GEMMs is h = v * gamma with v = x - pivot, in 16 bits, so v should be small. The
-pivot is the mean of the residual stream x0 that x was made from by adding terms; the LayerNorm that
-read x0 has computed it. What is left in v is bounded by x0's deviation and the terms t: rounding h
-costs at most u (|x0 - pivot| + sum |t|), u being the unit roundoff. Eager rounds the terms
-themselves, u |t| each, and n, u |n|: the same bound. What cancels after that (h @ W - m colsum,
-mean(v * v) - m**2) does so in float32, at a relative error of about 2**-22 (1 + m**2 / var), which
-is less as long as the terms are in bfloat16, and has a floor where it is not. Hence the refusals:
+pivot is the mean of the residual stream x0, and x is x0 plus some terms; the LayerNorm that read x0
+has computed it. v is bounded by x0's deviation and the terms t: rounding h costs at most u (|x0 -
+pivot| + sum |t|), u being the unit roundoff. Eager rounds the terms themselves, u |t| each, and n,
+u |n|: the same bound. Later differences (h @ W - m colsum, mean(v * v) - m**2) cancel in float32,
+at a relative error of about 2**-22 (1 + m**2 / var), which is less if the terms are in bfloat16.
+Hence the refusals:
 
 - no pivot: v would round at the size of the mean;
-- a term that eager keeps in float32: nothing bounds what rounding v costs;
-- a float32 product: it cancels at the precision of everything else (4.7e-2 where Inductor has 7e-5,
-  at a mean of 1000 deviations), and there is no kernel to gain by it. Float64 stays, for proofs;
+- a term that eager keeps in float32: the error of rounding v has no bound;
+- a float32 product: it cancels at the precision of all other values (4.7e-2 where Inductor has
+  7e-5, at a mean of 1000 deviations), and has no kernel to gain. Float64 stays, for proofs;
 - a product that is rounded before the epilogue, as plain ops do on a CPU: it cancels in 16 bits.
 """
 
@@ -35,7 +35,7 @@ from coda_inductor.semantic.norms import NORMS
 
 
 class Means:
-    """The row means that LayerNorms have computed so far, by the tensor that they are of."""
+    """The row means that LayerNorms have computed so far, by the tensor that was averaged."""
 
     def __init__(self) -> None:
         self.means: dict[Node, Node] = {}
@@ -45,7 +45,7 @@ class Means:
         self.means[source(x)] = mean
 
     def stays(self, norm: Node) -> None:
-        """Remember the mean that a norm that stays returns beside its result, if it does."""
+        """Remember the mean that ``norm``, which stays, returns beside its result, if it does."""
         index = NORMS[norm.target].mean
         if index is None:
             return
@@ -55,7 +55,7 @@ class Means:
         self.note(arguments(norm)["x"], mean)
 
     def find(self, norm: Node) -> tuple[Node, list[Node]] | None:
-        """The mean of a tensor that the norm's input was made from by adding terms, and these."""
+        """(mean, terms) if the norm's input is a tensor with a known mean plus terms; else None."""
         todo: list[tuple[Node, list[Node]]] = [(source(arguments(norm)["x"]), [])]
         visited = set()
         while todo:
@@ -74,8 +74,8 @@ class Means:
         return None
 
     def choose(self, norm: Node, dtype: torch.dtype, rounded: bool) -> Node | Refusal:
-        """The pivot of a LayerNorm that GEMMs read in ``dtype``, or why it must not wait.
-        ``rounded``: their products are rounded before the mean is taken away from them."""
+        """The pivot of a LayerNorm that GEMMs read in ``dtype``, or why it must not be deferred.
+        ``rounded``: are their products rounded before the mean is subtracted?"""
         if dtype == torch.float32:
             return refuse(
                 "layer-norm-wide",
@@ -107,14 +107,14 @@ class Means:
 
 
 def _is_rounded(term: Node) -> bool:
-    """Does eager round ``term`` to 16 bits, or what it is a multiple of (gates may be float32)?"""
+    """Does eager round ``term``, or what it is a multiple of, to 16 bits? Gates may be float32."""
     factors = term.all_input_nodes if term.target is aten.mul.Tensor else []
     whole = [source(n) for n in factors if same(fake(n).shape, fake(term).shape)]
     return any(fake(n).dtype in HALF for n in (term, *whole))
 
 
 def _fits(mean: Node, norm: Node) -> bool:
-    """May ``mean`` be read where ``norm`` stands? In one checkpoint, and of as many rows."""
+    """Can ``norm`` read ``mean``? It must be in the same checkpoint and have as many rows."""
     shape = fake(arguments(norm)["x"]).shape
     rows = math.prod(shape[:-1])  # Size.numel() would make a size a number
     return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The readers of a norm: GEMMs, and in training the norm's gradient and the weights' gradients.
 
-A linear layer z = n @ W gives three nodes that matter here: ``mm(n, W)`` in the forward pass, and
-in the backward pass ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or
-``mm(dz.T, n)``, the gradient of W. All of n's readers must be of these kinds.
+A linear layer z = n @ W gives three nodes: ``mm(n, W)`` in the forward pass, and in the backward
+pass ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or ``mm(dz.T, n)``, the
+gradient of W. All of n's readers must be of these kinds.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Uses:
 
     Attributes:
         gemms: ``mm`` and ``addmm`` nodes of the forward pass that read the normalized n as A.
-        wgrads: ``mm`` nodes that make a weight's gradient -> whether n (transposed) is their A;
-            else it is their B.
+        wgrads: ``mm`` nodes that compute a weight's gradient -> is n (transposed) their A? Else it
+            is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
-        pivot: what is taken away from x, one value a row, for a norm with a shift (``pivot``).
+        pivot: the value per row that is subtracted from x, for a norm with a shift (``pivot``).
     """
 
     gemms: list[Node] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Uses:
 
     @property
     def early(self) -> bool:
-        """Does a GEMM make every dz, so that its epilogue can scale it? Not where others (adapters)
-        multiply dz too: it would be stored twice."""
+        """Does a GEMM compute every dz, so that its epilogue can scale it? False if other products
+        (adapters) read dz too, because it would be stored twice."""
         products = {*self.dgrads, *self.wgrads}
         for dz in (gemm_inputs(dgrad)[0] for dgrad in self.dgrads):
             _, users = readers(base(dz), lambda n: renames(n) or is_transpose(n))
@@ -69,7 +69,7 @@ class Uses:
 
     def gradients(self) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
-        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias."""
+        None if they cannot be distinguished (a weight is used twice), or if a bias hides z."""
         by_gemm: dict[Node, Node] = {}
         for dgrad in self.dgrads:
             dz, weight = gemm_inputs(dgrad)
@@ -139,7 +139,7 @@ def _matrix(node: Node) -> tuple[Node, bool]:
 
 
 def _is_wgrad(user: Node, node: Node) -> bool:
-    """``mm(n.T, dz)`` for node = n.T, or ``mm(dz.T, n)`` for node = n."""
+    """Is ``user`` mm(n.T, dz) for node = n.T, or mm(dz.T, n) for node = n?"""
     if user.target is not aten.mm.default:
         return False
     left, right = gemm_inputs(user)
@@ -166,9 +166,10 @@ def _gradient(norm: Node, statistics: list[Node], result: Uses) -> Refusal | Non
 
 
 def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
-    """Why no epilogue makes the statistics of ``norm``, or None. Where one does, it makes the
-    GEMMs' operand as well, and no kernel is left of the norm; a kernel of Inductor's that makes x
-    is left, and moves as many bytes with that operand as with the norm's result."""
+    """The reason why no epilogue computes the statistics of ``norm``, or None. An epilogue that
+    does computes the GEMMs' operand as well, and the norm has no kernel. A kernel of Inductor's
+    that computes x would stay, and move as many bytes with that operand as with the norm's
+    result."""
     x, plan = arguments(norm)["x"], record.plan
     source = producer(x)
     if source is None:
