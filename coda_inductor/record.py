@@ -45,7 +45,7 @@ class Record:
         report: the report for users: GEMMs and refusals.
         plan: the decisions about fusion; the pipeline sets it, and its first pass on an aten graph
             completes it.
-        folder: where debug output goes.
+        folder: the debug folder of the graph.
         fired: how often each rewrite fired, by the name of its counter.
         stopped: names in ``options["disable"]`` that prevented a rewrite.
         changed: passes that changed the graph, in order, without those that are needed.

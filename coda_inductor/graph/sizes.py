@@ -28,8 +28,9 @@ def same_strides(left: Tensor, right: Tensor) -> bool:
 
 
 def hint(size) -> int:
-    """A concrete value for a size that may be symbolic; 8192 if it has no hint."""
+    """A concrete value for a size that may be symbolic; 8192 if it has no hint, or one that is no
+    number (the rows of a nested tensor)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     value = size.node.hint if size.node.has_hint() else None
-    return int(value) if value is not None else 8192
+    return value if isinstance(value, int) else 8192

@@ -190,3 +190,22 @@ def test_double_backward_is_a_clear_error_and_training_and_evaluation_go_on(with
             torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
     assert counters["coda"]["rms_norm"] == 2 * 2  # the graph that trains and the other
     assert counters["coda"]["rms_norm_backward"] == 2
+
+
+def test_rows_of_a_nested_tensor():
+    """Its number of rows has a hint that is no number."""
+    norm, gate, up, down = (nn.RMSNorm(D), *(nn.Linear(D, D, bias=False) for _ in range(3)))
+
+    def layer(x):
+        h = norm(x)
+        return x + down(F.silu(gate(h)) * up(h))
+
+    parts = [torch.randn(rows, D) for rows in (3, 5)]
+    found, harness = [], Harness()
+    for call in (torch.compile(layer, backend=harness), layer):
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        call(x).values().sum().backward()
+        found.append({"x": x.grad.values()})
+    assert_close(*found, 1e-5)
+    assert harness.graphs == 1
+    assert harness.fused

@@ -107,7 +107,7 @@ class Means:
 
 
 def _is_rounded(term: Node) -> bool:
-    """Does eager round ``term``, or the tensor it is a multiple of? Gates may be float32."""
+    """Does eager round ``term``, or its source if it is a multiple, to 16 bits?"""
     factors = term.all_input_nodes if term.target is aten.mul.Tensor else []
     whole = [source(n) for n in factors if same(fake(n).shape, fake(term).shape)]
     return any(fake(n).dtype in HALF for n in (term, *whole))
