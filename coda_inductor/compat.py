@@ -340,8 +340,7 @@ def saved_tensors() -> list[Tensor]:
 
 def without_dynamo() -> None:
     """Keep QuACK's decorators from importing Dynamo, which takes seconds, in a process that
-    compiles kernels but no graphs. They leave functions unchanged. Other uses of Dynamo import
-    it."""
+    compiles kernels but no graphs. They leave functions unchanged. Other uses import it."""
 
     def undecorated(function: Any = None, recompile_limit: int = 0, **_: Any) -> Any:  # noqa: ARG001
         return function or undecorated

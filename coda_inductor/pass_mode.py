@@ -144,8 +144,7 @@ def disable() -> None:
 @contextmanager
 def enabled(**options: Any) -> Iterator[None]:
     """:func:`enable` inside a ``with`` block: afterwards both settings are restored, also after an
-    exception. Graphs compiled inside keep their options, also when they are compiled again
-    later."""
+    exception. Graphs compiled inside keep their options, also when compiled again later."""
     with inductor_config.patch(_passes(options)):
         yield
 

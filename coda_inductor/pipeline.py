@@ -256,8 +256,8 @@ class _FailedError(Exception):
 
 
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
-    """Run ``passes``, except those that fail. Each cause of failure is one warning (``strict``: an
-    error).
+    """Run ``passes``, except those that fail; each cause is one warning, or an error with
+    ``strict``.
 
     There is one copy of the graph, from before the first pass, and after a failure the other passes
     start over from it. A copy before each pass would take a third of our time, and failures are

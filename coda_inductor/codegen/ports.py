@@ -39,7 +39,7 @@ class Sink(Reduce):
 @dataclass(frozen=True)
 class Ports:
     """The role of each operand and store. ``c``: the tile operand that is the GEMM's C. ``d``: the
-    store that is D (None for a paired program, whose stores have half its columns). ``aux``: the
+    store that is D (None if paired: stores then have half the GEMM's columns). ``aux``: the
     others."""
 
     c: str | None

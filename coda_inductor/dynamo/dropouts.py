@@ -57,8 +57,7 @@ LEAST = 1024
 
 
 def multiply_masks(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its regions, in place. Each layer is counted or
-    refused."""
+    """Apply the rewrite to ``graph`` and its regions, in place. Each layer counts or is refused."""
     dual = forward_mode(graph)
     for body in bodies(graph):
         groups: dict[tuple[Node, float, int, torch.dtype], list[Node]] = defaultdict(list)

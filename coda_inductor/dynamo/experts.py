@@ -166,8 +166,7 @@ def _raise_up(
     whole: bool,
 ) -> None:
     """Replace a product, and the next one of the same rows with a similar weight, by
-    ``experts_up``. ``whole``: the result is later summed by token, so rows without expert are not
-    read."""
+    ``experts_up``. ``whole``: it is later summed by token, so rows without expert are not read."""
     product, gather, x, pairs = match
     a, b, offs = _operands(product)  # type: ignore[misc]
     if _changed({pairs.perm, offs}, hazards) or hazards.between((gather, product)):

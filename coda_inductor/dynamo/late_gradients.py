@@ -139,7 +139,7 @@ def _is_large(node: Node) -> bool:
 
 
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
-    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped unless ``cap`` is 0; or
+    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped by a nonzero cap; or
     None."""
     match = first_match(_heads(), logits)
     layer = None if match is None else next(n for n in match.nodes if op_name(n) == "linear")

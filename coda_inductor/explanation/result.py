@@ -130,8 +130,7 @@ class Explanation:
     @property
     def comparable(self) -> bool:
         """Does the model have gradients without our passes too, so that tensors are kept there? For
-        a loss on meta tensors torch has none (aten::nll_loss has no kernel there), but our op
-        does."""
+        a loss on meta tensors torch has none (aten::nll_loss has no kernel), but our op does."""
         return not (self.training and self.saved_after and not self.saved_before)
 
     @property
@@ -174,8 +173,8 @@ class Explanation:
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
-        """Refusals by code and text (without numbers): first those with a remedy, then the most
-        frequent."""
+        """Refusals by code and text without numbers: first those with a remedy, then by
+        frequency."""
         left = [site for site in self.sites if not site.fused and not site.idle]
         groups: dict[str, list[Refusal]] = {}
         for miss in (*self.near_misses, *_refusals(left)):

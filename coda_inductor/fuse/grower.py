@@ -156,8 +156,7 @@ class Grower(Tile):
         self.region.values[total] = "acc"
 
     def _final_refusal(self, node: Node) -> Refusal | None:
-        """The reason why no larger region can absorb ``node`` either; None if that is not
-        certain."""
+        """The reason why no larger region can absorb ``node``, if that is certain; else None."""
         if node in self.bans:
             return self.bans[node]
         if node.op == "output":

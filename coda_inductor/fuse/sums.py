@@ -37,8 +37,7 @@ from coda_inductor.graph.walk import back_to, base, readers
 
 
 def find_sum(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
-    """(terms, total) of the largest sum with the term ``anchor`` that one GEMM can compute; or
-    None."""
+    """(terms, total) of the largest sum with ``anchor`` that one GEMM can compute; or None."""
     best = None
     node = anchor
     while len(node.users) == 1:

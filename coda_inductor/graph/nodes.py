@@ -34,8 +34,7 @@ DYNAMO = "example_value"
 
 
 def fake(node: Any) -> Any:
-    """The fake value recorded for a node by Dynamo or AOTAutograd, or None; other objects
-    unchanged."""
+    """The fake value that torch recorded for a node, or None; other objects unchanged."""
     if not isinstance(node, Node):
         return node
     return node.meta[DYNAMO] if DYNAMO in node.meta else node.meta.get("val")

@@ -126,8 +126,7 @@ def called(node: Any, *ops: str) -> Call | None:
 
 def op_name(node: Any) -> str:
     """The op that ``node`` calls, without its arguments; empty if it calls nothing. Other ops than
-    torch's and Python's have their module's name in front: a custom op may be called ``chunk``
-    too."""
+    torch's and Python's have their module's name in front: a custom op may be called ``chunk``."""
     calls = isinstance(node, Node) and node.op in ("call_function", "call_method")
     return _signatures(node.target)[0] if calls else ""
 

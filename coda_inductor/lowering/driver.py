@@ -225,8 +225,7 @@ class _Planner:
         return region if region.work else None
 
     def _grow(self, builder: Builder) -> tuple[Region, Site] | None:
-        """The region without disabled patterns, small enough for a kernel, and its site; or
-        None."""
+        """The region without disabled patterns and small enough, and its site; or None."""
         bans = dict(self.bans)
         while (region := builder(bans)) is not None and not self.record.enabled("residual"):
             adds = [node for node in _residual_adds(region) if node not in bans]

@@ -153,8 +153,7 @@ def _launch(
     kernel: Any, x: Tensor, weight: Tensor, seed: Tensor, first: int, count: int, p: float,
     more: tuple[Tensor, ...], out: Tensor, **flags: bool,
 ) -> None:  # fmt: skip
-    """Launch ``kernel``, which writes ``out``. Its sum is split to keep all multiprocessors
-    busy."""
+    """Launch ``kernel``, which writes ``out``. Its sum is split to occupy the whole GPU."""
     x, rank = x.reshape(-1, x.shape[-1]), weight.shape[0] // count
     x = x if x.stride(1) == 1 else x.contiguous()
     (m, k), forward, processors = x.shape, kernel is _dropout_forward, 1

@@ -139,7 +139,7 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
 
 
 def _load_swapped(registers: list[tuple[Subtile, int]], load, like):
-    """A fragment like ``like`` with the values of ``registers``; ``load`` loads the registers of a
+    """A fragment like ``like`` with the values of ``registers``, which ``load`` loads by
     subtile."""
     parts = {}
     for subtile in dict.fromkeys(subtile for subtile, _ in registers):

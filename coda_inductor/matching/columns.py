@@ -24,8 +24,7 @@ from coda_inductor.graph.sizes import same
 
 def item(call: Call) -> Call | None:
     """``source[index]`` as columns of ``source``, or of the tensor that it views; else None.
-    Recorded values decide, in any spelling; an idiom, which has none, must spell ``x[...,
-    a:b:c]``."""
+    Recorded values decide, in any spelling; an idiom has none and must spell ``x[..., a:b:c]``."""
     source, part = call["input"], fake(call.node)
     if part is None:
         index = call.get("index")

@@ -77,8 +77,7 @@ class Idiom:
 
     def _all(self, pairs: list[tuple[Any, Any]], match: Match) -> bool:
         """Do all ``pairs`` (pattern, target) match, in this order? If one argument order of a
-        commutative op makes a later pair fail, its bindings are undone and the other order is
-        tried."""
+        commutative op makes a later pair fail, its bindings are undone and the other is tried."""
         if not pairs:
             return True
         (pattern, target), *rest = pairs

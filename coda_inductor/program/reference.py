@@ -211,8 +211,7 @@ def fp8_product(
     rounded: str = "float32",
 ) -> Tensor:
     """The product ``a @ b`` of FP8 operands, (M, K) times (K, N), times ``scales``, (M, 1) and (1,
-    N) or both 0-dim. It is float32, then ``rounded``, or float64 if ``a`` is. cuBLAS computes it if
-    it can.
+    N) or both 0-dim. It is float32, then ``rounded``, or float64 if ``a`` is.
     """
     out = getattr(torch, rounded)
     aligned = a.stride(1) == 1 and b.stride(0) == 1 and not (b.shape[0] % 16 or b.shape[1] % 16)

@@ -46,8 +46,7 @@ def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Ten
 def prepare(
     kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
-    """The launch for all calls like this one, which has run. None if a tensor is copied or
-    converted.
+    """The launch for all calls like this one, which has run; None if a tensor is copied or cast.
 
     Raises:
         UnpairableError: operands of this call were copied; a similar call's may not be.

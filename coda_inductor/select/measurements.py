@@ -202,8 +202,7 @@ def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:
 
 
 def _layout(key: str) -> list[str]:
-    """The words of ``key`` about layouts. Concatenated weights count as one; few experts as
-    many."""
+    """The words of ``key`` about layouts. Concatenated weights are as one, few experts as many."""
     counts = ("copied=", "groups=", "of=")
     return [word for word in key.split(" ")[2:] if not word.startswith(counts)]
 

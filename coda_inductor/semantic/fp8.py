@@ -62,8 +62,7 @@ def quantize_by_rows(
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool = False) -> Tensor:
-    """The scale for the floating maximum ``amax``: float32, or with ``divides`` in the dtype of
-    x."""
+    """The scale for the maximum ``amax``: float32, or with ``divides`` in the dtype of x."""
     limit = torch.finfo(dtype).max
     if divides:
         return (amax / limit).to(torch.float32)

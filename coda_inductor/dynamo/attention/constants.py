@@ -48,8 +48,7 @@ class Constants:
             self._why[node] = self._check(node)
 
     def home(self, node: Node) -> tuple[Node, Constants]:
-        """(node, its graph's constants) for ``node``, or for the outer node that is passed for
-        it."""
+        """(node, its graph's constants) for ``node``, or for the outer node passed in for it."""
         if node in self._outer and self._outer_constants is not None and node not in self.changed:
             return self._outer_constants.home(self._outer[node])
         return node, self
