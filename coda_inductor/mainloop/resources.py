@@ -70,7 +70,7 @@ _quacks_combine = quack.epilogue.ops._vec_reduce_combine
 
 
 def _combine(a, b, combine):
-    """The function that combines two partial results: QuACK's, or ours for a maximum."""
+    """Combine two partial results: by QuACK's function, or for a maximum by ours."""
     if isinstance(combine, _NaNMax):
         return cute.arch.fmax(a, b, nan=True)
     return _quacks_combine(a, b, combine)

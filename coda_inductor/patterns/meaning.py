@@ -78,7 +78,7 @@ class Signature:
         return tuple(number(match, n) if self.is_number(n) else bound[n] for n in self.names)
 
     def condition(self, match: Match) -> Refusal | None:
-        """The reason if tensors are not floating or differ in shape, or numbers vary; or None."""
+        """Why tensors are not floating or of one shape, or numbers not constant; or None."""
         numbers = constant(*(n for n in self.names if self.is_number(n)))
         if (reason := numbers(match)) is not None:
             return reason
