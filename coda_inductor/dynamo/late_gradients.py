@@ -37,7 +37,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, bytes_of, fake
+from coda_inductor.graph.nodes import arguments, bytes_of, fake, plain
 from coda_inductor.graph.read import op_name
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Idiom, changes, first_match
@@ -132,10 +132,8 @@ def _shared(logits: Node, results: list[Any]) -> bool:
 
 
 def _is_large(node: Node) -> bool:
-    value = fake(node)
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return False
-    return bytes_of(value) >= LEAST_BYTES
+    (value,) = plain(node) or (None,)
+    return value is not None and value.requires_grad and bytes_of(value) >= LEAST_BYTES
 
 
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:

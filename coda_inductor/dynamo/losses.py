@@ -127,9 +127,10 @@ def _targets_classes(loss: Call) -> bool:
 def _classes_second(node: Node) -> Node | None:
     """The tensor (B, T, ..., V) if ``node`` transposes it to (B, V, T, ...), else None."""
     source = next(iter(node.all_input_nodes), None)
-    logits = fake(source)
-    turns = isinstance(logits, torch.Tensor) and logits.dim() > 2
-    return source if turns and is_view(node, logits.movedim(-1, 1)) else None
+    (logits,) = plain(source) or (None,)
+    if logits is None or logits.dim() < 3 or not is_view(node, logits.movedim(-1, 1)):
+        return None
+    return source
 
 
 def _without_last_row(loss: Call) -> tuple[Node | None, tuple[Node, ...]]:
@@ -142,8 +143,8 @@ def _without_last_row(loss: Call) -> tuple[Node | None, tuple[Node, ...]]:
         return None, ()
     while len(node.users) == 1 and node.all_input_nodes:
         chain, source = (node, *chain), node.all_input_nodes[0]
-        logits = fake(source)
-        if isinstance(logits, torch.Tensor) and logits.dim() == 3 and is_view(node, logits[:, :-1]):
+        (logits,) = plain(source) or (None,)
+        if logits is not None and logits.dim() == 3 and is_view(node, logits[:, :-1]):
             static = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
             matrix = static and rows.shape[1] == logits.shape[2]
             # Infinite logits in unread rows would give NaNs in the gradient.

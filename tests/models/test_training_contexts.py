@@ -209,3 +209,25 @@ def test_rows_of_a_nested_tensor():
     assert_close(*found, 1e-5)
     assert harness.graphs == 1
     assert harness.fused
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late_gradients"])
+def test_a_loss_of_a_nested_tensors_values(late, monkeypatch):
+    """Of a head's logits, which are returned beside it: a nested tensor has no such slices."""
+    if late:
+        monkeypatch.setattr("coda_inductor.dynamo.late_gradients.LEAST_BYTES", 0)
+    head, labels = nn.Linear(D, VOCABULARY, bias=False), torch.arange(8)
+
+    def loss_and_logits(x):
+        logits = head(x)
+        return F.cross_entropy(logits.values(), labels), logits
+
+    parts = [torch.randn(rows, D) for rows in (3, 5)]
+    found, harness = [], Harness()
+    for call in (torch.compile(loss_and_logits, backend=harness), loss_and_logits):
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        loss, logits = call(x)
+        (loss + logits.values().square().sum()).backward()
+        found.append({"x": x.grad.values(), "loss": loss.detach()})
+    assert_close(*found, 1e-5)
+    assert harness.graphs == 1
