@@ -110,7 +110,7 @@ def run(
             continue
         if step.op == "swap":
             x, *numbers = step.args
-            whole = _value(x, env, wide, as_[0].device).expand(shape)
+            whole = _tile(_value(x, env, wide, as_[0].device), shape)
             env[step.name] = swap(whole, program.head, *map(int, numbers))
             continue
         args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
@@ -124,14 +124,22 @@ def run(
     roundings: dict[Any, str] = {(step.op, step.args[0]): step.name for step in program.steps}
     for store in program.stores:
         name = roundings.get((ROUNDING.get(store.dtype, ""), store.value), store.value)
-        value = env[name].to(getattr(torch, store.dtype)).expand(shape)
+        value = _tile(env[name].to(getattr(torch, store.dtype)), shape)
         form = torch.contiguous_format
         outputs.append(value.clone(memory_format=form) if name in shared else value.contiguous())
         shared.add(name)
     for reduce in program.reduces:
-        value = env[reduce.value].expand(shape)
+        value = _tile(env[reduce.value], shape)
         outputs.append(COMBINE[reduce.combine](value, reduce.dim, keepdim=True))
     return outputs
+
+
+def _tile(value: Tensor, shape: tuple) -> Tensor:
+    """``value`` on a whole (M, N) tile. A number of rows that it has is not read from a tensor: of
+    a gradient it may be unknown until the backward pass, and no node of the forward pass."""
+    rows: Any = value.shape[0] if value.dim() > 1 else 1
+    repeated = isinstance(rows, int) and rows == 1
+    return value.expand(shape[0] if repeated else -1, shape[1])
 
 
 def _load(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[str, Tensor]:

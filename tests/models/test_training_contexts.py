@@ -231,3 +231,25 @@ def test_a_loss_of_a_nested_tensors_values(late, monkeypatch):
         found.append({"x": x.grad.values(), "loss": loss.detach()})
     assert_close(*found, 1e-5)
     assert harness.graphs == 1
+
+
+def test_rows_that_only_a_value_counts():
+    """The sizes of the result's gradient are symbols that nothing in the forward pass computes."""
+    norm, gate, up, down = (nn.RMSNorm(D), *(nn.Linear(D, D, bias=False) for _ in range(3)))
+
+    def layer(x, count):
+        rows = count.item()
+        torch._check(rows >= 2)
+        torch._check(rows <= 16)
+        x = x.narrow(0, 0, rows)
+        h = norm(x)
+        return x + down(F.silu(gate(h)) * up(h))
+
+    data, found, harness = torch.randn(16, D), [], Harness()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for call in (torch.compile(layer, backend=harness), layer):
+            x = data.clone().requires_grad_()
+            call(x, torch.tensor(5)).sum().backward()
+            found.append({"x": x.grad})
+    assert_close(*found, 1e-5)
+    assert harness.fused
