@@ -155,7 +155,7 @@ def converts(node: Any) -> bool:
 
 
 def is_cast(node: Any) -> bool:
-    """Insert the nodes of ``function``, plain torch code, for ``source``; returns the results.
+    """Does ``node`` convert between float types, and do nothing else?
 
     In a joint graph, a conversion from float64 to a narrower type does not count: programs of
     float64 GEMMs compute in float64 and do not round.

@@ -71,7 +71,7 @@ def define(
         function: the definition in plain torch.
         gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
             result; the others are named like the op's inputs and statistics, or ``needs``: a list
-            that tells which gradients are needed. The others may be anything.
+            that tells which gradients are needed. Gradients that are not needed may have any value.
         wrt: the inputs for which ``gradient`` returns gradients.
         fake: computes shapes and dtypes, if ``function`` cannot.
         name: see :class:`Definition`; by default the op's name.
