@@ -108,14 +108,16 @@ def in_float8(model: nn.Module, recipe: str) -> nn.Module:
 
 def quantized(model: nn.Module) -> nn.Module:
     """Torchao's dynamic FP8 for inference, scaled by rows, of all linears but narrow ones and the
-    head."""
+    head. By default torchao would have Inductor try blocks for every kernel, one compile after
+    another: FLUX did not end in eight minutes."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     def chosen(module: nn.Module, name: str) -> bool:
         wide = isinstance(module, nn.Linear) and min(module.weight.shape) >= 512
         return wide and name != "lm_head"
 
-    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), chosen)
+    how = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    quantize_(model, how, chosen)
     return model
 
 
