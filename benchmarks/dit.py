@@ -7,7 +7,8 @@ the real ones, fewer layers and random weights; diffusers must be importable (it
 error against float32, what fused, and with ``--profile`` the largest kernels. ``--float8`` is
 torchao's dynamic FP8, scaled by rows.
 
-``python -m coda_inductor tune benchmarks.dit:flux`` measures the sites of one first.
+``python -m coda_inductor tune benchmarks.dit:flux`` measures the sites of one first, or
+``benchmarks.dit:flux_float8``.
 """
 
 from __future__ import annotations
@@ -101,6 +102,18 @@ def wan() -> Model:
         "return_dict": False,
         "hidden_states": hidden, "encoder_hidden_states": text, "timestep": step,
     }  # fmt: skip
+
+
+def flux_float8() -> Model:
+    """The same as ``flux``, in FP8."""
+    model, *inputs = flux()
+    return worth_models.quantized(model), *inputs
+
+
+def sd3_float8() -> Model:
+    """The same as ``sd3``, in FP8."""
+    model, *inputs = sd3()
+    return worth_models.quantized(model), *inputs
 
 
 MODELS: dict[str, Callable[[], Model]] = {"flux": flux, "sd3": sd3, "qwen": qwen, "wan": wan}

@@ -214,13 +214,13 @@ def build(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     return MODELS[name](name, length)
 
 
-#: Their masks say no more than "causal", which SDPA can be told.
+#: Their masks say no more than "causal", which SDPA can be told; of "vit", nothing at all.
 CAUSAL = ("tiny", "1B", "8B", "qwen3", "phi3", "mistral", "granite", "olmo2", "starcoder2",
-          "gptneox")  # fmt: skip
+          "gptneox", "vit")  # fmt: skip
 
 
 def causal(model: Any) -> Any:
-    """`model` again, on the same weights, with SDPA told to be causal where it was given a mask."""
+    """`model` again, on the same weights, without masks (`make_causal`)."""
     weights = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
     own = copy.deepcopy(model, weights)
     make_causal(own)
@@ -228,7 +228,7 @@ def causal(model: Any) -> Any:
 
 
 def make_causal(model: Any) -> None:
-    """Tell the SDPA of `model` to be causal where it was given a mask."""
+    """Give SDPA no mask; the SDPA of a `model` that is causal is told so."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
