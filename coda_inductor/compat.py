@@ -195,6 +195,10 @@ TORCH: dict[str, Private] = {
             "torch._C._ForceDispatchKeyGuard": _no_context,
         }.items()
     },
+    "DisableAutocast": Private(
+        "torch._C._DisableAutocast", "products that run op by op are rounded to float16",
+        _no_context,
+    ),
     # reports for users
     "counters": Private(
         "torch._dynamo.utils.counters", 'torch._dynamo.utils.counters["coda"] stays empty',

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import (
+    DisableAutocast,
     ForceDispatchKeyGuard,
     OpOverload,
     disable_current_modes,
@@ -173,14 +174,16 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """A context that runs code as if called at top level. In the handler of a dispatch mode
-    functorch's keys are off, and without them there is no gradient inside a kernel."""
+    """A context that runs code as if called at top level, without autocast. In the handler of a
+    dispatch mode functorch's keys are off, and without them there is no gradient inside a kernel.
+    All other keys are then on too: autocast's would cast float32 products to 16 bits."""
     full = dispatch_keyset_full()
     include = dispatch_tls_local_include_set()
     with (
         torch.no_grad(),
         disable_current_modes(),
         ForceDispatchKeyGuard(include, full - full),
+        DisableAutocast(),
     ):
         yield
 

@@ -49,6 +49,16 @@ def test_the_gradient_of_a_row_of_each_group():
     torch.testing.assert_close(found, torch.stack([dy[:2].sum(0), 0 * x[0], dy[2:5].sum(0)]))
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_kernel_casts_no_product_to_16_bits(enabled):
+    """Autocast is in the graph already, where it is on."""
+    a, b = torch.randn(16, 8), torch.randn(2, 8, 24)
+    offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
+    with torch.autocast("cpu", enabled=enabled):
+        result = grouped_mm(a, b, offsets, None)
+    torch.testing.assert_close(result, torch.cat([a[:5] @ b[0], a[5:] @ b[1]]))
+
+
 @pytest.mark.parametrize("name", GRADED)
 def test_gradients(name):
     """For each choice of what wants one."""

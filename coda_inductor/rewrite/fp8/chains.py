@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognize one quantization in an aten graph, as torchao 0.18 writes it. The definition of the op
-(``semantic.fp8.quantize_by``) is traced and compared, so that a chain with another eps or maximum
-does not match. Its input is read separately: ``abs(x)``, and its maximum over ``dims``.
+"""Recognize one quantization in an aten graph, as torchao 0.18 or nanochat writes it. The
+definition of the op (``semantic.fp8.quantize_by``) is traced and compared, so that a chain with
+another eps or maximum does not match. Its input is read separately: ``abs(x)``, and its maximum
+over ``dims``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from coda_inductor.graph.nodes import arguments, aten, converts, fake, is_transp
 from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, parts
+from coda_inductor.program.dtypes import HALF
 from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by
 
 #: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the dtype does
@@ -86,6 +88,8 @@ def chain_of(q: Node) -> Chain | None:
         if not _matches(end, q, nodes) or (maximum := _maximum(nodes[amax])) is None:
             continue
         x, dims = maximum
+        if not divides and converts(x) and fake(x.all_input_nodes[0]).dtype in HALF:
+            (x,) = x.all_input_nodes  # nanochat's: the maximum in float32 is the same number
         source = nodes[wide]
         if converts(source) and source is not base(x):
             source = base(source.all_input_nodes[0])

@@ -101,11 +101,13 @@ def test_views_of_quantized_tensors(function, number):
 
 
 def chain(change):
-    """Of training, or of inference, which divides by its scale; with one ``change``."""
+    """Of training, or of inference, which divides by its scale; with one ``change``. "float32
+    maximum" is nanochat's in training, and another number where it is divided."""
     limit = 440.0 if "limit" in change else 448.0
 
     def function(a, b):
         of = b[: a.shape[0]] if "another amax" in change else a
+        of = of.float() if "float32 maximum" in change else of
         amax = of.abs().amax(1, keepdim=True)
         if "serving" in change:
             scale = ((amax.double() if "wide" in change else amax) / limit).float()
@@ -122,14 +124,19 @@ def chain(change):
 
 
 CHANGES = ["training", "serving", "eps", "limit", "no clamp", "another amax"]
-CHANGES += [f"serving, {how}" for how in ("limit", "wide", "turned", "no clamp")]
+CHANGES += [f"serving, {how}" for how in ("limit", "wide", "turned", "no clamp", "float32 maximum")]
+CHANGES += ["training, float32 maximum"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_chain_is_another_function(change):
     """The product is raised all the same: it needs no more than its scales."""
-    record = run_pass(raise_fp8, aten_graph(chain(change), *matrices()))
-    same = change in ("training", "serving")
+    needs_scaled_mm()
+    tensors = matrices()
+    graph = aten_graph(chain(change), *tensors)
+    record = run_pass(raise_fp8, graph)
+    assert_bits(torch.fx.GraphModule({}, graph)(*tensors), chain(change)(*tensors))
+    same = change in ("training", "serving", "training, float32 maximum")
     assert record.fired == {"fp8_quantize": 1 + same, "fp8_product": 1}
     assert codes(record) == (set() if same else {"fp8-cast"})
 
