@@ -112,7 +112,9 @@ def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) 
     for most in DRAWS if suspects else ():
         for draw in range(count, most):
             new = _squares(*(run(who, draw=draw) for who in ("truth", "ours", "eager", "stock")))
-            squares = {n: [a + b for a, b in zip(squares[n], new[n], strict=True)] for n in squares}
+            # A gradient that is zero in one draw (a saturated softmax) is not among its results.
+            squares = {n: [a + b for a, b in zip(squares[n], new.get(n, (0.0,) * 3), strict=True)]
+                       for n in squares}  # fmt: skip
         count, suspects = most, _suspects(squares, run.floor, sizes, most)
         if not suspects:
             break
