@@ -23,6 +23,7 @@ from coda_inductor.compat import (
 )
 from coda_inductor.errors import FallbackError
 from coda_inductor.falls import cause
+from coda_inductor.graph.edit import separate_results
 from coda_inductor.log import logger, warn_once
 
 
@@ -70,6 +71,7 @@ def compiler(
                 raise FallbackError(f"{name}, {part}: {text}") from error
             warn_once(f"{name}, {part},", text, to="one op at a time, which is slower")
             logger.debug("traceback", exc_info=True)
+            separate_results(original)
             return make_boxed_func(GraphModule(gm, original).forward)
 
     return compile_graph

@@ -16,6 +16,7 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
     select_decomp_table,
 )
+from coda_inductor.graph.edit import separate_results
 from coda_inductor.joint import rewrite
 from coda_inductor.memory.partition import Partitioner
 from coda_inductor.pipeline import on_dynamo
@@ -92,6 +93,8 @@ def trace(
         return as_is(part, _inputs)
 
     def as_is(part: GraphModule, _inputs: Any) -> Any:
+        separate_results(part.graph)
+        part.recompile()
         return make_boxed_func(part.forward)
 
     compiler = aot_autograd(

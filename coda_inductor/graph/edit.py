@@ -190,3 +190,18 @@ def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure)
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)
+
+
+def separate_results(graph: Graph) -> None:
+    """Give each result that ``graph`` returns again a tensor of its own, for a graph that runs op
+    by op. Autograd marks tensors, not positions: ``[y.detach(), y]``, which a pass made one tensor,
+    would have no gradient."""
+    output = graph.output_node()
+    results: dict[int, Any] = dict(enumerate(output.args[0]))
+    seen: set[Node] = set()
+    for i, result in results.items():
+        if isinstance(result, Node) and isinstance(fake(result), torch.Tensor):
+            again = result in seen
+            seen.add(result)
+            results[i] = Put(result, output)(aten.alias.default, result) if again else result
+    output.args = (tuple(results.values()),)
