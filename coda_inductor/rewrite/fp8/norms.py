@@ -52,9 +52,6 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     spec = NORMS.get(norm.target)
     if result.target is not operator.getitem or spec is None or spec.mean is not None:
         return None
-    weight = arguments(norm)["weight"]
-    if "bias" in arguments(norm) or (weight is not None and fake(weight).dim() > 1):
-        return None
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
     others = [read for read in reads if read[0] not in casts]
