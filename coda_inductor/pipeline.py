@@ -59,6 +59,7 @@ from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.norm.modulated import take_vectors
 from coda_inductor.rewrite.recompute import recompute_in_backward
+from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.runtime import pool
@@ -147,6 +148,7 @@ FUSED = ("residual", "epilogue", "experts_backward")
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
     Pass("noops", remove_noops, eager=True),
+    Pass("rows", lay_out_rows, _fuses),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),

@@ -47,6 +47,17 @@ def removed(harness: Harness) -> bool:
     return not any("clone" in op for op in harness.ops())
 
 
+def twice_normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x = x + F.linear(F.layer_norm(x, (D,)), w)
+    return F.linear(F.layer_norm(x, (D,)), w)
+
+
+def copied(harness: Harness) -> bool:
+    """Is the stream copied, so that sums lie row by row?"""
+    return all(n.meta["val"].is_contiguous() for n in harness.graph.nodes
+               if n.target is torch.ops.aten.add.Tensor and n.meta["val"].dim() == 3)  # fmt: skip
+
+
 def recomputed(harness: Harness) -> bool:
     """Does the forward pass leave one matrix of this width, and not its activation too?"""
     left = [node.meta["val"] for node in harness.saved if node.op != "placeholder"]
@@ -237,6 +248,18 @@ CASES = {
     ),
     "noops": Case(
         lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),), removed, "noops", ("noops",),
+    ),
+    "rows": Case(
+        lambda x, w: twice_normalized(x.mT.contiguous().mT, w), ((D, D),), copied, "rows",
+        ("rows",),
+        broken={
+            "one norm": lambda x, w: F.linear(
+                (y := x.mT.contiguous().mT) + F.linear(F.layer_norm(y, (D,)), w), w
+            ),
+            "the caller sees": lambda x, w: (
+                twice_normalized(y := x.mT.contiguous().mT, w), y + 1
+            )
+        },
     ),
     "recompute": Case(
         lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down),

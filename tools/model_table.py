@@ -2,7 +2,9 @@
 """What fires in each model family, as the table of ``docs/internals/models.md``.
 
 Compiles tiny models of ``tests/zoo/families.py`` on the CPU, forward and backward, and compares
-with eager. Usage: python3 tools/model_table.py [FAMILY ...] > docs/internals/models.md
+with eager; where diffusers can be imported (its Python files on ``PYTHONPATH`` suffice) also tiny
+diffusion transformers, forward only. Usage: python3 tools/model_table.py [NAME ...], which prints
+rows, or without names writes the page. Without diffusers, that section stays as it is.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 FAMILIES: Any = importlib.import_module("zoo.families").FAMILIES
 Harness: Any = importlib.import_module("harness").Harness
 
+PAGE = ROOT / "docs/internals/models.md"
 LAYERS = 2
 SEEDS = 3
 NORMS = ("rms_norm", "layer_norm")
@@ -34,9 +39,9 @@ TEXT = """# Models
 For users who ask what the backend does with their model family.
 
 What fires in tiny models of {layers} layers (transformers {version}, bfloat16 with the kernels'
-numerics, on a CPU, where no gate decides; `python3 tools/model_table.py >
-docs/internals/models.md` makes this page again). No row has more than 1.2 times eager's error,
-forward or backward. In float32 and in training, LayerNorms stay.
+numerics, on a CPU, where no gate decides; `python3 tools/model_table.py` makes this page again).
+No row has more than 1.2 times eager's error, forward or backward. In float32 and in training,
+LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*:
@@ -45,24 +50,49 @@ that did, weight gradients included in the total. The last column says what is m
 
 {table}
 """
+HEADS = ["family", "norms", "gates", "masks", "fused", "training", "norms that stay, and why"]
+SECTION = "\n## Diffusion transformers\n"
+DIFFUSION = """
+The same of diffusers {version}, forward, with a batch of 2 and {tokens} tokens of an image or a
+video. *modulated*: norms whose vectors come from the time step.
+
+{table}
+"""
+DIFFUSION_HEADS = ["model", "modulated", "norms", "gates", "fused", "norms that stay, and why"]
 
 
 def main() -> None:
-    """Print the page; progress goes to stderr."""
+    """Print the rows of the models that are named, or write the page; progress goes to stderr."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    rows = []
-    for family in sys.argv[1:] or FAMILIES:
-        print(family, file=sys.stderr, flush=True)
-        rows.append(row(family))
-    heads = ["family", "norms", "gates", "masks", "fused", "training", "norms that stay, and why"]
-    table = tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True)
+    if names := sys.argv[1:]:
+        for heads, known in ((HEADS, FAMILIES), (DIFFUSION_HEADS, MODELS)):
+            if chosen := [name for name in names if name in known]:
+                print(_table(heads, known, chosen))
+        return
+    table = _table(HEADS, FAMILIES, FAMILIES)
     page = TEXT.format(layers=LAYERS, version=transformers.__version__, table=table)
-    print(page, end="")
+    try:
+        diffusers: Any = importlib.import_module("diffusers")
+    except ImportError:
+        print("without diffusers (pip install diffusers), its section stays", file=sys.stderr)
+        section = PAGE.read_text().partition(SECTION)[2]
+    else:
+        table = _table(DIFFUSION_HEADS, MODELS, MODELS)
+        section = DIFFUSION.format(version=diffusers.__version__, tokens=TOKENS, table=table)
+    PAGE.write_text(page + SECTION + section)
 
 
-def row(family: str) -> list[str]:
-    """One line of the table, of the first of a few random models that is as exact as eager's: at
+def _table(heads: list[str], makers: Any, names: Any) -> str:
+    rows = []
+    for name in names:
+        print(name, file=sys.stderr, flush=True)
+        rows.append(row(name, makers[name], training="training" in heads))
+    return tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True)
+
+
+def row(family: str, make: Any, *, training: bool) -> list[str]:
+    """One line of a table, of the first of a few random models that is as exact as eager's: at
     such sizes the ratio of two rounding errors is between 0.7 and 1.4, as chance has it.
 
     Raises:
@@ -70,15 +100,15 @@ def row(family: str) -> list[str]:
     """
     for seed in range(SEEDS):
         try:
-            return _row(family, seed)
+            return _row(family, make, seed, training)
         except AssertionError as error:
             failed = error
     raise failed
 
 
-def _row(family: str, seed: int) -> list[str]:
+def _row(family: str, make: Any, seed: int, training: bool) -> list[str]:
     torch.manual_seed(seed)
-    model, call, inputs = FAMILIES[family](LAYERS)
+    model, call, inputs = make(LAYERS)
     model = model.eval().bfloat16()
     precise = torch.float64 if _computes_in(torch.float64, model, call, inputs) else torch.float32
     exact = copy.deepcopy(model).to(precise)
@@ -88,6 +118,13 @@ def _row(family: str, seed: int) -> list[str]:
     ours = forward.run(run, *inputs)
     with torch.no_grad():
         assert _as_good(ours, run(*inputs), run_exact(*wide)), f"{family}: forward"
+    deferred = sum(forward.counts[norm] for norm in NORMS)
+    misses = [why for why in forward.report.refusals if why.what in NORMS]
+    norms = f"{deferred} of {deferred + len(misses)}"
+    pairs = str(sum(site.program.paired for site in forward.fused) or "")
+    if not training:
+        modulated = str(forward.counts["modulated"] or "")
+        return [family, modulated, norms, pairs, _fraction(forward), _reasons(misses)]
     gradients = []
     steps = [(functools.partial(backward.train, run), model, inputs), (run, model, inputs)]
     for step, of, given in [*steps, (run_exact, exact, wide)]:
@@ -96,18 +133,100 @@ def _row(family: str, seed: int) -> list[str]:
         gradients.append([p.grad for p in of.parameters() if p.grad is not None])
     flat = [torch.cat([g.double().flatten() for g in group]) for group in gradients]
     assert _as_good(*flat), f"{family}: backward"
-    deferred = sum(forward.counts[norm] for norm in NORMS)
-    misses = [why for why in forward.report.refusals if why.what in NORMS]
-    pairs = sum(site.program.paired for site in forward.fused)
     return [
         family,
-        f"{deferred} of {deferred + len(misses)}",
-        str(pairs or ""),
+        norms,
+        pairs,
         str(forward.counts["constant_mask"] or ""),
         _fraction(forward),
         _fraction(backward),
         _reasons(misses),
     ]
+
+
+TOKENS = 256
+#: The arguments of configs and calls of diffusers' models; each model is given those that it has.
+CONFIG = {
+    "num_layers": LAYERS, "num_single_layers": LAYERS, "num_attention_heads": 2,
+    "attention_head_dim": 16, "in_channels": 16, "out_channels": 16, "sample_size": 32,
+    "axes_dims_rope": (4, 4, 8), "qk_norm": "rms_norm", "guidance_embeds": False, "ffn_dim": 64,
+    "cross_attn_norm": True, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16,
+    **dict.fromkeys(
+        ("joint_attention_dim", "caption_projection_dim", "pooled_projection_dim", "text_dim",
+         "cross_attention_dim", "caption_channels", "text_embed_dim", "time_embed_dim"), 32
+    ),
+}  # fmt: skip
+INPUTS = {
+    "hidden_states": (2, TOKENS, 16), "encoder_hidden_states": (2, TOKENS, 32),
+    "pooled_projections": (2, 32), "timestep": torch.ones(2), "return_dict": False,
+    "class_labels": torch.zeros(2, dtype=torch.int64), "guidance": None,
+    "img_shapes": [[(1, 16, 16)]] * 2, "encoder_attention_mask": None,
+    **dict.fromkeys(("img_ids", "txt_ids"), torch.zeros(TOKENS, 3)),
+    **dict.fromkeys(("original_size", "target_size", "crop_coords"), torch.ones(2, 2)),
+}  # fmt: skip
+IMAGE, VIDEO = ({"hidden_states": shape} for shape in ((2, 16, 32, 32), (2, 16, 1, 32, 32)))
+
+
+def _diffusion(
+    file: str, name: str, inputs: dict[str, Any], **config: Any
+) -> Callable[[int], tuple[Any, ...]]:
+    """A maker as in ``FAMILIES`` of a class of diffusers; ``inputs`` and ``config`` are those that
+    differ from the ones above. A tuple in ``inputs`` is the shape of a random tensor."""
+
+    def chosen(function: Any, *given: dict[str, Any]) -> dict[str, Any]:
+        known = inspect.signature(function).parameters
+        return {k: v for each in given for k, v in each.items() if k in known}
+
+    def make(_layers: int) -> tuple[Any, ...]:
+        kind = getattr(importlib.import_module(f"diffusers.models.transformers.{file}"), name)
+        values = chosen(kind.forward, INPUTS, inputs)
+        values = {k: torch.randn(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+
+        def call(model: Any, *given: torch.Tensor) -> torch.Tensor:
+            return model(**values | dict(zip(tensors, given, strict=True)))[0]
+
+        return kind(**chosen(kind.__init__, CONFIG, config)), call, list(tensors.values())
+
+    return make
+
+
+MODELS = {
+    "DiT": _diffusion(
+        "dit_transformer_2d", "DiTTransformer2DModel", IMAGE, num_embeds_ada_norm=8
+    ),
+    "PixArt": _diffusion("pixart_transformer_2d", "PixArtTransformer2DModel", IMAGE),
+    "SD3.5": _diffusion("transformer_sd3", "SD3Transformer2DModel", IMAGE),
+    "FLUX.1": _diffusion("transformer_flux", "FluxTransformer2DModel", {}),
+    "FLUX.2": _diffusion(
+        "transformer_flux2", "Flux2Transformer2DModel",
+        dict.fromkeys(("img_ids", "txt_ids"), torch.zeros(TOKENS, 4)), axes_dims_rope=(4, 4, 4, 4)
+    ),
+    "Chroma": _diffusion(
+        "transformer_chroma", "ChromaTransformer2DModel", {},
+        approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1,
+    ),
+    "Qwen-Image": _diffusion(
+        "transformer_qwenimage", "QwenImageTransformer2DModel", {}, out_channels=4
+    ),
+    "AuraFlow": _diffusion(
+        "auraflow_transformer_2d", "AuraFlowTransformer2DModel", IMAGE,
+        num_mmdit_layers=LAYERS, num_single_dit_layers=LAYERS,
+    ),
+    "CogView4": _diffusion("transformer_cogview4", "CogView4Transformer2DModel", IMAGE),
+    "Sana": _diffusion("sana_transformer", "SanaTransformer2DModel", IMAGE, qk_norm=None),
+    "LTX-Video": _diffusion(
+        "transformer_ltx", "LTXVideoTransformer3DModel",
+        {"num_frames": 1, "height": 16, "width": 16}, qk_norm="rms_norm_across_heads",
+    ),
+    "Wan": _diffusion(
+        "transformer_wan", "WanTransformer3DModel", VIDEO, qk_norm="rms_norm_across_heads"
+    ),
+    "SkyReels-V2": _diffusion(
+        "transformer_skyreels_v2", "SkyReelsV2Transformer3DModel", VIDEO,
+        qk_norm="rms_norm_across_heads",
+    ),
+}  # fmt: skip
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> list[torch.Tensor]:

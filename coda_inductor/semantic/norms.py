@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,11 +152,33 @@ rms_norm = define_norm(
     "rms_norm", lambda square, eps: torch.rsqrt(square + eps), ("eps",), bent=False
 )
 
+_ROOT_MEAN_SQUARE = NORMS[rms_norm]
+
+
+def _biased_rms_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm with a bias, which only vectors of a time step make (``rewrite.norm.modulated``)."""
+    wide = x.to(statistics_dtype(x.dtype))
+    ((scale,), _) = _ROOT_MEAN_SQUARE.rows(wide, out_dtype, eps)
+    return _weighted(wide * scale, weight, bias, out_dtype), scale
+
+
+biased_rms_norm = define(
+    "biased_rms_norm(Tensor x, Tensor? weight, Tensor bias, float eps, ScalarType out_dtype) "
+    "-> (Tensor y, Tensor scale)",
+    _biased_rms_norm,
+    name="rms_norm",
+    counted_by_rewrite=True,
+)
+NORMS[biased_rms_norm] = replace(_ROOT_MEAN_SQUARE, backward=None)
+
 
 def layer_norm_definition(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm over the last dimension: y, shaped like x, and mean and rstd, each (..., 1).
+    """LayerNorm over the last dimension: y, shaped like x, and mean and rstd, each (..., 1). y lies
+    row by row, as torch's does.
 
     ``y = (x - mean) * rstd * weight + bias`` with ``rstd = rsqrt(var + eps)``, var being the
     biased variance. Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv 1607.06450), eq. 4.
@@ -164,7 +186,7 @@ def layer_norm_definition(
     wide = x.to(statistics_dtype(x.dtype))
     var, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
-    return _weighted((wide - mean) * rstd, weight, bias, out_dtype), mean, rstd
+    return _weighted((wide - mean) * rstd, weight, bias, out_dtype).contiguous(), mean, rstd
 
 
 def layer_norm_gradient(

@@ -24,6 +24,7 @@ from coda_inductor.record import Record
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.semantic import layer_norm, rms_norm
 from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.norms import biased_rms_norm
 
 M, D, K, N = 3, 4, 5, 6  # -1 / D is exact
 EPS = 2.0**-10
@@ -56,6 +57,13 @@ def layer_and_gate(x0, g0, b0, w1, wo, gamma, beta, wg, c, wu, wd):
     return x + swiglu(torch.addmm(c, n, wg), n @ wu) @ wd
 
 
+def modulated_rms(x0, gamma, beta, w1, wo, scale, shift, wg, c, wu, wd):
+    y = torch.sigmoid(biased_rms_norm(x0, gamma, beta, EPS, x0.dtype)[0] @ w1)
+    x = x0 + y @ wo
+    n = biased_rms_norm(x, scale, shift, EPS, x.dtype)[0]
+    return x + swiglu(torch.addmm(c, n, wg), n @ wu) @ wd
+
+
 STREAM = ((M, D), (M, K), (K, D), (D,))
 LAYERS = ((M, D), (D,), (D,), (D, K), (K, D), (D,), (D,), (D, N))
 SUBJECTS = {
@@ -63,11 +71,12 @@ SUBJECTS = {
     "rms_and_caller": (rms_and_caller, *STREAM, (D, N), (D, N), (N,)),
     "bare_rms": (bare_rms, *STREAM[:3], (D, N), (N, D)),
     "layer_and_gate": (layer_and_gate, *LAYERS, (N,), (D, N), (N, D)),
+    "modulated_rms": (modulated_rms, *LAYERS, (N,), (D, N), (N, D)),
 }
 
 
 #: Norms that stay: the first ones.
-LEFT = {"layer_and_gate": 1}
+LEFT = {"layer_and_gate": 1, "modulated_rms": 1}
 
 
 @functools.cache

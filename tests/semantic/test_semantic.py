@@ -22,7 +22,7 @@ from coda_inductor.semantic.experts import (
 )
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
-from coda_inductor.semantic.norms import NORMS, layer_norm, rms_norm
+from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 D, EPS = 6, 1e-2
@@ -100,6 +100,7 @@ def examples(dtype):
     return {
         layer_norm: (x.requires_grad_(), weight.requires_grad_(), weight, EPS, dtype),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
+        biased_rms_norm: (x.detach(), weight.detach(), weight.detach(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
         NORMS[rms_norm].backward: (
             up.detach(),

@@ -83,15 +83,17 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     if isinstance(result, Refusal):
         return result
     why = _refusal(norm, result, scope, record)
-    if why is not None or NORMS[norm.target].mean is None:
+    args, shifts = arguments(norm), NORMS[norm.target].mean is not None
+    if why is not None or (not shifts and args.get("bias") is None):
         return why or result
-    rounded = record.plan.rounds(fake(gemm_inputs(result.gemms[0])[0]))
-    pivot = means.choose(norm, result.dtype, rounded)
-    if isinstance(pivot, Refusal):
-        return pivot
-    result.pivot = pivot
-    weight, width = arguments(norm)["weight"], fake(arguments(norm)["x"]).shape[-1]
-    vectors = 1 if weight is None else fake(weight).numel() // width
+    if shifts:
+        rounded = record.plan.rounds(fake(gemm_inputs(result.gemms[0])[0]))
+        pivot = means.choose(norm, result.dtype, rounded)
+        if isinstance(pivot, Refusal):
+            return pivot
+        result.pivot = pivot
+    vector, width = args["weight" if shifts else "bias"], fake(args["x"]).shape[-1]
+    vectors = 1 if vector is None else fake(vector).numel() // width
     return record.plan.norm_loses(result.gemms, vectors) or result
 
 

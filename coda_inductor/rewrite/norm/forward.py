@@ -7,7 +7,7 @@ Before (for every GEMM that reads n)::
 
 After, for a norm without shift such as RMSNorm (rules R1, R2); its record defines scale::
 
-    h = x * gamma;  scale = rsqrt(mean(x * x) + eps);  z = (h @ W) * scale + b
+    h = x * gamma;  scale = rsqrt(mean(x * x) + eps);  z = (h @ W) * scale + (offset + b)
 
 and for a norm with a shift such as LayerNorm (rule R5), with any pivot per row (``pivot`` chooses
 it)::
@@ -107,7 +107,8 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
     z, shift, scale = put.cast(product, fake(norm.flat).dtype), norm.shift, norm.flat
     parts = next((put.sizes(v)[0] for v in (colsum, offset) if v and fake(v).dim() > 1), None)
     if parts is not None:
-        z, shift, scale = (put.reshape(n, [parts, -1, fake(n).shape[1]]) for n in (z, shift, scale))
+        rows = (n and put.reshape(n, [parts, -1, fake(n).shape[1]]) for n in (z, shift, scale))
+        z, shift, scale = rows
     if shift is not None:
         z = put.sub(z, put.mul(shift, colsum))
     z = put.mul(z, scale)
@@ -127,7 +128,7 @@ def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
     float64 for float64 GEMMs)."""
     put, wide = Put(gemm), fake(norm.flat).dtype
     bias = bias_of(gemm) if plain_bias(gemm) else None
-    if norm.shift is None:
+    if norm.shift is None and norm.beta is None:
         return None, bias
     w = put.cast(gemm_inputs(gemm)[1], wide)
 
@@ -137,7 +138,9 @@ def _vectors(gemm: Node, norm: Deferred) -> tuple[Node | None, Node | None]:
             return put(aten.sum.dim_IntList, put.mul(rows, w), [1], True)
         return put.column_sum(put.mul(w, put.reshape(put.cast(vector, wide), [-1, 1])))
 
-    colsum = put.column_sum(w) if norm.gamma is None else times(norm.gamma)
+    colsum = None
+    if norm.shift is not None:
+        colsum = put.column_sum(w) if norm.gamma is None else times(norm.gamma)
     if norm.beta is None:
         return colsum, bias
     offset = times(norm.beta)

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LayerNorm that vectors of a time step modulate becomes a LayerNorm with a weight and a bias.
+"""A norm that vectors of a time step modulate becomes a norm with a weight and a bias.
 
 Before (scale and shift, from a projection of the time step: one vector for all rows, (d,), or for
 each row of a batch, (B, 1, d))::
 
-    y = layer_norm(x, None, None, eps) * (1 + scale) + shift
+    y = layer_norm(x, weight, bias, eps) * (1 + scale) + shift         # or rms_norm(x, weight, eps)
 
 After::
 
-    y = layer_norm(x, 1 + scale, shift, eps)
+    y = layer_norm(x, weight * (1 + scale), bias * (1 + scale) + shift, eps)
 
 Why it is valid: it is the definition of the op's weight and bias. y is rounded once; the sum and
 the product are computed in float32 like the norm. 1 + scale is float32 too, as in a kernel of
 Inductor's, because in memory it would be rounded.
 
-What it enables: rule R5 (``forward``), for which a weight need not be a parameter.
+What it enables: rules R1 and R5 (``forward``), for which a weight need not be a parameter.
 
-Leaves alone: norms with a weight of their own, or whose result has other readers (the gradient of
-scale); vectors of a batch with fewer rows than a kernel's tile (``program.ir``).
+Leaves alone: norms whose result has other readers, or whose statistics a gradient reads; RMSNorms,
+and norms with a weight, that no GEMM reads (``gate * norm(x)`` after a projection); vectors of a
+batch with fewer rows than a kernel's tile (``program.ir``).
 """
 
 from __future__ import annotations
@@ -30,31 +31,49 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.gemms import DENSE
 from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
 from coda_inductor.graph.sizes import hint, same
-from coda_inductor.graph.walk import only_reader, parts
+from coda_inductor.graph.walk import only_reader, parts, readers
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.record import Record
-from coda_inductor.semantic.norms import layer_norm
+from coda_inductor.semantic.define import statistics_dtype
+from coda_inductor.semantic.norms import biased_rms_norm, layer_norm, rms_norm
 
 
 def take_vectors(graph: Graph, record: Record) -> None:
-    """Turn the vectors around LayerNorms of an aten graph into weights and biases, in place."""
-    for norm in graph.find_nodes(op="call_function", target=layer_norm):
+    """Turn the vectors around norms of an aten graph into weights and biases, in place."""
+    for norm in [n for n in graph.nodes if n.target in (layer_norm, rms_norm)]:
         args, results = arguments(norm), parts(norm)
-        if args["weight"] is not None or args["bias"] is not None or [*results] != [0]:
+        if [*results] != [0]:
             continue
-        scaled, weight = _by_row(results[0], "mul")
-        if scaled is None:
+        scaled, scale = _by_row(results[0], "mul")
+        shifted, shift = _by_row(scaled or results[0], "add")
+        if (last := shifted or scaled) is None:
             continue
-        shifted, bias = _by_row(scaled, "add")
-        last, put = shifted or scaled, Put(shifted or scaled)
-        new = put(layer_norm, args["x"], _wide(put, weight), bias, args["eps"], fake(last).dtype)
+        put, vectors = Put(last), [args["weight"], args.get("bias")]
+        _, users = readers(last, renames_or_casts)
+        bare = norm.target is layer_norm and not any(vectors)
+        if not bare and not any(user.target in DENSE for user in users):
+            continue
+        if scale is not None:
+            factor = _wide(put, scale)
+            vectors = [v and put.mul(_float(put, v), factor) for v in vectors]
+            vectors[0] = vectors[0] or factor
+        if shift is not None:
+            vectors[1] = put.add(_float(put, vectors[1]), shift) if vectors[1] else shift
+        op = biased_rms_norm if norm.target is rms_norm and vectors[1] else norm.target
+        vectors = vectors[:1] if op is rms_norm else vectors
+        new = put(op, args["x"], *vectors, args["eps"], fake(last).dtype)
         last.replace_all_uses_with(put(operator.getitem, new, 0))
         prune([last])
         record.fire("modulated")
+
+
+def _float(put: Put, vector: Node) -> Node:
+    return put.cast(vector, statistics_dtype(fake(vector).dtype))
 
 
 def _by_row(y: Node, op: str) -> tuple[Node | None, Node | None]:
@@ -66,7 +85,7 @@ def _by_row(y: Node, op: str) -> tuple[Node | None, Node | None]:
         return None, None
     if not same(fake(reader).shape, fake(y).shape):
         return None, None
-    vectors = [v for v in reader.all_input_nodes if _is_vector(fake(v), fake(y).shape)]
+    vectors = [v for v in reader.all_input_nodes if _is_vector(fake(v), fake(y))]
     return (reader, vectors[0]) if len(vectors) == 1 else (None, None)
 
 
@@ -80,9 +99,13 @@ def _wide(put: Put, vector: Node) -> Node:
     return put.add(put.cast(call["input"], torch.float32), call["other"])
 
 
-def _is_vector(v: Any, shape: torch.Size) -> bool:
-    """Does ``v`` have one value per column of a tensor of ``shape``, or one for each batch?"""
+def _is_vector(v: Any, y: torch.Tensor) -> bool:
+    """Does ``v`` have one value per column of ``y``, or one for each batch, and no more bits than
+    the norm computes in?"""
+    shape = y.shape
     if not isinstance(v, torch.Tensor) or not v.is_floating_point():
+        return False
+    if v.dtype == torch.float64 != y.dtype:
         return False
     if not 0 < v.dim() <= len(shape):
         return False

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from checking import check, randn
 from harness import Harness
-from zoo.diffusion import WIDTH, Block, Blocks, Single
+from torch import nn
+from zoo.diffusion import WIDTH, Block, Blocks, Picture, Single, Tabled
 
 from coda_inductor import explain
 from coda_inductor.semantic.norms import layer_norm
@@ -48,16 +49,15 @@ TAKEN = {
     "turned": lambda n, scale, shift: shift + (1 + scale) * n,
     "a scale alone": lambda n, scale, shift: n * (1 + scale),
     "vectors": lambda n, scale, shift: n * scale[0, 0] + shift[0],
+    "a shift alone": lambda n, scale, shift: n + shift,
 }
 LEFT = {
     "two readers": lambda n, scale, shift: n * scale + n.sin(),
-    "a scale that is added": lambda n, scale, shift: n + shift,
     "one value a row": lambda n, scale, shift: n * scale[..., :1] + n[..., :1] * shift,
     "another factor": lambda n, scale, shift: torch.add(n, shift, alpha=2),
     "a wider result": lambda n, scale, shift: (n * torch.stack([scale, shift]))[1],
     "integers": lambda n, scale, shift: n * (scale > 0).long(),
     "of each row of a batch": lambda n, scale, shift: n * torch.cat([scale, shift]),
-    "a norm with a weight": lambda n, scale, shift: F.layer_norm(n, (D,), scale[0, 0]) * scale,
 }
 
 
@@ -67,6 +67,102 @@ def test_what_is_taken(name):
     scale = randn(1, 1, D)
     harness = check(function, randn(2, 6, D), randn(D, D), scale, randn(1, 1, D))
     assert harness.counts["modulated"] == harness.counts["layer_norm"] == (name in TAKEN)
+
+
+def one_norm(norm, batch, rows=256, **how):
+    """The counts of a modulated ``norm`` between products, and the kinds of the last operands."""
+
+    def function(x, w, scale, shift, bias, *vectors):
+        x = x + F.linear(norm(x, None, None), w)
+        vectors = *vectors, *[None] * (2 - len(vectors))
+        return F.linear(norm(x, *vectors) * (1 + scale[:, None]) + shift[:, None], w, bias)
+
+    vectors = how.pop("vectors", 0)
+    inputs = randn(2, rows, D), randn(D, D), randn(batch, D), randn(batch, D), randn(D)
+    harness = check(function, *inputs, *(randn(D) for _ in range(vectors)), **how)
+    return harness.counts, [o.kind for o in harness.fused[-1].program.operands]
+
+
+def layer(x, weight, bias):
+    return F.layer_norm(x, (D,), weight, bias, EPS)
+
+
+def rms(x, weight, _bias):
+    return F.rms_norm(x, (D,), weight, EPS)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("batch", "kind"), [(1, "row"), (2, "batch")])
+@pytest.mark.parametrize("weights", [0, 1])
+def test_rms_norms(weights, batch, kind, dynamic):
+    """The shift meets the next product's weight, as R5's; nothing is subtracted from rows."""
+    counts, kinds = one_norm(rms, batch, vectors=weights, dynamic=dynamic)
+    assert counts["modulated"] == counts["rms_norm"] == 1
+    assert kinds == ["col", kind]  # rstd, offset
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_norms_with_a_weight(weights, batch):
+    counts, _ = one_norm(layer, batch, vectors=weights)
+    assert counts["modulated"] == counts["layer_norm"] == 1
+
+
+def test_a_gate_behind_a_norm_stays_a_gate():
+    """Z-Image: a norm with a weight, read by no product."""
+
+    def function(x, w, weight, gate):
+        return x + gate * F.rms_norm(F.linear(x, w), (D,), weight)
+
+    harness = check(function, randn(2, 256, D), randn(D, D), randn(D), randn(2, 1, D))
+    assert not harness.counts["modulated"]
+
+
+@pytest.mark.parametrize("rows", [256, 8])
+def test_tables_and_rms_norms(rows):
+    """Where parts are smaller than tiles, norms stay, with their modulation."""
+    harness = check(Blocks(Tabled, 2).double(), randn(2, rows, D), randn(2, D))
+    assert harness.counts["modulated"] == (4 if rows == 256 else 0)
+    assert harness.counts["rms_norm"] == (3 if rows == 256 else 0)
+
+
+def test_a_bias_behind_rms_norm_costs_a_read_of_the_weights():
+    m, d = 16384, 4096
+
+    def waits(batch, shifted):
+        def function(x, w, scale, shift):
+            x = x + F.linear(F.rms_norm(x, (d,)), w)
+            n = F.rms_norm(x, (d,)) * scale[:, None]
+            return x, F.linear(n + shift[:, None] if shifted else n, w).cumsum(1)
+
+        shapes = (batch, m // batch, d), (d, d), (batch, d), (batch, d)
+        with torch.no_grad():
+            args = [torch.empty(*s, device="meta", dtype=torch.bfloat16) for s in shapes]
+            found = explain(function, *args, gpu="h200")
+        return "rms_norm" in found.sites[-1].patterns
+
+    assert waits(2, shifted=True)
+    assert waits(16, shifted=False)
+    assert not waits(16, shifted=True)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_stream_that_lies_column_by_column(dynamic, last):
+    """It is copied once, unless the caller would see other strides."""
+    norm = nn.LayerNorm(D) if last else nn.Identity()
+    harness = check(Picture(norm).double(), randn(2, 3, 64, 32), randn(2, D), dynamic=dynamic)
+    assert harness.counts["residual"] == 4 * last
+    assert harness.counts["layer_norm"] == 3 * last
+
+
+@pytest.mark.parametrize("norm", [layer, rms])
+def test_a_float64_scale_is_not_narrowed(norm):
+    def function(x, w, scale):
+        return F.linear(norm(F.linear(x, w), None, None) * scale, w.double())
+
+    inputs = randn(64, D).bfloat16(), randn(D, D).bfloat16(), randn(1, D).double()
+    assert not check(function, *inputs, tolerance=0.1).counts["modulated"]
 
 
 def test_another_eps_is_another_program():
