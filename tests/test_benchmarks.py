@@ -26,22 +26,19 @@ def test_each_command_has_help(name, monkeypatch, capsys):
     assert "usage: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("sources", "table"),
-    [
-        (["h100_sweep", "h100_experts_sites", "h100_paper_sites"], "nvidia_h100_80gb_hbm3.json"),
-        (
-            [
-                "h200_sweep",
-                "h200_heads_sites",
-                "h200_sites_loaded",
-                "h200_experts_sites",
-                "h200_dit_sites",
-            ],
-            "nvidia_h200.json",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sources", "table"), [
+    (["h100_sweep", "h100_experts_sites", "h100_paper_sites"], "nvidia_h100_80gb_hbm3.json"),
+    (
+        [
+            "h200_sweep",
+            "h200_heads_sites",
+            "h200_sites_loaded",
+            "h200_experts_sites",
+            "h200_dit_sites",
+        ],
+        "nvidia_h200.json",
+    ),
+])  # fmt: skip
 def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, tmp_path):
     shipped, made = H100.sites.parent / table, tmp_path / table
     made.write_text(shipped.read_text())

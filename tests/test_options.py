@@ -61,24 +61,21 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     assert parse("default", {}) == Options()
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "message"),
-    [
-        (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_KEYS))};"),
-        (None, ["debug"], r"got \['debug'\]"),
-        (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
-        ("max_autotune", None, r"did you mean 'max-autotune'\?"),
-        ("fast", None, "unknown mode 'fast'; known"),
-        (None, {"strict": 1}, "'strict' takes True or False, got 1"),
-        (None, {"gate": "allways"}, r"got 'allways' \(did you mean 'always'\?\)"),
-        (None, {"tune": False}, "'tune' is one of auto, always, never, got False"),
-        *((None, {"tune_seconds": wrong}, f"'tune_seconds' takes a positive .*, got {wrong!r}")
-          for wrong in (0, True, "x", float("inf"), float("nan"))),
-        (None, {"disable": 3}, "'disable' takes a list of strings, got 3"),
-        (None, {"patterns": 3}, "'patterns' takes a list of strings, got 3"),
-        (None, {"debug_dir": 3}, "'debug_dir'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mode", "options", "message"), [
+    (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_KEYS))};"),
+    (None, ["debug"], r"got \['debug'\]"),
+    (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
+    ("max_autotune", None, r"did you mean 'max-autotune'\?"),
+    ("fast", None, "unknown mode 'fast'; known"),
+    (None, {"strict": 1}, "'strict' takes True or False, got 1"),
+    (None, {"gate": "allways"}, r"got 'allways' \(did you mean 'always'\?\)"),
+    (None, {"tune": False}, "'tune' is one of auto, always, never, got False"),
+    *((None, {"tune_seconds": wrong}, f"'tune_seconds' takes a positive .*, got {wrong!r}")
+      for wrong in (0, True, "x", float("inf"), float("nan"))),
+    (None, {"disable": 3}, "'disable' takes a list of strings, got 3"),
+    (None, {"patterns": 3}, "'patterns' takes a list of strings, got 3"),
+    (None, {"debug_dir": 3}, "'debug_dir'"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(mode, options, message):
     with pytest.raises(OptionError, match=message):
         parse(mode, options)

@@ -133,16 +133,10 @@ def passed(family, n: int) -> Counted:
     return harness
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        (stack, (2, 4, 8)),
-        (dense, (6, 12, 18)),
-        (chain, (25, 50, 100)),
-        (wide, (8, 16, 32)),
-        (fork, (8, 16, 32)),
-    ],
-)
+@pytest.mark.parametrize(("family", "sizes"), [
+    (stack, (2, 4, 8)), (dense, (6, 12, 18)), (chain, (25, 50, 100)), (wide, (8, 16, 32)),
+    (fork, (8, 16, 32)),
+])  # fmt: skip
 def test_steps_grow_as_n_log_n(family, sizes):
     passed(family, 2)  # what is loaded once
     found = [passed(family, n) for n in sizes]

@@ -98,17 +98,14 @@ def other_loss(job_config, **how):
     return titan.build_cross_entropy_loss(job_config, **how)
 
 
-@pytest.mark.parametrize(
-    ("given", "dims", "loss", "why"),
-    [
-        ({"enable": False}, {}, None, "--compile.enable --compile.backend=coda"),
-        ({"backend": "inductor"}, {}, None, "--compile.enable --compile.backend=coda"),
-        ({"components": ("model",)}, {}, None, 'with "loss" among its components'),
-        ({}, {"tp_enabled": True}, None, "tensor and pipeline parallelism"),
-        ({}, {"pp_enabled": True}, None, "tensor and pipeline parallelism"),
-        ({}, {}, other_loss, "not torchtitan's cross entropy"),
-    ],
-)
+@pytest.mark.parametrize(("given", "dims", "loss", "why"), [
+    ({"enable": False}, {}, None, "--compile.enable --compile.backend=coda"),
+    ({"backend": "inductor"}, {}, None, "--compile.enable --compile.backend=coda"),
+    ({"components": ("model",)}, {}, None, 'with "loss" among its components'),
+    ({}, {"tp_enabled": True}, None, "tensor and pipeline parallelism"),
+    ({}, {"pp_enabled": True}, None, "tensor and pipeline parallelism"),
+    ({}, {}, other_loss, "not torchtitan's cross entropy"),
+])  # fmt: skip
 def test_what_is_left_alone_is_said_once(ours, caplog, given, dims, loss, why):
     module, _ = ours
     spec = titan.TrainSpec(build_loss_fn=loss) if loss else titan.TrainSpec()

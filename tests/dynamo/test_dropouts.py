@@ -209,16 +209,13 @@ def test_what_stays_as_it_is(why, monkeypatch):
     assert code in codes(harness)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: layer.eval(),
-        lambda layer: setattr(layer, "disabled", True),
-        lambda layer: setattr(layer, "merged", True),
-        lambda layer: setattr(layer, "names", ("two",)),
-        lambda layer: setattr(layer.dropout["one"], "p", 0.0),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda layer: layer.eval(),
+    lambda layer: setattr(layer, "disabled", True),
+    lambda layer: setattr(layer, "merged", True),
+    lambda layer: setattr(layer, "names", ("two",)),
+    lambda layer: setattr(layer.dropout["one"], "p", 0.0),
+])  # fmt: skip
 def test_a_compiled_model_notices_what_changes(change):
     """Without dropout it is eager's; another adapter has a mask of its own."""
     layer, x = Lora(names=("one", "two")).double(), torch.randn(B, T, D).double()

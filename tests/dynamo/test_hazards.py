@@ -292,13 +292,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        *((name, "in front") for name in CHANGES),
-        *((name, "in a region") for name in ("split", "checkpointed argument", "its own tensor")),
-    ],
-)
+@pytest.mark.parametrize(("name", "where"), [
+    *((name, "in front") for name in CHANGES),
+    *((name, "in a region") for name in ("split", "checkpointed argument", "its own tensor")),
+])  # fmt: skip
 def test_a_changed_mask_stays(name, where):
     def attend(q, k, v):
         m = torch.ones(T, T, dtype=torch.bool).tril()

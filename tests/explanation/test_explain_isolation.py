@@ -107,14 +107,11 @@ def test_meta_tensors_hold_no_memory_and_are_explained():
     assert found.sites[0].absorbed == ("relu",)
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        (lambda x: 3, "no graph"),
-        (lambda x: x @ torch.randn(3, 3), "cannot be traced"),
-        ("llama", "takes a module or a function, got str"),
-    ],
-)
+@pytest.mark.parametrize(("model", "says"), [
+    (lambda x: 3, "no graph"),
+    (lambda x: x @ torch.randn(3, 3), "cannot be traced"),
+    ("llama", "takes a module or a function, got str"),
+])  # fmt: skip
 def test_bad_models_are_clear_errors(model, says):
     with pytest.raises(ExplainError, match=says):
         explain(model, torch.randn(8, 16))

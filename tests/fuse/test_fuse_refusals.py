@@ -333,15 +333,12 @@ def test_without_tiles_to_load_the_last_store_leaves(bytes_, room):
     assert ("shared-memory" in [stop.code for stop in site.stops]) == (bytes_ < 24)
 
 
-@pytest.mark.parametrize(
-    ("how", "fast", "fits"),
-    [
-        ({"device": torch.device("cuda", 0)}, False, False),
-        ({"device": torch.device("cuda", 0)}, True, True),
-        ({"dry": True}, False, False),
-        ({}, False, True),  # plain ops have no such limit
-    ],
-)
+@pytest.mark.parametrize(("how", "fast", "fits"), [
+    ({"device": torch.device("cuda", 0)}, False, False),
+    ({"device": torch.device("cuda", 0)}, True, True),
+    ({"dry": True}, False, False),
+    ({}, False, True),  # plain ops have no such limit
+])  # fmt: skip
 def test_only_kernels_have_a_limit(how, fast, fits):
     """An FP8 product beside a float32 stream and two more gradients, on an H100."""
     tiles = [

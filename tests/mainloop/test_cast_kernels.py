@@ -56,15 +56,12 @@ def moved(ptx: str) -> set[str]:
     return {name[:2] for name in found}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "hows", "formats", "conversions"),
-    [
-        ("bf16", (0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
-        ("bf16", (2, 1, 1), ("fp8e4nv", "fp8e4nv"), (32, 32)),  # one scale, and a norm's factor
-        ("fp32", (0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
-        ("bf16", (0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
-    ],
-)
+@pytest.mark.parametrize(("dtype", "hows", "formats", "conversions"), [
+    ("bf16", (0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
+    ("bf16", (2, 1, 1), ("fp8e4nv", "fp8e4nv"), (32, 32)),  # one scale, and a norm's factor
+    ("fp32", (0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
+    ("bf16", (0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
+])  # fmt: skip
 def test_casts_compile_and_saturate(dtype, hows, formats, conversions):
     from coda_inductor.mainloop.fp8_casts import _STRAIGHT, _TILE, _TURNED, _cast_kernel
 

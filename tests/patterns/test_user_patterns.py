@@ -39,15 +39,11 @@ def test_gate_fires_once_a_layer_and_is_the_same_function(text, gate, layers, tm
     assert not any("coda_inductor." in str(op) and "gemm_" not in op for op in harness.ops())
 
 
-@pytest.mark.parametrize(
-    ("text", "gate", "layers", "dtype"),
-    [
-        (MISH, mish_spelled_out, 3, torch.float64),
-        (SWISH, swish, 2, torch.float64),
-        (MISH, mish, 2, torch.bfloat16),
-    ],
-    ids=["mish", "swish", "half precision"],
-)
+@pytest.mark.parametrize(("text", "gate", "layers", "dtype"), [
+    (MISH, mish_spelled_out, 3, torch.float64),
+    (SWISH, swish, 2, torch.float64),
+    (MISH, mish, 2, torch.bfloat16),
+], ids=["mish", "swish", "half precision"])  # fmt: skip
 def test_gate_trains(text, gate, layers, dtype, tmp_path):
     """Gradients equal eager's, and happen in the epilogue that makes them; only what the
     GEMMs made is kept."""

@@ -112,17 +112,14 @@ def test_candidates_are_announced_and_timed_together(bench):
     assert (found.m, found.failed, found.spread) == (64, {}, 0.0025)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda made: [torch.zeros_like(x) for x in made],
-        lambda made: [*made[:-1], torch.zeros_like(made[-1])],
-        lambda made: [*made[:-1], made[-1] * 1.1],
-        lambda made: [_with_one_wrong(made[0]), *made[1:]],
-        lambda made: [torch.full_like(x, float("nan")) for x in made],
-        lambda made: [torch.full_like(x, float("inf")) for x in made],
-    ],
-)
+@pytest.mark.parametrize("broken", [
+    lambda made: [torch.zeros_like(x) for x in made],
+    lambda made: [*made[:-1], torch.zeros_like(made[-1])],
+    lambda made: [*made[:-1], made[-1] * 1.1],
+    lambda made: [_with_one_wrong(made[0]), *made[1:]],
+    lambda made: [torch.full_like(x, float("nan")) for x in made],
+    lambda made: [torch.full_like(x, float("inf")) for x in made],
+])  # fmt: skip
 def test_a_candidate_that_is_wrong_is_not_timed(broken, bench):
     bench.broken = {BAD: broken}
     found = figures_of(bench.ask(site=site_text(ONE), configs=[GOOD, BAD]))
