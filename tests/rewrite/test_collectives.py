@@ -132,20 +132,17 @@ def test_what_is_merged(name):
         assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda a, b: (reduced(a) + reduced(b, "max"),),
-        lambda a, b: (reduced(a, "max") + reduced(b, "max"),),
-        lambda a, b: (reduced(a) + reduced(b, group="1"),),
-        lambda a, b: (reduced(a) - reduced(b),),
-        lambda a, b: (reduced(a) * reduced(b),),
-        lambda a, b: (torch.add(reduced(a), reduced(b), alpha=2),),
-        lambda a, b: (reduced(a) + b,),
-        lambda a, b: (reduced(a) + reduced(b[:1]),),
-        lambda a, b: (reduced(a) + reduced(b).t().reshape(M, N),),
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda a, b: (reduced(a) + reduced(b, "max"),),
+    lambda a, b: (reduced(a, "max") + reduced(b, "max"),),
+    lambda a, b: (reduced(a) + reduced(b, group="1"),),
+    lambda a, b: (reduced(a) - reduced(b),),
+    lambda a, b: (reduced(a) * reduced(b),),
+    lambda a, b: (torch.add(reduced(a), reduced(b), alpha=2),),
+    lambda a, b: (reduced(a) + b,),
+    lambda a, b: (reduced(a) + reduced(b[:1]),),
+    lambda a, b: (reduced(a) + reduced(b).t().reshape(M, N),),
+])  # fmt: skip
 def test_nothing_else_is_merged(function):
     graph = aten_graph(function, *numbers((M, N), (M, N)))
     before = str(graph)

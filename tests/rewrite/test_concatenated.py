@@ -32,19 +32,16 @@ def test_single_blocks_concatenate_streams_once_and_no_columns(layers, dynamic):
 SHAPES = (WIDE, D), (D, D + WIDE)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        joined,
-        lambda x, up, down: joined(x, up, down, x[0, 0]),
-        lambda x, up, down: joined(x, up, down[:, torch.arange(D + WIDE)]).relu(),
-        lambda x, up, down: F.linear(  # three parts, the widest in the middle
-            torch.cat([x, F.gelu(F.linear(x, up)), F.linear(x, up).tanh()], -1),
-            torch.cat([down, down[:, :WIDE]], 1),
-        ),
-        lambda x, up, down: torch.cat([x[0], F.gelu(x[0] @ up.T)], -1) @ down.T,
-    ],
-)
+@pytest.mark.parametrize("function", [
+    joined,
+    lambda x, up, down: joined(x, up, down, x[0, 0]),
+    lambda x, up, down: joined(x, up, down[:, torch.arange(D + WIDE)]).relu(),
+    lambda x, up, down: F.linear(  # three parts, the widest in the middle
+        torch.cat([x, F.gelu(F.linear(x, up)), F.linear(x, up).tanh()], -1),
+        torch.cat([down, down[:, :WIDE]], 1),
+    ),
+    lambda x, up, down: torch.cat([x[0], F.gelu(x[0] @ up.T)], -1) @ down.T,
+])  # fmt: skip
 def test_it_is_the_same_number(function):
     harness = check(function, randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
     assert harness.counts["concatenated"] == 1
@@ -83,14 +80,11 @@ def test_a_part_is_computed_by_an_epilogue_that_is_expected_to_win(d, wide, wins
     assert first.choice.fused_us is None or first.choice.fused_us < first.choice.unfused_us
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, up, down: F.linear(torch.cat([x, x.repeat(1, 1, 4).sin()], -1), down),
-        broken(lambda x, h, w: torch.cat([x, h[..., :D]], 1) @ w[:, :D]),  # of rows
-        broken(lambda x, h, w: torch.cat([x.float(), h], -1) @ w.T),  # of two dtypes
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda x, up, down: F.linear(torch.cat([x, x.repeat(1, 1, 4).sin()], -1), down),
+    broken(lambda x, h, w: torch.cat([x, h[..., :D]], 1) @ w[:, :D]),  # of rows
+    broken(lambda x, h, w: torch.cat([x.float(), h], -1) @ w.T),  # of two dtypes
+])  # fmt: skip
 def test_other_concatenations_are_nobodys(function):
     harness = check(function, randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
     assert harness.counts["concatenated"] == 0

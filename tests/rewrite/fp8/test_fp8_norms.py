@@ -10,16 +10,7 @@ from checking import leave_custom_ops
 from harness import Harness, Stock
 from passes import codes
 from torch import nn
-from zoo.float8 import (
-    HIDDEN,
-    RECIPES,
-    D,
-    Stack,
-    assert_exact,
-    batch,
-    convert,
-    trained,
-)
+from zoo.float8 import HIDDEN, RECIPES, D, Stack, assert_exact, batch, convert, trained
 
 from coda_inductor.graph.walk import base
 from coda_inductor.semantic.fp8_casts import AMAX, CAST

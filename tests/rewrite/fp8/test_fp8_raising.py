@@ -214,28 +214,20 @@ def operands():
     return a, b.t(), torch.rand(M, 1) + 0.5, torch.rand(1, N) + 0.5
 
 
-def rewritten(monkeypatch, *, out=HALF, after=True, cublas=True, no_kernels=None):
-    """Is the product multiplied after it, when the pass has run?"""
+@pytest.mark.parametrize(("out", "cublas", "no_kernels", "stays"), [
+    (HALF, True, None, False), (torch.float32, True, None, True), (HALF, False, None, True),
+    (HALF, True, refuse("no-cuda", "no GPU"), True),
+], ids=["", "dtype", "another GPU", "no kernels"])  # fmt: skip
+def test_a_product_is_given_its_scales_or_stays_torchaos(
+    monkeypatch, out, cublas, no_kernels, stays
+):
     monkeypatch.setattr(availability, "scales_vectors", lambda _: cublas)
-    graph = traced(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, after), *operands())
+    graph = traced(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, True), *operands())
     record = Record(parse(None, {}), "test")
     record.plan = Plan(record.options, no_kernels=no_kernels, on_gpu=True)
     rest.finish_fp8(graph, record)
     (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
-    return node.args[6]
-
-
-def test_a_product_is_given_its_scales(monkeypatch):
-    assert rewritten(monkeypatch) is False
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{"out": torch.float32}, {"cublas": False}, {"no_kernels": refuse("no-cuda", "no GPU")}],
-    ids=["dtype", "another GPU", "no kernels"],
-)
-def test_else_it_stays_torchaos(monkeypatch, how):
-    assert rewritten(monkeypatch, **how) is True
+    assert node.args[6] is stays  # multiplied after it
 
 
 def test_it_is_rounded_once():
