@@ -18,9 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 from zoo.float8 import needs_scaled_mm
 
@@ -300,16 +298,6 @@ def a_smaller_budget_keeps_no_more(run):
         assert found[0] < found[-1]
 
 
-@reported("pt 189895")
-def lengths_of_documents_begin_with_zero(run):
-    mask = torch.rand(16, 256) < 0.7
-
-    def f(mask):
-        return F.pad(mask.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-
-    assert torch.equal(run(f)(mask), f(mask))
-
-
 @reported("hf 41827")
 def a_document_does_not_read_the_one_before(run):
     transformers = pytest.importorskip("transformers")
@@ -355,43 +343,6 @@ def evaluation_in_inference_mode_comes_before_training(run):
     with torch.inference_mode():
         assert not torch.allclose(compiled(x), before)
         torch.testing.assert_close(compiled(x), model(x))
-
-
-@reported("torchtune 721")
-def adapters_that_are_disabled_change_the_result(run):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["gate", "up"], init_lora_weights=False)
-    model = peft.get_peft_model(nn.Sequential(Block()), config).eval()
-    compiled, x = run(model), torch.randn(8, D)
-    with torch.no_grad():
-        adapted = compiled(x)
-        with model.disable_adapter():
-            plain = compiled(x)
-            torch.testing.assert_close(plain, model(x))
-        assert not torch.allclose(adapted, plain)
-        torch.testing.assert_close(compiled(x), adapted)
-
-
-@reported("Automodel 2389")
-def a_policy_that_saves_every_second_product_trains(run):
-    model, x = Block(), torch.randn(8, D, requires_grad=True)
-
-    def contexts():
-        seen = [0, 0]
-
-        def policy(how, op, *_args, **_kwargs):
-            if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            seen[how.is_recompute] += 1
-            odd = seen[how.is_recompute] % 2
-            return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    saved = lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
-    (ours,) = torch.autograd.grad(run(saved)(x).sum(), x)
-    (eager,) = torch.autograd.grad(model(x).sum(), x)
-    torch.testing.assert_close(ours, eager)
 
 
 @reported("pt 162410, 184113, 191433")
