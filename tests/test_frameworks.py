@@ -23,7 +23,6 @@ from torch._inductor import compile_fx, config
 from zoo.layers import D, whole
 
 import coda_inductor
-from coda_inductor.backend import coda
 
 PAGES = ("frameworks", "internals/exported", "loop")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -129,11 +128,6 @@ def here(tmp_path, monkeypatch, without_code):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     light = functools.partial(compile_fx.compile_fx, inner_compile=as_it_is)
     monkeypatch.setattr(compile_fx, "compile_fx", light)
-    if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
-        from torch._dynamo.backends import registry
-
-        monkeypatch.setitem(registry._BACKENDS, "coda", None)
-        monkeypatch.setitem(registry._COMPILER_FNS, "coda", coda)
     with config.patch(pre_grad_custom_pass=None, joint_custom_pre_pass=None):
         yield
 
