@@ -9,17 +9,8 @@ from checking import assert_same, randn, swiglu
 from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
+from coda_inductor.semantic import experts
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.experts import (
-    COMBINE,
-    ROUTE,
-    WGRAD,
-    experts_down,
-    experts_up,
-    group_rows,
-    grouped_mm,
-    route,
-)
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import NORMS, layer_norm, rms_norm
@@ -45,7 +36,7 @@ def test_the_gradient_of_a_row_of_each_group():
     x, ids = randn(3, 12), torch.tensor([0, 0, 2, 2, 2, 2])
     dy, offsets = randn(6, 12), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     dy[5] = torch.nan
-    found = torch.autograd.grad(group_rows(x.requires_grad_(), ids, offsets), x, dy)[0]
+    found = torch.autograd.grad(experts.group_rows(x.requires_grad_(), ids, offsets), x, dy)[0]
     torch.testing.assert_close(found, torch.stack([dy[:2].sum(0), 0 * x[0], dy[2:5].sum(0)]))
 
 
@@ -127,21 +118,21 @@ def loss_examples(dtype):
 def expert_examples(dtype):
     x, weight, down = (randn(*s, dtype=dtype) for s in ((4, 16), (3, 32, 16), (3, 16, 16)))
     ids, w = torch.tensor([0, 2, 2, 0, 3, 2, 0, 0]), randn(4, 2, dtype=dtype)
-    rows, perm, inverse, offsets = route(ids, 3, 2)
+    rows, perm, inverse, offsets = experts.route(ids, 3, 2)
     sorted_ = rows, perm, inverse, offsets
     x, w, weight = (t.requires_grad_() for t in (x, w, weight))
     return {
-        grouped_mm: (x.detach(), down.mT, offsets, rows),
-        group_rows: (
+        experts.grouped_mm: (x.detach(), down.mT, offsets, rows),
+        experts.group_rows: (
             randn(3, 12, dtype=dtype).requires_grad_(),
             ids.sort()[0].clamp(max=2),
             offsets,
         ),
-        experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
-        experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
-        ROUTE: (ids, 3, 2),
-        COMBINE: (randn(8, 16, dtype=dtype), w.detach(), inverse, offsets, 2),
-        WGRAD: (x.detach(), rows, [randn(8, 16, dtype=dtype)], offsets, True),
+        experts.experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
+        experts.experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
+        experts.ROUTE: (ids, 3, 2),
+        experts.COMBINE: (randn(8, 16, dtype=dtype), w.detach(), inverse, offsets, 2),
+        experts.WGRAD: (x.detach(), rows, [randn(8, 16, dtype=dtype)], offsets, True),
     }
 
 
@@ -167,7 +158,7 @@ def test_fp8_ops_are_what_torch_asks_of_one():
 
 
 WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm)]
-WIDE += [ROUTE, COMBINE, WGRAD]
+WIDE += [experts.ROUTE, experts.COMBINE, experts.WGRAD]
 
 
 @pytest.mark.parametrize("op", WIDE, ids=lambda op: op.__name__)

@@ -9,20 +9,8 @@ import torch
 import torch.nn.functional as F
 from harness import Harness
 from passes import aten_graph, run_pass
+from zoo import float8 as fp8
 from zoo.diffusion import Blocks, Single
-from zoo.float8 import (
-    D,
-    Eager,
-    Stack,
-    assert_bits,
-    batch,
-    in_fp8,
-    needs_scaled_mm,
-    quantizations,
-    ran,
-    stack,
-    trained,
-)
 
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope
@@ -40,7 +28,7 @@ ALL = {"gate": "always", "reference": True}
 def compiled(recipe, layers=2):
     """Our harness after a training step. Many tests look at one: it is not to be changed."""
     harness = Harness(**ALL)
-    trained(harness, stack(recipe, layers=layers), batch())
+    fp8.trained(harness, fp8.stack(recipe, layers=layers), fp8.batch())
     return harness
 
 
@@ -53,13 +41,13 @@ def test_counts_follow_the_layers(recipe, layers):
     assert ops["aten.clone.default"] == ops["aten.max.default"] == 0
     # One cast for each tensor and pass: a gradient's two are one, as its rows and its columns.
     of_gradients = 3 * layers if recipe == "rowwise" else 0
-    wanted = quantizations(recipe, 3 * layers, 2 * layers) - of_gradients
+    wanted = fp8.quantizations(recipe, 3 * layers, 2 * layers) - of_gradients
     assert ops["coda_inductor.fp8_cast.default"] == wanted
     # Read for their maxima alone: weights; the input of the first norm's result; each layer's own
     # gradient, made by a kernel of Inductor's. Columns of a norm's result need its factor first.
     columns = layers - 1 if recipe == "rowwise" else 0
     assert ops["coda_inductor.fp8_amax.default"] == 3 * layers + 1 + layers + columns
-    assert harness.counts["fp8_quantize"] == quantizations(recipe, 3 * layers, 2 * layers)
+    assert harness.counts["fp8_quantize"] == fp8.quantizations(recipe, 3 * layers, 2 * layers)
     assert harness.counts["swiglu"] == harness.counts["swiglu_backward"] == layers
     assert harness.counts["residual"] == 2 * layers
     assert harness.counts["rms_norm"] == layers - 1  # the first one's input is the graph's
@@ -119,8 +107,10 @@ def test_sums_of_scaled_products_are_not_joined():
 
 def test_dynamic_rows():
     harness = Harness(**ALL)
-    found = trained(harness, stack("rowwise"), batch(), dynamic=True)
-    for have, want in zip(found, trained(Eager(), stack("rowwise"), batch()), strict=True):
+    found = fp8.trained(harness, fp8.stack("rowwise"), fp8.batch(), dynamic=True)
+    for have, want in zip(
+        found, fp8.trained(fp8.Eager(), fp8.stack("rowwise"), fp8.batch()), strict=True
+    ):
         assert (have.float() - want.float()).norm() < 0.1 * want.float().norm()
     symbolic = [s for s in harness.report.sites if s.reason == "N or K is symbolic"]
     # K of a weight's gradient is the number of rows.
@@ -147,7 +137,7 @@ def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
         arguments = s, t, torch.bfloat16, False, False
         return scaled_mm(q, r.t(), *arguments), scaled_mm(q.t(), q, *arguments)
 
-    needs_scaled_mm()
+    fp8.needs_scaled_mm()
     x, w = (torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(2))
     graph = aten_graph(function, x, w)
     run_pass(expand_quantizations, graph, **ALL)
@@ -158,7 +148,7 @@ def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
     before = str(graph)
     run_pass(expand_quantizations, graph, **ALL)
     assert str(graph) == before
-    assert_bits(torch.fx.GraphModule({}, graph)(x, w), function(x, w))
+    fp8.assert_bits(torch.fx.GraphModule({}, graph)(x, w), function(x, w))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +156,7 @@ def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
 )
 def test_counts_of_inference_follow_the_layers(how, layers, rows):
     harness = Harness(**ALL)
-    harness.run(in_fp8(Stack, how, layers=layers), batch(rows=rows))
+    harness.run(fp8.in_fp8(fp8.Stack, how, layers=layers), fp8.batch(rows=rows))
     ops = harness.ops()
     assert ops["aten._scaled_mm.default"] == ops["aten.max.default"] == 0
     # The first norm's input is given: the kernel that makes its result makes its maxima as well.
@@ -219,23 +209,25 @@ def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, name, value):
     assert ops.count(aten.amax.default) == (2 * in_epilogue if dims else 2 + in_epilogue)
     assert not {CAST, AMAX} & {*ops}
     decompose(graph, record)
-    assert_bits(torch.fx.GraphModule({}, graph)(*args), function(*args))
+    fp8.assert_bits(torch.fx.GraphModule({}, graph)(*args), function(*args))
 
 
 @pytest.mark.parametrize("how", ["row", "tensor"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_mlp_beside_attention_makes_its_maxima(layers, how):
-    model = in_fp8(Blocks, how, kind=Single, layers=layers, width=D)
-    inputs = [torch.randn(1, n, D).bfloat16() for n in (24, 8)]
+    model = fp8.in_fp8(Blocks, how, kind=Single, layers=layers, width=fp8.D)
+    inputs = [torch.randn(1, n, fp8.D).bfloat16() for n in (24, 8)]
     harness = Harness(**ALL)
-    harness.run(model, *inputs, torch.randn(1, D).bfloat16())
+    harness.run(model, *inputs, torch.randn(1, fp8.D).bfloat16())
     assert [s.absorbed[-2:] for s in sites(harness, "up")] == [("abs", "amax")] * layers
     assert not [op for op in harness.ops() if "fp8_" in op]
 
 
 def test_with_a_static_scale_nothing_is_read_for_a_maximum():
-    model, harness = in_fp8(Stack, "static", layers=2), Harness(**ALL)
-    (have,), (want,) = (ran(each, "static", model, batch()) for each in (harness, Eager()))
+    model, harness = fp8.in_fp8(fp8.Stack, "static", layers=2), Harness(**ALL)
+    (have,), (want,) = (
+        fp8.ran(each, "static", model, fp8.batch()) for each in (harness, fp8.Eager())
+    )
     assert harness.counts["residual"] == 2
     assert not [op for op in harness.ops() if "fp8_" in op]
     assert (have - want).norm() < 0.05 * want.norm()
@@ -243,7 +235,7 @@ def test_with_a_static_scale_nothing_is_read_for_a_maximum():
 
 def test_through_inductor():
     """The backend as users call it, code generation included."""
-    x, model, found = batch(), in_fp8(Stack, "row"), []
+    x, model, found = fp8.batch(), fp8.in_fp8(fp8.Stack, "row"), []
     for backend, options in (("coda", ALL), ("eager", None)):
         torch._dynamo.reset()
         with torch.no_grad():
