@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 from zoo.float8 import needs_scaled_mm
 
 from coda_inductor.backend import coda
