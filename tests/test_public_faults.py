@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 from zoo.float8 import needs_scaled_mm
+from zoo.layers import Gated
 
 from coda_inductor.backend import coda
 
@@ -38,25 +39,29 @@ def reported(address: str) -> Callable[[Callable[[Compile], None]], Callable[[Co
     return put
 
 
-class Block(nn.Module):
-    """Norm, gate and residual; a checkpoint of all of it; dropout before the sum."""
+def block(saved: bool = False) -> nn.Module:
+    """Norm, gate and residual; a checkpoint of all of it."""
+    inner = Gated(D, H, norm=nn.RMSNorm, bias=True)
+    return Saved(inner) if saved else inner
 
-    def __init__(self, dropout: float = 0.0, saved: bool = False):
-        super().__init__()
-        self.norm = nn.RMSNorm(D)
-        self.gate, self.up, self.down = nn.Linear(D, H), nn.Linear(D, H), nn.Linear(H, D)
-        self.dropout, self.saved = nn.Dropout(dropout), saved
 
-    def inner(self, x):
-        h = self.norm(x)
-        return x + self.dropout(self.down(F.silu(self.gate(h)) * self.up(h)))
-
+class Saved(nn.Sequential):
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False) if self.saved else self.inner(x)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def both(run, function, loss_of, model=None):
+    """Pairs of gradients of parameters: of ``loss_of`` the compiled function, and of eager's."""
+    model, found = model or function, []
+    for call in (run(function), function):
+        model.zero_grad()
+        loss_of(call).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return zip(*found, strict=True)
 
 
 @reported("pt 195214")
@@ -101,7 +106,7 @@ def a_budget_draws_no_second_mask(run):
 def lora_with_dropout_checkpoints_and_dynamic_sizes_trains(run):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["gate", "up", "down"], lora_dropout=0.05)
-    model = peft.get_peft_model(nn.Sequential(Block(saved=True), Block(saved=True)), config)
+    model = peft.get_peft_model(nn.Sequential(block(saved=True), block(saved=True)), config)
     compiled = run(model)
     for rows in (8, 12, 16):
         compiled(torch.randn(2, rows, D)).square().mean().backward()
@@ -111,7 +116,7 @@ def lora_with_dropout_checkpoints_and_dynamic_sizes_trains(run):
 
 @reported("unsloth-zoo 1146")
 def the_recompile_limit_may_fall_on_a_checkpoint(run):
-    model, lengths = nn.Sequential(Block(saved=True), Block(saved=True)), (4, 6, 8, 10, 12)
+    model, lengths = nn.Sequential(block(saved=True), block(saved=True)), (4, 6, 8, 10, 12)
     with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
         compiled = run(model)
         for rows in lengths:
@@ -177,10 +182,10 @@ def a_head_in_float32_trains_under_autocast_tied_or_frozen(run):
         if tied:
             head.weight = table.weight
         head.weight.requires_grad_(not frozen)
-        block, tokens = Block(), torch.randint(V, (2, 12))
+        inner, tokens = block(), torch.randint(V, (2, 12))
 
-        def step(tokens, table=table, head=head, block=block):
-            logits = head(block(table(tokens)))
+        def step(tokens, table=table, head=head, inner=inner):
+            logits = head(inner(table(tokens)))
             return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
         compiled = run(step)
@@ -211,16 +216,11 @@ def numbers_and_tensors_of_no_dimension_compile_once(run):
 def rowwise_fp8_behind_a_checkpointed_norm_has_a_gradient(run):
     float8 = pytest.importorskip("torchao.float8")
     needs_scaled_mm()
-    block = Block(saved=True).to(BF16)
+    model = block(saved=True).to(BF16)
     recipe = float8.Float8LinearConfig.from_recipe_name("rowwise")
-    float8.convert_to_float8_training(block, config=recipe)
+    float8.convert_to_float8_training(model, config=recipe)
     x = torch.randn(16, D, dtype=BF16, requires_grad=True)
-    found = []
-    for function in (run(block), block):
-        block.zero_grad()
-        function(x).float().square().mean().backward()
-        found.append([p.grad.clone() for p in block.parameters()])
-    for ours, eager in zip(*found, strict=True):
+    for ours, eager in both(run, model, lambda call: call(x).float().square().mean()):
         assert relative(ours, eager) < 0.05
 
 
@@ -273,7 +273,7 @@ def small_fp8_layers_keep_nan_in_its_row_and_all_columns_of_gradients(run):
 @reported("pt 197838")
 def a_smaller_budget_keeps_no_more(run):
     """Nor more than its share of what eager keeps."""
-    model, x = nn.Sequential(Block(), Block(), Block()), torch.randn(64, D)
+    model, x = nn.Sequential(block(), block(), block()), torch.randn(64, D)
 
     def held(function, share):
         kept: dict[int, int] = {}
@@ -317,19 +317,15 @@ def a_document_does_not_read_the_one_before(run):
 
 @reported("pt 193193")
 def checkpointed_blocks_are_traversed_twice(run):
-    model, x, y = Block(saved=True), torch.randn(8, D), torch.randn(8, D)
+    model, x, y = block(saved=True), torch.randn(8, D), torch.randn(8, D)
     f = lambda x, y: (model(x) * model(y)).sum()  # noqa: E731
-    found = []
-    for function in (run(f), f):
-        model.zero_grad()
-        function(x, y).backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-    torch.testing.assert_close(*found)
+    for ours, eager in both(run, f, lambda call: call(x, y), model):
+        torch.testing.assert_close(ours, eager)
 
 
 @reported("pt 135892, 161191")
 def evaluation_in_inference_mode_comes_before_training(run):
-    model, x = nn.Sequential(Block(), Block()), torch.randn(8, D)
+    model, x = nn.Sequential(block(), block()), torch.randn(8, D)
     compiled = run(model)
     with torch.inference_mode():
         before = compiled(x).clone()

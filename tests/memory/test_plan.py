@@ -48,6 +48,20 @@ def gradients(function, model, x):
     return [p.grad.clone() for p in model.parameters()]
 
 
+def planned(model, x, backend=None, **options):
+    """The harness after a step of ``model``, and its gradients."""
+    backend = backend or Harness(gate="always", **options)
+    torch._dynamo.reset()
+    return backend, gradients(torch.compile(model, backend=backend), model, x)
+
+
+def trained(model=None, **options):
+    """The harness that has compiled ``model``, which is called once."""
+    harness = Harness(gate="always", **options)
+    harness.train(blocks() if model is None else model, inputs())
+    return harness
+
+
 def kept(harness):
     """Bytes that are saved, beside what the forward pass returns."""
     outputs = set(harness.parts[0].output_node().args[0][:1])
@@ -66,9 +80,7 @@ def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
     model, x = blocks(), inputs()
     want, before, first, said_at = gradients(model, model, x), None, None, {}
     for share in SHARES:
-        torch._dynamo.reset()
-        harness = Harness(gate="always", memory=share)
-        found = gradients(torch.compile(model, backend=harness), model, x)
+        harness, found = planned(model, x, memory=share)
         said = harness.report.memory
         assert kept(harness) == said.kept, "what was planned is what torch's partitioner keeps"
         said_at[share] = said
@@ -77,9 +89,8 @@ def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
             assert said.ms >= before.ms
             assert said.peak <= before.peak
         before, first = said, first or found
-        for mine, theirs, exact in zip(found, first, want, strict=True):
-            assert torch.equal(mine, theirs), f"share {share} changes bits"
-            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+        assert all(map(torch.equal, found, first)), f"share {share} changes bits"
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
     for share, said in said_at.items():
         assert said.kept <= share * stock or said == before, "less would have a higher peak"
     assert before.kept < stock / 10
@@ -118,9 +129,7 @@ def test_what_takes_more_time_has_a_lower_peak():
 
 
 def test_all_memory_computes_nothing_again():
-    harness, without = Harness(gate="always", memory=1.0), Harness(gate="always")
-    for each in (harness, without):
-        each.train(blocks(), inputs())
+    harness, without = trained(memory=1.0), trained()
     assert harness.report.memory.again == 0
     assert [str(g) for g in harness.parts] == [str(g) for g in without.parts]
     assert without.report.memory is None
@@ -128,12 +137,9 @@ def test_all_memory_computes_nothing_again():
 
 def test_the_budget_of_torch_is_a_share(stock):
     with torch._functorch.config.patch(activation_memory_budget=0.4):
-        harness = Harness(gate="always")
-        harness.train(blocks(), inputs())
+        harness = trained()
     assert kept(harness) == harness.report.memory.kept <= 0.4 * stock
-    own = Harness(gate="always", memory=0.4)
-    own.train(blocks(), inputs())
-    assert own.report.memory == harness.report.memory
+    assert trained(memory=0.4).report.memory == harness.report.memory
 
 
 class Repeated(nn.Module):
@@ -156,9 +162,7 @@ def test_smaller_results_are_kept_in_place_of_what_elementwise_ops_make_of_them(
     model, x, most = Repeated().double(), inputs(), None
     want = gradients(model, model, x)
     for share in (1.0, 0.9):
-        torch._dynamo.reset()
-        harness = Harness(gate="always", memory=share)
-        found = gradients(torch.compile(model, backend=harness), model, x)
+        harness, found = planned(model, x, memory=share)
         torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
         assert kept(harness) == harness.report.memory.kept
         if most is None:
@@ -176,8 +180,7 @@ def test_the_cheapest_mix_of_a_block_frees_what_it_must():
     """Not all that is cheaper a byte first: then gate and up would go on top of all others."""
     model, before = blocks()[:1], None
     for share in (1.0, 0.45):
-        harness = Harness(gate="always", memory=share)
-        harness.train(model, inputs())
+        harness = trained(model, memory=share)
         before, after = before or harness.report.memory, harness.report.memory
     assert after.again < 5
     assert after.kept > before.kept / 4
@@ -206,19 +209,16 @@ def test_a_policy_is_a_limit_of_memory(every):
     wrapped = nn.Sequential(*(checkpoint_wrapper(b, context_fn=policy_of(every)) for b in model))
     stock, harness = Stock(), Harness(gate="always")
     for each in (stock, harness):
-        torch._dynamo.reset()
-        found = gradients(torch.compile(wrapped, backend=each), model, x)
+        _, found = planned(wrapped, x, each)
         torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
     assert kept(harness) == harness.report.memory.kept <= kept(stock)
-    free = Harness(gate="always")
-    free.train(model, x)
-    assert len(harness.fused) == len(free.fused), "marks on products keep nothing from fusing"
+    assert len(harness.fused) == len(trained(model).fused), (
+        "marks on products keep nothing from fusing"
+    )
 
 
 def test_checkpoints_without_a_policy_stay_as_they_are():
-    model = nn.Sequential(*(checkpoint_wrapper(b) for b in blocks()))
-    harness = Harness(gate="always")
-    harness.train(model, inputs())
+    harness = trained(nn.Sequential(*(checkpoint_wrapper(b) for b in blocks())))
     assert harness.report.memory is None
     assert kept(harness) <= LAYERS * ROWS * D * 8
 
@@ -291,14 +291,10 @@ def room(monkeypatch, room):
 
 def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
     before = None
-    whole = Harness(gate="always", memory=1.0)
-    whole.train(blocks(), inputs())
-    peak = whole.report.memory.peak
+    peak = trained(memory=1.0).report.memory.peak
     for part in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8):
         room(monkeypatch, int(part * peak))
-        harness = Harness(gate="always", memory="1 GiB")
-        harness.train(blocks(), inputs())
-        said = harness.report.memory
+        said = trained(memory="1 GiB").report.memory
         assert said.peak <= part * peak
         assert before is None or said.ms >= before
         before = said.ms
@@ -310,8 +306,7 @@ def test_a_peak_of_one_of_many_blocks_is_said(count, monkeypatch, caplog):
     room(monkeypatch, 2**30)
     monkeypatch.setattr(partition, "several_ranks", lambda: True)
     forget_warnings()
-    model = nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double()
-    Harness(gate="always", memory="1 GiB").train(model, inputs())
+    trained(nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double(), memory="1 GiB")
     assert ("need a share from 0 to 1" in caplog.text) == (count == 1)
 
 
@@ -335,7 +330,7 @@ def test_what_cannot_fit_is_an_error_that_names_the_least_peak(monkeypatch):
     room(monkeypatch, 1000)
     said = r"option 'memory'.*needs 0\.\d+ MiB even if everything.*smaller batch"
     with pytest.raises(Exception, match=said):
-        Harness(gate="always", memory="1 GiB").train(blocks(), inputs())
+        trained(memory="1 GiB")
 
 
 @pytest.mark.parametrize(
