@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from checking import differentiate, randn
 from harness import Harness
 from torch import nn
-from zoo.layers import Block, Everything, Gated, T, V, rotated, swiglu
+from zoo.layers import Block, Everything, Gated, Lora, T, V, rotated, swiglu
 
 from coda_inductor import pass_mode, pipeline
 from coda_inductor.options import parse
@@ -32,17 +32,6 @@ class NormLinear(nn.Module):
         return self.q(self.norm(x + self.o(x)))
 
 
-class Lora(nn.Module):
-    """A linear layer with an adapter."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.a, self.b = nn.Linear(D, D), nn.Linear(D, 8, False), nn.Linear(8, D, False)
-
-    def forward(self, x):
-        return F.relu(self.base(x) + self.b(self.a(x)) * 0.3)
-
-
 def mlp(gate=swiglu, **how):
     return Gated(D, 2 * D, gate=gate, norm=lambda _: nn.Identity(), **how)
 
@@ -51,7 +40,7 @@ MODELS = {
     "gate": lambda: mlp(residual=False),
     "norm and linear": NormLinear,
     "residual": lambda: mlp(lambda gate, up: F.relu(gate) - up, front=True, bias=True),
-    "adapter": Lora,
+    "adapter": lambda: nn.Sequential(Lora(nn.Linear(D, D), 8, 0.3), nn.ReLU()).requires_grad_(),
     "Llama block": lambda: Block(D, turn=rotated),
 }
 CASES = [(name, torch.bfloat16) for name in MODELS] + [("residual", torch.float16)]

@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from zoo.layers import Attention, Gated, Spelled
+from zoo.layers import Attention, Gated, Lora, Spelled
 
 from coda_inductor import explain
 from coda_inductor.lowering.driver import _Planner
@@ -34,19 +34,6 @@ class AbsNorm(Spelled):
         return self.weight * (wide * scale).to(x.dtype)
 
 
-class LoRA(nn.Module):
-    """As peft writes it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, RANK, bias=False)
-        self.b = nn.Linear(RANK, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x)) * 0.5
-
-
 def layer(norm, lora):
     """Llama's, without rotations. No norm is trained: the forecast does not count that sums over
     rows take a kernel more."""
@@ -55,7 +42,7 @@ def layer(norm, lora):
     for part in made if lora else ():
         for name, child in [*part.named_children()]:
             if isinstance(child, nn.Linear):
-                setattr(part, name, LoRA(child))
+                setattr(part, name, Lora(child, RANK))
     for each in (attention.norm1, made[1].norm):
         each.requires_grad_(False)
     return made
