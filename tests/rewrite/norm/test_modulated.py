@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from checking import check, randn
 from harness import Harness
-from zoo.diffusion import WIDTH, Block, Blocks, Single
+from zoo.diffusion import WIDTH, Block, Blocks
 
 from coda_inductor import explain
 from coda_inductor.semantic.norms import layer_norm
@@ -25,12 +25,6 @@ def test_all_norms_but_the_first_wait(layers, dynamic):
     assert harness.counts["modulated"] == len(norms(harness)) == 2 * layers
     assert harness.counts["layer_norm"] == 2 * layers - 1
     assert sum("var_mean" in str(n.target) for n in harness.graph.nodes) == 1
-
-
-def test_single_blocks():
-    harness = check(Blocks(Single, 3).double(), randn(1, 9, D), randn(1, 5, D), randn(1, D))
-    assert harness.counts["modulated"] == harness.counts["concatenated"] == 3
-    assert harness.counts["layer_norm"] == 2
 
 
 def modulated(change, eps=EPS):
