@@ -83,11 +83,7 @@ def examples(dtype):
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
         NORMS[rms_norm].backward: (
-            up.detach(),
-            x.detach(),
-            weight.detach(),
-            rstd.detach(),
-            [True] * 2,
+            up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2,
         ),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         clamped: (x, up, 1.7, 7.0),
@@ -96,13 +92,11 @@ def examples(dtype):
         **expert_examples(dtype),
         rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),
         rotate_heads: (
-            x.detach(),
-            *randn(2, 2, 3, 1, D, dtype=dtype),
-            *randn(2, 6, D, dtype=dtype),
+            x.detach(), *randn(2, 2, 3, 1, D, dtype=dtype), *randn(2, 6, D, dtype=dtype),
             *(D // 2, False, False, False, dtype),
         ),
         rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), dtype),
-    }
+    }  # fmt: skip
 
 
 def loss_examples(dtype):
@@ -124,16 +118,14 @@ def expert_examples(dtype):
     return {
         experts.grouped_mm: (x.detach(), down.mT, offsets, rows),
         experts.group_rows: (
-            randn(3, 12, dtype=dtype).requires_grad_(),
-            ids.sort()[0].clamp(max=2),
-            offsets,
+            randn(3, 12, dtype=dtype).requires_grad_(), ids.sort()[0].clamp(max=2), offsets,
         ),
         experts.experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
         experts.experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
         experts.ROUTE: (ids, 3, 2),
         experts.COMBINE: (randn(8, 16, dtype=dtype), w.detach(), inverse, offsets, 2),
         experts.WGRAD: (x.detach(), rows, [randn(8, 16, dtype=dtype)], offsets, True),
-    }
+    }  # fmt: skip
 
 
 def test_no_two_results_of_an_op_are_one_tensor():
