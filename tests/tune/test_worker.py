@@ -174,50 +174,44 @@ def test_sites_of_fp8(name, bench, monkeypatch):
 M, N, K = 24, 32, 64
 
 
-def described(found) -> list[tuple]:
-    return [(tuple(x.shape), x.dtype) for x in found]
+CHAIN = programs()["chain"]
+#: A site, the shapes of A and of B for each term, and of the operands.
+SHAPES = [
+    (Site(select(), M, N, K), [(M, K)], [(K, N)], [(M, N), (M, N), (), (M,)]),
+    (Site(CHAIN, M, N, 3 * K, 3), 3 * [(M, K)], 3 * [(K, N)], [(N,)]),
+    # Of weights that are copied each has its own K.
+    (Site(CHAIN, M, N, K, copied=(16, 48)), [(M, 16), (M, 48)], [(16, N), (48, N)], [(N,)]),
+    (Site(programs()["paired_rows"], M, N, K), [(M, K)], 2 * [(K, N)], 2 * [(M,)] + 3 * [(2 * N,)]),
+]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(("of", "left", "right", "others"), SHAPES)
+def test_operands_have_the_shapes_of_the_site(of, left, right, others, device):
+    *products, operands = tensors(of, device)
+    assert [sorted(x.shape for x in group) for group in products] == [left, right]
+    assert [x.shape for x in operands] == others
+    assert all(x.device.type == device for group in (*products, operands) for x in group)
+    for group in products if device == "cpu" else ():
+        assert group == sorted(group, key=torch.Tensor.data_ptr)
+    for row in operands[2:] if of.program.paired and device == "cpu" else ():
+        assert torch.equal(row[::2], row[1::2])  # every value twice
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_operands_of_every_kind(device, dtype):
-    name = str(dtype).removeprefix("torch.")
-    as_, bs, operands = tensors(Site(select(name), M, N, K), device)
-    assert described(as_) == [((M, K), dtype)]
-    assert described(bs) == [((K, N), dtype)]
-    assert described(operands) == [
-        ((M, N), dtype), ((M, N), torch.float32), ((), torch.float32), ((M,), dtype),
-    ]  # fmt: skip
-    assert all(x.device.type == device for x in (*as_, *bs, *operands))
+def test_operands_have_the_dtypes_of_the_program(dtype):
+    program = select(str(dtype).removeprefix("torch."))
+    found = [[x.dtype for x in group] for group in tensors(Site(program, M, N, K), "meta")]
+    assert found == [[dtype], [dtype], [dtype, torch.float32, torch.float32, dtype]]
 
 
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
 def test_majors(a_major, b_major):
-    wanted = Site(programs()["chain"], M, N, K, a_major=a_major, b_major=b_major)
+    wanted = Site(CHAIN, M, N, K, a_major=a_major, b_major=b_major)
     (a,), (b,), (bias,) = tensors(wanted, "cpu")
     assert a.stride() == ((K, 1) if a_major == "k" else (1, M))
     assert b.stride() == ((1, K) if b_major == "k" else (N, 1))
     assert bias.shape == (N,)
-
-
-def test_a_product_of_each_term():
-    """Of weights that are copied each has its own K."""
-    as_, bs, _ = tensors(Site(programs()["chain"], M, N, 3 * K, 3), "cpu")
-    assert described(as_) == [((M, K), torch.bfloat16)] * 3
-    assert described(bs) == [((K, N), torch.bfloat16)] * 3
-    for group in (as_, bs):
-        assert group == sorted(group, key=torch.Tensor.data_ptr)
-    as_, bs, _ = tensors(Site(programs()["chain"], M, N, K, copied=(16, 48)), "meta")
-    assert [a.shape[1] for a in as_] == [b.shape[0] for b in bs] == [16, 48]
-
-
-def test_a_pair_has_two_weights_and_rows_of_both():
-    as_, bs, operands = tensors(Site(programs()["paired_rows"], M, N, K), "cpu")
-    assert described(as_) == [((M, K), torch.bfloat16)]
-    assert described(bs) == [((K, N), torch.bfloat16)] * 2
-    assert [tuple(x.shape) for x in operands] == [(M,), (M,), (2 * N,), (2 * N,), (2 * N,)]
-    for row in operands[2:]:
-        assert torch.equal(row[::2], row[1::2])  # every value twice
 
 
 def test_values_are_those_of_a_layer():
