@@ -2,14 +2,13 @@
 """An installed copy is complete: modules, data, pattern files and the backend's entry point."""
 
 import importlib.metadata
-import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import coda_inductor
 
@@ -37,21 +36,13 @@ def wheel(tree, tmp_path_factory) -> Path:
     """A wheel of the source archive, as ``python -m build`` makes it."""
     out = tmp_path_factory.mktemp("built")
     build = "import setuptools.build_meta as b; b.build_{}(" + f"{str(out)!r})"
-    run("-c", build.format("sdist"), cwd=tree)
+    python("-c", build.format("sdist"), cwd=tree)
     (archive,) = out.glob("*.tar.gz")
     shutil.unpack_archive(archive, out / "unpacked", filter="data")
     (unpacked,) = (out / "unpacked").iterdir()
-    run("-c", build.format("wheel"), cwd=unpacked)
+    python("-c", build.format("wheel"), cwd=unpacked)
     (built,) = out.glob("*.whl")
     return built
-
-
-def run(*args: object, **kwargs) -> str:
-    """Standard output of ``python args``; a failure shows what it printed."""
-    command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **kwargs)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def test_wheel_holds_every_module_data_file_and_pattern(wheel):
@@ -77,8 +68,8 @@ def test_installed_copy_finds_its_patterns_and_backend(wheel, tmp_path):
         "from coda_inductor import patterns;"
         "print(patterns.builtin_folder()); print(*sorted(p.name for p in patterns.load()))"
     )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    folder, names = run("-c", code, cwd=tmp_path, env=env).splitlines()
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    folder, names = done.stdout.splitlines()
     assert Path(folder) == tmp_path / "coda_inductor" / "_patterns"
     assert names.split() == sorted(p.name for p in coda_inductor.patterns.load())
 
