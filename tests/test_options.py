@@ -11,7 +11,7 @@ import torch
 from checking import check
 from zoo.users import MISH, mish, write
 
-from coda_inductor import OptionError, PatternError, patterns
+from coda_inductor import OptionError, PatternError
 from coda_inductor.log import forget_warnings
 from coda_inductor.options import _KEYS, Options, parse
 
@@ -117,12 +117,6 @@ def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, mon
         assert parse(None, {"patterns": given}).patterns == (path,)
     with pytest.raises(PatternError, match=r"no such file .*nowhere\.py"):
         parse(None, {"patterns": [tmp_path / "nowhere.py"]})
-    with pytest.raises(PatternError, match=r"nowhere\.py"):
-        patterns.load_file(tmp_path / "nowhere.py")
-    for text, said in (("PATTERNS = []\n", ": define PATTERN"), ("x = 1\ny = (\n", ":2: Syntax")):
-        Path(path).write_text(text)
-        with pytest.raises(PatternError, match=f"{path}{said}"):
-            patterns.load_file(path)
     monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
     with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
         parse(None, None)

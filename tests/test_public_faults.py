@@ -270,32 +270,6 @@ def small_fp8_layers_keep_nan_in_its_row_and_all_columns_of_gradients(run):
         assert y[:3].isfinite().all()
 
 
-@reported("pt 197838")
-def a_smaller_budget_keeps_no_more(run):
-    """Nor more than its share of what eager keeps."""
-    model, x = nn.Sequential(block(), block(), block()), torch.randn(64, D)
-
-    def held(function, share):
-        kept: dict[int, int] = {}
-
-        def keep(tensor):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        torch._dynamo.reset()
-        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with functorch_config.patch(activation_memory_budget=share), saved:
-            function(x).sum().backward()
-        return sum(kept.values())
-
-    eager, compiled = held(model, 1.0), run(model)
-    found = [held(compiled, step / 11) for step in range(12)]
-    assert found == sorted(found)
-    if compiled is not model:
-        assert all(f - found[0] <= i / 11 * (eager - found[0]) for i, f in enumerate(found)), found
-        assert found[0] < found[-1]
-
-
 @reported("hf 41827")
 def a_document_does_not_read_the_one_before(run):
     transformers = pytest.importorskip("transformers")
