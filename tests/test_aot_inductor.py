@@ -39,7 +39,6 @@ def lacks(path, x, want, folder):
 
 def test_a_program_that_needs_no_python_is_not_fused(tmp_path, monkeypatch, warned):
     leave_custom_ops(monkeypatch)  # as on a GPU
-    counters.clear()
     model, x = whole(), torch.randn(3, D)
     text = {"aot_inductor.package_cpp_only": True}  # compiling it takes seconds
     with torch.no_grad(), coda_inductor.enabled():
@@ -61,7 +60,6 @@ def test_a_program_that_needs_no_python_is_not_fused(tmp_path, monkeypatch, warn
 def test_rotations_of_a_dynamic_batch_run_for_any(tmp_path, monkeypatch):
     """Sizes of a batch are symbols when ``heads`` asks how a rotation is laid out."""
     leave_custom_ops(monkeypatch)
-    counters.clear()
     model, tables = (
         rotated.layer(rotated.whole(rotate_half)).double(),
         (randn(1, 6, rotated.D), randn(1, 6, rotated.D)),

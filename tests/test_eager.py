@@ -61,7 +61,6 @@ def differing(left, right) -> int:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_results_and_gradients_have_eagers_bits(name, dtype):
-    torch.manual_seed(0)
     model, x = MODELS[name]().to(dtype), randn(4, ROWS // 4, D).to(dtype).requires_grad_()
     want, harness, other = results(model, x), Harness(numerics="eager"), Harness()
     assert differing(results(model, x, harness.train), want) == 0
@@ -132,7 +131,6 @@ def test_sums_of_rows_stay_outside_of_epilogues():
 
 
 def test_only_passes_that_keep_all_bits_run():
-    torch.manual_seed(0)
     tokens = torch.randint(V, (2, T))
     changed = []
     for options in ({}, {"numerics": "eager"}):
@@ -145,7 +143,6 @@ def test_only_passes_that_keep_all_bits_run():
 
 
 def test_inductors_own_kernels_round_too():
-    torch.manual_seed(0)
     model, x = NormLinear().bfloat16(), randn(ROWS, D).bfloat16()
     with torch.no_grad():
         want = model(x)
@@ -154,10 +151,6 @@ def test_inductors_own_kernels_round_too():
             options = {"numerics": numerics}
             have = torch.compile(model, backend="coda", options=options)(x)
             assert torch.equal(have, want) is same
-
-
-def test_it_is_part_of_what_caches_know():
-    assert parse(None, {"numerics": "eager"}).identity != parse(None, None).identity
 
 
 def test_what_has_no_effect_then_is_said(caplog, tmp_path):

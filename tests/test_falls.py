@@ -85,7 +85,6 @@ def inner(monkeypatch, warned):
     compile_fx_inner.asked, compile_fx_inner.never = [], False
     monkeypatch.setattr(op_by_op, "compile_fx_inner", compile_fx_inner)
     monkeypatch.setattr(falls, "_left_out", {})
-    counters.clear()
     coda_inductor.report.forget()
     return compile_fx_inner
 

@@ -352,9 +352,6 @@ BACKENDS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_no_fault_here(name, backend):
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
     if backend in NOT_OURS.get(name.split()[0], ()):
         pytest.skip("a fault of torch's")
     PROGRAMS[name](BACKENDS[backend])

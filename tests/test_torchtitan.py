@@ -26,10 +26,7 @@ from coda_inductor.errors import CodaError
 SHAPE, MICROBATCHES = (2, 8), 2
 
 
-@pytest.fixture(autouse=True)
-def fresh(without_code):
-    torch._dynamo.reset()
-    counters.clear()
+pytestmark = pytest.mark.usefixtures("without_code")
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ B, T, D, P = 2, 8, 64, 0.25
 @pytest.fixture(autouse=True)
 def few_rows_are_enough(monkeypatch):
     monkeypatch.setattr(dropouts, "LEAST", 1)
-    torch.manual_seed(0)
 
 
 class Lora(nn.Module):
@@ -240,7 +239,6 @@ def test_the_backward_pass_of_inductor_draws_the_same_masks():
     compiled = torch.compile(
         lambda x: checkpoint(layer, x, use_reentrant=False), backend="coda", options=options
     )
-    counters.clear()
     found = []
     for _ in range(2):
         found.append(compiled(x).square().sum())

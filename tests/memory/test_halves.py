@@ -47,7 +47,6 @@ def programs(graph):
 def test_up_is_computed_alone(monkeypatch):
     """Half of what a block keeps is gate and up. Where a third must go, one of them does."""
     leave_custom_ops(monkeypatch)
-    torch.manual_seed(0)
     model = Gated(D, 4 * D).double()
     x = torch.randn(ROWS, D, dtype=torch.float64, requires_grad=True)
     grads, harnesses = [], []

@@ -22,12 +22,10 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
-from coda_inductor.joint import JointPass
 from coda_inductor.log import forget_warnings
 from coda_inductor.memory import candidates, partition, planner
 from coda_inductor.memory import limit as limits
 from coda_inductor.options import parse
-from coda_inductor.record import Record
 
 D, ROWS, LAYERS = 32, 64, 3
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
@@ -242,7 +240,6 @@ def test_dropout_draws_the_same_mask_in_both_passes():
 def test_enabled_under_inductor():
     model, x = blocks(dtype=torch.float32), inputs(torch.float32)
     want = gradients(model, model, x)
-    torch._dynamo.reset()
     with coda_inductor.enabled(gate="always", memory=0.2):
         found = gradients(torch.compile(model), model, x)
     assert coda_inductor.reports()[-1].memory.again > 0
@@ -265,7 +262,6 @@ class Own(CustomPartitionerFn):
 @pytest.mark.parametrize("memory", [None, 0.3])
 def test_a_partitioner_of_the_user_comes_first(memory, caplog):
     """Then nothing of ours plans, and the option says so."""
-    torch._dynamo.reset()
     options = {"gate": "always"} | ({} if memory is None else {"memory": memory})
     with torch._inductor.config.patch(custom_partitioner_fn=Own()):
         torch.compile(blocks(), backend="coda", options=options)(inputs()).sum().backward()
@@ -278,7 +274,6 @@ def test_a_partitioner_of_the_user_comes_first(memory, caplog):
 def test_symbolic_sizes():
     model, x = blocks(), inputs()
     want = gradients(model, model, x)
-    torch._dynamo.reset()
     harness = Harness(gate="always", memory=0.3)
     function = torch.compile(model, backend=harness, dynamic=True)
     torch.testing.assert_close(gradients(function, model, x), want, rtol=1e-10, atol=1e-10)
@@ -318,7 +313,6 @@ def test_a_gradient_takes_the_place_of_what_ends_with_its_kernel(donated, monkey
     x, weight = (torch.randn(n, D).bfloat16().requires_grad_() for n in (rows, columns))
     labels = torch.randint(columns, (rows,))
     harness = Harness(gate="always", memory=1.0)
-    torch._dynamo.reset()
     with functorch_config.patch(donated_buffer=donated):
         loss = torch.compile(lambda x, w: F.cross_entropy(x @ w.t(), labels), backend=harness)
         loss(x, weight).backward()
@@ -353,16 +347,6 @@ def test_a_peak_on_a_gpu_is_no_limit_elsewhere():
     harness = Harness(memory="1 GiB")
     harness.train(blocks(), inputs())
     assert harness.record.limit is None
-
-
-def test_the_key_knows_the_option_and_the_budget():
-    def key(**options):
-        return JointPass(Record(parse(None, options))).uuid()
-
-    keys = {key(), key(memory=0.5), key(memory=0.4), key(memory="1 GiB")}
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
-        keys.add(key())
-    assert len(keys) == 5
 
 
 def test_parts_of_a_split_are_views():
