@@ -128,9 +128,7 @@ STORED = {
     "read before it is rounded": (
         lambda z: z.float() * 3, lambda y: (y.cumsum(0), y.bfloat16().cumsum(0)), "float32",
     ),
-    "also read rounded": (
-        torch.relu, lambda y: (y.cumsum(0), y.float().cumsum(0)), "bfloat16",
-    ),
+    "also read rounded": (torch.relu, lambda y: (y.cumsum(0), y.float().cumsum(0)), "bfloat16"),
     "in two half types": (torch.sigmoid, lambda y: (y, y.half()), "float32"),
     "rounded, then widened": (
         lambda z: z.sigmoid().float(), lambda y: (y.amax(1), y.flip(0)), "bfloat16",

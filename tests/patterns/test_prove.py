@@ -43,8 +43,7 @@ EQUAL = {
     "casts": (lambda gate, up: gate.float() * up, lambda gate, up: (gate * up.to(torch.float64))),
     "gelu tanh": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, tanh_gelu),
     "relu as where": (
-        lambda gate, up: F.relu(gate) * up,
-        lambda gate, up: torch.where(gate > 0, gate, 0) * up,
+        lambda gate, up: F.relu(gate) * up, lambda gate, up: torch.where(gate > 0, gate, 0) * up,
     ),
     "condition on a sum": (
         lambda gate, up: torch.maximum(gate, up) + torch.minimum(gate, up),
@@ -166,19 +165,14 @@ def test_gradient_that_is_right_is_proven():
 
 
 REFUSED = {
-    "wrong gradient": (
-        {"gradient": wrong_gradient}, "gradient with respect to gate: they differ",
-    ),
+    "wrong gradient": ({"gradient": wrong_gradient}, "gradient with respect to gate: they differ"),
     "one gradient of two": ({"gradient": lambda dy, gate, up: dy}, "gradient returns 1 values"),
     "parameters of a gradient": ({"gradient": lambda dy, gate: dy}, "gradient takes dy and then"),
-    "wrong idiom": (
-        {"idioms": (good, lambda gate, up: torch.tanh(gate) * up)}, "they differ",
-    ),
+    "wrong idiom": ({"idioms": (good, lambda gate, up: torch.tanh(gate) * up)}, "they differ"),
     "unused": ({"idioms": (unused,)}, "idiom unused does not use its parameter up"),
     "two results": ({"idioms": (lambda gate, up: (gate, up),)}, "must return one tensor"),
     "unknown function": (
-        {"meaning": lambda gate, up: torch.special.i0(gate) * up},
-        "has no formula for aten.i0",
+        {"meaning": lambda gate, up: torch.special.i0(gate) * up}, "has no formula for aten.i0",
     ),
     "option": (
         {"idioms": (lambda gate, up: torch.add(gate, up, alpha=2),)},

@@ -91,9 +91,7 @@ REFUSED = {
         lambda g, u: F.mish(g) * u.to(torch.int64), MISH, "up is torch.int64, not a floating type",
     ),
     "a number": (lambda g, u: F.mish(g) * 2.0, MISH, "up is not a tensor"),
-    "a tensor": (
-        lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant",
-    ),
+    "a tensor": (lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant"),
     "used elsewhere": (
         lambda g, u: (s := F.mish(g)) * u + s, MISH, "its intermediate s is used elsewhere",
     ),

@@ -167,14 +167,10 @@ REFUSED = {
         (T, 1, D),
     ),
     "no-gemm, no epilogue": (of_rows(lambda z: heads(z.cumsum(0))), H * D, (T, 1, D)),
-    "no-gemm, no rows": (
-        of_rows(lambda z: z.view(B, T, H, D, 2)[..., 0]), 2 * H * D, (T, 1, D),
-    ),
+    "no-gemm, no rows": (of_rows(lambda z: z.view(B, T, H, D, 2)[..., 0]), 2 * H * D, (T, 1, D)),
     "no-gemm, one a head": (of_rows(heads), H * D, (T, H, D)),
     "no-gemm, returned": (of_rows(turned, joined=True), H * D, (T, D)),
-    "no-gemm, viewed": (
-        of_rows(turned, True, lambda y: y.view(B * H, T, D) + 1), H * D, (T, D),
-    ),
+    "no-gemm, viewed": (of_rows(turned, True, lambda y: y.view(B * H, T, D) + 1), H * D, (T, D)),
 }  # fmt: skip
 
 
