@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``explain`` forecasts of a step, beside the steps that were measured, and by its forecast: each
-site must still pay where its neighbours were rewritten by nobody.
+"""What ``explain`` forecasts of a step, beside the steps that were measured. By its forecast, each
+site must still pay where nobody has rewritten its neighbours.
 
 The suite has a few steps that are traced quickly; ``CODA_TEST_FORECASTS=all`` has every one. A
 model may have a norm that no pattern knows, or a user may disable one. What is left is fused if it
-saves bytes in the whole graph, where Inductor fuses the rest into the kernels that run anyway."""
+saves bytes in the whole graph, where Inductor fuses the rest into the kernels that run anyway.
+"""
 
 import functools
 import json
