@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are checked before anything is compiled; every complaint names what is known."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

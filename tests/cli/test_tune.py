@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor tune``: what it measures, its table, its complaints."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import replace
 

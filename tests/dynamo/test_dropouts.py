@@ -2,8 +2,6 @@
 """Adapters behind dropout, written as peft writes them, draw their masks in one op for each input;
 what is computed, and each gradient, is that of a float64 model with the same masks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

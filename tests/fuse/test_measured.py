@@ -2,8 +2,6 @@
 """A graph is planned again until nothing that was measured changes the plan. Nothing is run: the
 tensors are on the meta device, the GPU is pretended."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 """The Triton kernels of FP8 casts and of dropout without a GPU: interpreted, and compiled for
 Hopper."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where pattern files come from, what refuses to load, and that a bad file harms no other."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import types

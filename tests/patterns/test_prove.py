@@ -2,8 +2,6 @@
 """The prover: what is equal is proven, what is not is refuted, and the difference is shown. What a
 load compares on numbers refuses the same patterns, but for a function without a formula."""
 
-from __future__ import annotations
-
 import pytest
 import sympy
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of low rank (LoRA) take nothing from those of full rank beside them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs: how they are written, and which are legal for a program."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: what stays with cuBLAS because fusing is expected to lose. Costs are an H100's."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

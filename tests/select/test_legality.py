@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons for having no kernel: of a site, of a matrix, of a machine."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 """Where measurements are kept, which ones count, what follows from one, and by what it is found.
 Users' files have the keys of what ships: if a key changes, their measurements are lost."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

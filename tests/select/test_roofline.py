@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a site is expected to take where nothing was measured. Constants are an H100's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 """What the measuring process does, on a CPU: its kernels are plain ops, its times are made up, its
 tensors as a site has them."""
 
-from __future__ import annotations
-
 import json
 import types
 from dataclasses import replace
