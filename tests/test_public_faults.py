@@ -64,21 +64,6 @@ def both(run, function, loss_of, model=None):
     return zip(*found, strict=True)
 
 
-@reported("pt 195214")
-def ties_of_a_rounded_quotient_count_in_its_gradient(run):
-    scores = (torch.randn(8, D, dtype=BF16) * 4).requires_grad_()
-
-    def loss(scores, w):
-        scaled = (scores @ w) / 3.0
-        most = scaled.amax(-1, keepdim=True)
-        return (scaled == most).sum(-1), (scaled - most).exp().sum()
-
-    counts, total = run(loss)(scores, torch.eye(D, dtype=BF16))
-    total.backward()
-    assert (counts >= 1).all()
-    assert scores.grad.isfinite().all()
-
-
 @reported("pt 181568")
 def a_cast_before_a_wider_bias_rounds(run):
     linear, bias = nn.Linear(D, D, bias=False).to(BF16), torch.randn(D)
@@ -311,29 +296,6 @@ def evaluation_in_inference_mode_comes_before_training(run):
     with torch.inference_mode():
         assert not torch.allclose(compiled(x), before)
         torch.testing.assert_close(compiled(x), model(x))
-
-
-@reported("pt 162410, 184113, 191433")
-def what_is_written_in_place_is_read_afterwards(run):
-    linear, w = nn.Linear(D, D), torch.randn(D)
-
-    def flipped(x):
-        x = linear(x)
-        x.copy_(x.flip(-1))
-        return F.rms_norm(x, (D,), w) @ linear.weight
-
-    def rotated(x):
-        x = linear(x).clone()
-        half = x[..., : D // 2]
-        half.mul_(2.0).add_(x[..., D // 2 :])
-        x += linear(x)
-        return x
-
-    for f in (flipped, rotated):
-        for rows in (8, 96):
-            x = torch.randn(rows, D)
-            with torch.no_grad():
-                torch.testing.assert_close(run(f)(x), f(x), rtol=1e-4, atol=1e-4)
 
 
 #: Torch's own, which it does without us: nothing of ours is in it.
