@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizations become maxima in epilogues and one cast a tensor; scaled products fuse as others.
-That results are the same is asked in ``test_fp8_recipes``."""
+RMSNorm in front of FP8 products waits until its result is quantized, or says why not. That results
+are the same is asked in ``test_fp8_recipes``."""
 
+import copy
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Harness
-from passes import aten_graph, run_pass
+from checking import leave_custom_ops
+from harness import Harness, Stock
+from passes import aten_graph, codes, run_pass
+from torch import nn
 from zoo import float8 as fp8
 from zoo.diffusion import Blocks, Single
 
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope
+from coda_inductor.graph.walk import base
 from coda_inductor.rewrite.decompose import decompose
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
@@ -242,3 +247,126 @@ def test_through_inductor():
             found.append(torch.compile(model, backend=backend, options=options)(x))
     assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
     assert torch._dynamo.utils.counters["coda"]["fp8_product"] == 3
+
+
+class Behind(nn.Module):
+    """A product, a norm, and linear layers that read it; ``extra`` may read it as well."""
+
+    def __init__(self, extra=None, norm=None):
+        super().__init__()
+        self.first, self.second = (
+            nn.Linear(fp8.D, fp8.D, bias=False),
+            nn.Linear(fp8.D, fp8.HIDDEN, bias=False),
+        )
+        self.norm, self.other = norm or nn.RMSNorm(fp8.D, eps=1e-5), extra
+        for parameter in self.norm.parameters():
+            nn.init.normal_(parameter, 1.0, 0.3)
+
+    def forward(self, x):
+        n = self.norm(x + self.first(x))
+        y = self.second(n)
+        return y if self.other is None else (y, self.other(n))
+
+
+def behind(recipe="rowwise", **kwargs):
+    torch.manual_seed(0)
+    return fp8.convert(Behind(**kwargs).bfloat16(), recipe)
+
+
+def run(model, **options):
+    harness = Harness(**ALL, **options)
+    result = harness.train(model, fp8.batch().requires_grad_())
+    return harness, result
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gamma"), [*((recipe, True) for recipe in fp8.RECIPES), ("rowwise", False)]
+)
+def test_the_factor_is_that_of_the_cast(recipe, gamma):
+    norm = nn.RMSNorm(fp8.D, eps=1e-5, elementwise_affine=gamma)
+    harness, _ = run(behind(recipe, norm=norm))
+    assert harness.counts["rms_norm"] == 1
+    assert not [r for r in harness.report.refusals if r.what == "rms_norm"]
+    casts = harness.graph.find_nodes(op="call_function", target=CAST)
+    factors = {n.args[1] for n in casts if n.args[1] is not None}
+    assert len(factors) == 1
+    weights = {base(n.args[7]) for n in casts if n.args[7] is not None}
+    assert len(weights) == gamma
+    # The norm's input is in memory, once, and nothing else: h never leaves the tile.
+    (first,) = [s for s in harness.fused if s.site == "first" and s.role == "forward"]
+    assert [store.dtype for store in first.program.stores] == ["bfloat16"]
+    assert "amax" in first.absorbed
+    # In the forward pass and, where the weight's gradient is FP8, in the backward.
+    assert sum(n.args[1] is not None for n in casts) == 1 + (recipe != "rowwise_with_gw_hp")
+    read = [n for n in harness.graph.find_nodes(op="call_function", target=AMAX) if n.args[1]]
+    assert len(read) == (recipe == "rowwise")  # columns need the factor first
+    stock = Stock()
+    stock.train(behind(recipe, norm=norm), fp8.batch().requires_grad_())
+    fp8.assert_exact(harness, stock)
+
+
+def test_nothing_normalized_leaves_the_forward_pass(monkeypatch):
+    """With kernels the backward pass gets what it gets without the rewrite, and vectors: the
+    results of products, the residual stream."""
+    leave_custom_ops(monkeypatch)
+    recipe = "rowwise"
+    model = fp8.convert(fp8.Stack(layers=2).bfloat16(), recipe)
+    harness = Harness(**ALL)
+    fp8.trained(harness, model, fp8.batch())
+    plain = Harness(**ALL, disable=["rms_norm"])
+    fp8.trained(plain, fp8.convert(fp8.Stack(layers=2).bfloat16(), recipe), fp8.batch())
+    assert harness.counts["rms_norm"] == 1
+    assert plain.counts["rms_norm"] == 0
+    vector = 4 * 2 * 16
+    assert harness.saved_bytes() <= plain.saved_bytes() + 2 * vector
+    matrices = [n.meta["val"] for n in harness.saved if n.op != "placeholder"]
+    matrices = [v for v in matrices if v.dim() > 1 and min(v.shape[-2:]) > 1]
+    assert sorted(v.numel() for v in matrices) == [32 * fp8.D, *[32 * fp8.HIDDEN] * 4]
+
+
+def test_float32_under_autocast():
+    """The norm's result is float32 there, and each layer casts it for itself."""
+    model, x = fp8.Stack(layers=2), fp8.batch(torch.float32)
+    harness, plain = Harness(**ALL), Harness(**ALL, disable=["rms_norm"])
+    want = fp8.trained(Stock(), copy.deepcopy(model).double(), x.double())
+    model = fp8.convert(model, "rowwise")
+    with torch.autocast("cpu", torch.bfloat16):
+        other = fp8.trained(plain, copy.deepcopy(model), x)
+        have = fp8.trained(harness, model, x)
+    assert harness.counts["rms_norm"] == 1  # nothing makes the first one's input
+    assert "norm-read-elsewhere" not in codes(harness)
+    for ours, theirs, exactly in zip(have, other, want, strict=True):
+        error, reference = ((y.double() - exactly).norm() for y in (ours, theirs))
+        assert error <= 1.2 * reference
+
+
+class Scanned(Behind):
+    def forward(self, x):
+        return self.second(self.norm(self.first(x).cumsum(1)))
+
+
+class Mixed(Behind):
+    """A layer that torchao was told to leave reads the norm in the forward pass as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(16, fp8.D))
+
+    def forward(self, x):
+        n = self.norm(x + self.first(x))
+        return self.second(n), F.linear(n, self.router)
+
+
+STAY = [
+    (lambda: Behind(extra=lambda n: n.float().cumsum(1)), "rowwise", "norm-read-elsewhere"),
+    (Scanned, "rowwise", "norm-input-no-gemm"),
+    (lambda: Behind(norm=nn.LayerNorm(fp8.D)), "rowwise", "norm-read-elsewhere"),
+    (Mixed, "tensorwise", "norm-read-elsewhere"),
+]
+
+
+@pytest.mark.parametrize(("make", "recipe", "why"), STAY)
+def test_what_stays_says_why(make, recipe, why):
+    harness, _ = run(fp8.convert(make().bfloat16(), recipe))
+    assert codes(harness) >= {why}
+    assert harness.counts["rms_norm"] == 0
