@@ -122,3 +122,8 @@ def test_figures_of_a_page_are_in_the_files_that_it_names(page):
             if not ok and f"{number} {unit}" not in NOT_MEASURED.get(page.name, ()):
                 wrong.append((f"{number} {unit}", block.strip()[:50]))
     assert not wrong
+
+
+def test_the_readme_names_what_continuous_integration_runs():
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert f"\n{command} " in README
