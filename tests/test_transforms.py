@@ -61,9 +61,8 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms(name):
-    transform, of = TRANSFORMS[name]
+@pytest.mark.parametrize(("transform", "of"), TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(transform, of):
 
     def function(x):
         return transform(of)(x)

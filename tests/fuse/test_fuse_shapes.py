@@ -114,9 +114,8 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_degenerate_and_shared_operands(name):
-    function, shapes = SHARED[name]
+@pytest.mark.parametrize(("function", "shapes"), SHARED.values(), ids=SHARED)
+def test_degenerate_and_shared_operands(function, shapes):
     check(function, *(randn(*shape) for shape in shapes))
 
 

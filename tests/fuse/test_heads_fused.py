@@ -96,9 +96,8 @@ APART = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", APART)
-def test_what_does_not_go_with_a_rotation_stays_apart(name):
-    function, rotations, why = APART[name]
+@pytest.mark.parametrize(("function", "rotations", "why"), APART.values(), ids=APART)
+def test_what_does_not_go_with_a_rotation_stays_apart(function, rotations, why):
     harness = check(function, *inputs(randn(B, T, N)))
     assert sum(site.absorbed.count("rotate_heads") for site in harness.fused) == rotations
     assert why in stops(harness)

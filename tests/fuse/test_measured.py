@@ -165,9 +165,8 @@ OUTCOMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
-def test_what_measurements_decide(name, plan):
-    gpu, us, fused, why, left = OUTCOMES[name]
+@pytest.mark.parametrize(("gpu", "us", "fused", "why", "left"), OUTCOMES.values(), ids=OUTCOMES)
+def test_what_measurements_decide(gpu, us, fused, why, left, plan):
     found = plan(us, gpu, tune="always" if gpu is H100 else None)
     assert found.fused == fused
     assert {*found.measurer.names} >= ALL

@@ -50,9 +50,8 @@ EQUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal_functions_are_proven(name):
-    left, right = EQUAL[name]
+@pytest.mark.parametrize(("left", "right"), EQUAL.values(), ids=EQUAL)
+def test_equal_functions_are_proven(left, right):
     assert difference(of(left), of(right)) is None
 
 
@@ -79,9 +78,8 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_different_functions_are_refused_with_the_difference(name):
-    left, right, said = DIFFERENT[name]
+@pytest.mark.parametrize(("left", "right", "said"), DIFFERENT.values(), ids=DIFFERENT)
+def test_different_functions_are_refused_with_the_difference(left, right, said):
     assert said in difference(of(left), of(right))
 
 
@@ -304,9 +302,8 @@ MALFORMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_pattern_says_what_is_wrong(name):
-    options, said = MALFORMED[name]
+@pytest.mark.parametrize(("options", "said"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_pattern_says_what_is_wrong(options, said):
     with pytest.raises(PatternError) as caught:
         Pattern(**options)
     assert said in str(caught.value)

@@ -98,9 +98,8 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_the_gate_stays(name, tmp_path):
-    function, text, reason = REFUSED[name]
+@pytest.mark.parametrize(("function", "text", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_the_gate_stays(function, text, reason, tmp_path):
     path = write(tmp_path, text)
     harness = check(function, randn(4, D), randn(4, D), patterns=[path])
     assert not raised(harness, load(path))
@@ -271,9 +270,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_scale_or_an_idiom_that_does_not_do_is_refused(name):
-    scale, idioms, said = WRONG[name]
+@pytest.mark.parametrize(("scale", "idioms", "said"), WRONG.values(), ids=WRONG)
+def test_a_scale_or_an_idiom_that_does_not_do_is_refused(scale, idioms, said):
     with pytest.raises(PatternError, match=said):
         Pattern.norm("wrong", scale, idioms)
 

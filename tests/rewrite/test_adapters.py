@@ -114,9 +114,8 @@ def rewritten(function, *args, moves, **how):
     return graph
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_waits_until_after_small_products(name):
-    function, moves = NUMBERS[name]
+@pytest.mark.parametrize(("function", "moves"), NUMBERS.values(), ids=NUMBERS)
+def test_a_number_waits_until_after_small_products(function, moves):
     graph = rewritten(function, randn(M, D), randn(D, RANK), moves=moves, decomposed=True)
     if moves:
         sizes = [n.meta["val"].numel() for n in graph.nodes if n.target is aten.mul.Tensor]
@@ -155,9 +154,8 @@ SUMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_terms_of_full_rank_come_first(name):
-    function, moves = SUMS[name]
+@pytest.mark.parametrize(("function", "moves"), SUMS.values(), ids=SUMS)
+def test_terms_of_full_rank_come_first(function, moves):
     rewritten(lambda x: (function(x),), randn(M, M), moves=moves)
 
 

@@ -167,9 +167,8 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
-def test_what_stays_apart(name):
-    function, options = APART[name]
+@pytest.mark.parametrize(("function", "options"), APART.values(), ids=APART)
+def test_what_stays_apart(function, options):
     _, saved, left = merged(function, (M, N), (M, N), **options)
     assert saved == 0
     assert left[all_reduce] + left[all_gather_into_tensor] == 2

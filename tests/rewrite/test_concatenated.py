@@ -105,10 +105,9 @@ SLICES = {
 }
 
 
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize(("function", "goes"), SLICES.values(), ids=SLICES)
 @pytest.mark.parametrize("shown", [False, True])
-def test_all_slices_of_a_tensor_are_that_tensor(name, shown):
-    function, goes = SLICES[name]
+def test_all_slices_of_a_tensor_are_that_tensor(function, goes, shown):
 
     def all_of_it(x):
         found = function(x.sin())

@@ -87,9 +87,8 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_products_by_all_parts_of_one_weight_are_one(name):
-    function, shapes, left = GROUPED[name]
+@pytest.mark.parametrize(("function", "shapes", "left"), GROUPED.values(), ids=GROUPED)
+def test_products_by_all_parts_of_one_weight_are_one(function, shapes, left):
     given = *(randn(*shape) for shape in shapes), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     graph = aten_graph(function, *given)
     run_pass(finish_experts, graph)
@@ -122,9 +121,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_later_block_reads_is_saved(name):
-    function, block, tags = CASES[name]
+@pytest.mark.parametrize(("function", "block", "tags"), CASES.values(), ids=CASES)
+def test_what_a_later_block_reads_is_saved(function, block, tags):
     graph = aten_graph(function, torch.empty(4, 6))
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
@@ -209,9 +207,8 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSPOSED)
-def test_a_product_that_is_transposed_twice_is_read_as_it_is(name):
-    function, left = TRANSPOSED[name]
+@pytest.mark.parametrize(("function", "left"), TRANSPOSED.values(), ids=TRANSPOSED)
+def test_a_product_that_is_transposed_twice_is_read_as_it_is(function, left):
     a, b = randn(6, 4).double(), randn(4, 5).double()
     graph = aten_graph(function, a, b)
     run_pass(NOOPS, graph)

@@ -52,9 +52,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_tables(name):
-    make, tokens, how, fired = CASES[name]
+@pytest.mark.parametrize(("make", "tokens", "how", "fired"), CASES.values(), ids=CASES)
+def test_gradients_of_tables(make, tokens, how, fired):
     harness = check_gradients(make(), tokens, **how)
     assert harness.counts["embedding_backward"] == fired
     assert kept(harness) == (not fired)

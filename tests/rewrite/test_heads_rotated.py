@@ -72,9 +72,8 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_values_and_gradients(spelling):
-    apply, width = SPELLINGS[spelling]
+@pytest.mark.parametrize(("apply", "width"), SPELLINGS.values(), ids=SPELLINGS)
+def test_values_and_gradients(apply, width):
     harness = check_gradients(Model(2, apply), *inputs(width))
     assert harness.counts["rotary"] == 4
     assert not count(harness.graph, rotate_heads)
@@ -272,9 +271,8 @@ STAY = {
 }
 
 
-@pytest.mark.parametrize("name", STAY)
-def test_others_are_not_kept(name):
-    function, shape, options = STAY[name]
+@pytest.mark.parametrize(("function", "shape", "options"), STAY.values(), ids=STAY)
+def test_others_are_not_kept(function, shape, options):
     assert not count(check(function, randn(*shape), randn(D, D), **options).graph, KEEP)
 
 

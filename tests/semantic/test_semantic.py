@@ -44,10 +44,9 @@ def test_the_gradient_of_a_row_of_each_group():
     torch.testing.assert_close(found, torch.stack([dy[:2].sum(0), 0 * x[0], dy[2:5].sum(0)]))
 
 
-@pytest.mark.parametrize("name", GRADED)
-def test_gradients(name):
+@pytest.mark.parametrize(("function", "shapes"), GRADED.values(), ids=GRADED)
+def test_gradients(function, shapes):
     """For each choice of what wants one."""
-    function, shapes = GRADED[name]
     for mask in itertools.product([True, False], repeat=len(shapes)):
         if any(mask):
             leaves = [randn(*s).requires_grad_(w) for s, w in zip(shapes, mask, strict=True)]

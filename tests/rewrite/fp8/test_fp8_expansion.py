@@ -196,10 +196,9 @@ JOINED = {
 
 
 @pytest.mark.parametrize("value", [1.0, 0.0, torch.nan, torch.inf])
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(("joined", "in_epilogue"), JOINED.values(), ids=JOINED)
 @pytest.mark.parametrize("dims", [[1], []])
-def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, name, value):
-    joined, in_epilogue = JOINED[name]
+def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, joined, in_epilogue, value):
 
     def function(x, w):
         q, s = quantize(joined(x, F.gelu(x @ w)), dims, E4M3, False, True)
