@@ -45,11 +45,11 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 #: one that starts last keeps that process busy after the others have ended.
 SLOW = (
     "test_distributed", "test_compile", "test_fp8_recipes", "test_pass_contract", "test_falls",
-    "test_neighbours", "test_plan", "test_pipeline", "test_frameworks", "test_steps",
+    "test_forecast", "test_plan", "test_pipeline", "test_frameworks", "test_steps",
     "test_families", "test_fuzz", "test_benchmarks", "test_examples", "test_artifacts",
     "test_public_faults", "test_diffusion_users", "test_bisect", "test_fp8_expansion",
     "test_pass_mode", "test_inductor", "test_training_contexts", "test_masks", "test_loss",
-    "test_cast_kernels", "test_norms",
+    "test_triton_kernels", "test_norms",
 )  # fmt: skip
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A measuring process that measures nothing, and what a tuner needs beside it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time
@@ -65,7 +63,7 @@ class Machine:
         store = Measurements(HOPPER, folder)
         return tuner.Tuner(store, CUDA, seconds, most, self.process, self)
 
-    def process(self, module: str, index: str) -> Process:
+    def process(self, module: str, index: str) -> "Process":
         assert (module, index) == ("coda_inductor.tune.worker", str(CUDA.index))
         return Process(self)
 

@@ -88,9 +88,7 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     programs = {
         "scale": made("rstd:col:float32", "x mul acc rstd", "x"),
         "rms_partial": made(
-            "residual:tile weight:row",
-            "x add acc residual; h mul x weight; sq mul x x",
-            "x h",
+            "residual:tile weight:row", "x add acc residual; h mul x weight; sq mul x x", "x h",
             "part0:sq",
         ),
         "swiglu": pair("y"),
@@ -99,8 +97,7 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "g:tile u:tile rstd:col:float32",
             f"{_GATED}; du mul acc act; {_SLOPE}; through mul acc u; dg mul through slope;"
             "dgr mul dg rstd; dur mul du rstd; dgg mul dg g; duu mul du u; dot add dgg duu",
-            "dgr dur y",
-            "part0:dot",
+            "dgr dur y", "part0:dot",
         ),
         "act_bwd": made(  # gelu (tanh) of z
             "z:tile",
@@ -118,10 +115,9 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "rstd:col:float32 cos:table sin:table",
             "x mul acc rstd; other swap acc 128.0 64.0; turned mul other rstd; x_cos mul x cos;"
             "turned_sin mul turned sin; y add x_cos turned_sin",
-            "y",
-            head=128,
+            "y", head=128,
         ),
-    }
+    }  # fmt: skip
     return {name: simplify(consistent(program)) for name, program in programs.items()}
 
 
@@ -194,23 +190,20 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "x add acc bias; xx mul x x; cubic mul xx 0.0356774; inner add cubic 0.797885;"
             "z mul x inner; t tanh z; t1 add t 1.0; half mul x 0.5; gelu mul half t1; r relu x;"
             "rr mul r r; both add gelu rr; low maximum both -2.0; y minimum low 2.0",
-            "y",
-            "rows:y cols:y:col",
+            "y", "rows:y cols:y:col",
         ),
         # What is behind an attention, and in front of a modulated norm; the sums need masks.
         "gated": made(
             "bias:row gate:batch residual:tile scale:batch:float32 mean:col:float32",
             "z add acc bias; y mul z gate; x add residual y; v sub x mean; h mul v scale;"
             "sq mul v v",
-            "x h",
-            "part0:v part1:sq",
+            "x h", "part0:v part1:sq",
         ),
         "paired_batches": made(
             "rstd:col:float32 m:col:float32 sums:batch:float32 shift:batch",
             "g0 mul m sums; g1 sub acc0 g0; g2 mul g1 rstd; g add g2 shift; u mul acc1 rstd;"
             f"{_GATED}",
-            "y",
-            accs=("acc0", "acc1"),
+            "y", accs=("acc0", "acc1"),
         ),
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
@@ -220,11 +213,9 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "m:col:float32 rstd:col:float32 wg:row:float32 wu:row:float32 bias:row",
             "g0 mul m wg; g1 sub acc0 g0; g mul g1 rstd; u0 mul m wu; u1 sub acc1 u0;"
             f"u2 mul u1 rstd; u add u2 bias; {_GATED}",
-            "y g u",
-            "rows:y cols:u:col",
-            accs=("acc0", "acc1"),
+            "y g u", "rows:y cols:u:col", accs=("acc0", "acc1"),
         ),
-    }
+    }  # fmt: skip
     return {name: legal(program) for name, program in named.items()}
 
 
@@ -286,10 +277,9 @@ def heads(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "scaled mul acc scale; x add scaled bias; size abs x; log log1p size;"
             "half swap acc 64.0 32.0; next swap acc 32.0 1.0; both add half next;"
             "rated mul both log; later add rated residual; y mul later table",
-            "y x",
-            head=64,
+            "y x", head=64,
         ),
-    }
+    }  # fmt: skip
     return {name: legal(program) for name, program in named.items()}
 
 
@@ -325,29 +315,23 @@ def fp8() -> dict[str, EpilogueProgram]:
         "fp8_residual": residual(),
         # Gate and up, whose operand is shared.
         "fp8_swiglu": parsed(
-            "bfloat16",
-            "inv_a:col:float32 inv_g:row:float32 inv_u:row:float32",
+            "bfloat16", "inv_a:col:float32 inv_g:row:float32 inv_u:row:float32",
             f"g0 mul acc0 inv_a; g mul g0 inv_g; u0 mul acc1 inv_a; u mul u0 inv_u; {_GATED};"
             "size abs y",
-            "y g u",
-            "top:size:row:max",
-            accs=("acc0", "acc1"),
-            a_dtype=E4M3,
+            "y g u", "top:size:row:max", accs=("acc0", "acc1"), a_dtype=E4M3,
         ),
         # Down's dgrad, of a gradient in e5m2, with the activation that the weight's gradient reads.
         "fp8_dswiglu": parsed(
-            "bfloat16",
-            "inv_a:col:float32 inv_b:scalar:float32 g:tile u:tile",
+            "bfloat16", "inv_a:col:float32 inv_b:scalar:float32 g:tile u:tile",
             "d0 mul acc inv_a; d mul d0 inv_b; s sigmoid g; act mul g s; du mul d act;"
             f"{_SLOPE}; through mul d u; dg mul through slope; gsize abs dg; usize abs du;"
             "y mul act u",
             "dg du y",
             "grow:gsize:row:max urow:usize:row:max gcol:gsize:col:max ucol:usize:col:max",
-            a_dtype=E5M2,
-            b_dtype=E4M3,
+            a_dtype=E5M2, b_dtype=E4M3,
         ),
         "fp8_activated": activated(),
-    }
+    }  # fmt: skip
     fast = ("fp8_residual", "fp8_swiglu", "fp8_dswiglu")
     named |= {f"{name}_fast": dataclasses.replace(named[name], fast=True) for name in fast}
     return {name: legal(program) for name, program in named.items()}

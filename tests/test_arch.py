@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A generation of GPUs is one record, and a table of what was measured on one of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

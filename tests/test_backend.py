@@ -163,6 +163,7 @@ def uuid(before=None, **options):
 OPTIONS = [
     {"gate": "never"}, {"disable": ["swiglu"]}, {"strict": True}, {"fp16_norms": True},
     {"reference": True}, {"tune": "always"}, {"tune": "never"}, {"tune_seconds": 5},
+    {"memory": 0.5}, {"memory": 0.4}, {"memory": "1 GiB"}, {"numerics": "eager"},
 ]  # fmt: skip
 
 
@@ -178,6 +179,8 @@ def test_uuid_changes_with_what_changes_a_graph_and_with_nothing_else(monkeypatc
     for text in ("x = 1\n", "x = 2\n"):
         path.write_text(text)
         found.append(uuid(patterns=str(path)))
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        found.append(uuid())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     found.append(uuid())  # collectives beside kernels: another kernel is taken

@@ -37,13 +37,13 @@ def forget():
     private_dir.cache_clear()
 
 
-def find(caplog=None):
+def expect(caplog, own: Path, said: str = "", read_only: Path | None = None) -> None:
+    """These folders are found, and this is said of it, or nothing."""
     forget()
-    if caplog is None:
-        return cache_dirs()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "coda_inductor"):
-        return cache_dirs()
+        assert cache_dirs() == (own, read_only)
+    assert [said in text for text in caplog.messages] == [True] * bool(said)
 
 
 def mode(path: Path) -> int:
@@ -85,22 +85,18 @@ def test_the_default_is_in_the_home_and_private(place, caplog, umask, monkeypatc
     umask(0)
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    own, read_only = find(caplog)
-    assert (own, read_only) == (place / "home" / ".cache" / "coda_inductor", None)
-    assert mode(own) == 0o700
-    assert mode(folder("kernels", "version")) == 0o700
-    assert not caplog.messages
+    expect(caplog, own := place / "home" / ".cache" / "coda_inductor")
+    assert mode(own) == mode(folder("kernels", "version")) == 0o700
 
 
 def test_without_a_home_a_folder_of_this_user_alone(no_home, caplog, monkeypatch, umask):
     umask(0)
     monkeypatch.setenv("USER", "x/../../..")
     monkeypatch.setenv("LOGNAME", "x/../../..")
-    assert find(caplog) == (no_home, None)
+    expect(caplog, no_home)
     assert mode(no_home) == 0o700
-    assert not caplog.messages
     (no_home / "kept").touch()
-    assert find(caplog) == (no_home, None)
+    expect(caplog, no_home)
 
 
 def linked(path):
@@ -124,7 +120,8 @@ def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
         PLANTED[what](no_home)
     if what == "a stranger's":
         belongs(no_home)
-    own, read_only = find(caplog)
+    forget()
+    own, read_only = cache_dirs()
     assert read_only is None
     assert own.parent == no_home.parent
     assert own.name.startswith(f"{no_home.name}_")
@@ -145,17 +142,16 @@ def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
     chosen.chmod(0o2775)
     belongs(chosen)
     monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
-    assert find(caplog) == (chosen, None)
-    assert not caplog.messages
+    expect(caplog, chosen)
     chosen.chmod(0o777)
     own = place / "home" / ".cache" / "coda_inductor"
-    assert find(caplog) == (own, None)
-    (said,) = caplog.messages
-    assert f"CODA_CACHE_DIR={chosen} is not used: every user can write to {chosen} (chmod" in said
+    why = f"CODA_CACHE_DIR={chosen} is not used: every user can write to {chosen} (chmod"
+    expect(caplog, own, why)
     chosen.chmod(0o755)
     place.chmod(0o777)
     try:
-        assert find(caplog)[0] != chosen
+        forget()
+        assert cache_dirs()[0] != chosen
     finally:
         place.chmod(0o700)
 
@@ -165,12 +161,12 @@ def test_what_a_stranger_made_in_the_temporary_directory(place, caplog, monkeypa
     chosen.mkdir(mode=0o755)
     link.symlink_to(place / "home")
     monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
-    assert find(caplog) == (chosen, None)
+    expect(caplog, chosen)
     for path in (chosen, link):
         belongs(path)
         monkeypatch.setenv("CODA_CACHE_DIR", str(path))
-        assert find(caplog)[0] not in (path, place / "home")
-        assert f"every user can create {path}, and user {STRANGER} did" in caplog.text
+        own = place / "home" / ".cache" / "coda_inductor"
+        expect(caplog, own, f"every user can create {path}, and user {STRANGER} did")
 
 
 def test_the_default_must_be_ours(place, caplog, belongs, monkeypatch):
@@ -181,15 +177,13 @@ def test_the_default_must_be_ours(place, caplog, belongs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("CODA_CACHE_DIR", str(image))
         patch.setattr(module, "writable", lambda path: path != image)
-        assert find(caplog) == (theirs, image)
-        assert not caplog.messages
+        expect(caplog, theirs, read_only=image)
     theirs.rmdir()
     theirs.mkdir(parents=True)
-    assert find()[0] == theirs
+    expect(caplog, theirs)
     belongs(theirs)
-    own, _ = find(caplog)
-    assert own == place / "temp" / f"coda_inductor_uid_{os.geteuid()}"
-    assert f"CODA_CACHE_DIR={theirs} says that you trust them" in caplog.text
+    own = place / "temp" / f"coda_inductor_uid_{os.geteuid()}"
+    expect(caplog, own, f"CODA_CACHE_DIR={theirs} says that you trust them")
 
 
 def test_a_user_without_home_and_name_and_a_chosen_folder_that_cannot_be_made(
@@ -201,9 +195,8 @@ def test_a_user_without_home_and_name_and_a_chosen_folder_that_cannot_be_made(
     monkeypatch.setattr(os, "environ", {"CODA_CACHE_DIR": os.devnull})
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     own = place / "temp" / f"coda_inductor_uid_{os.getuid()}"
-    assert find(caplog) == (own, None)
+    expect(caplog, own, f"CODA_CACHE_DIR={os.devnull} is not used")
     assert own.is_dir()
-    assert f"CODA_CACHE_DIR={os.devnull} is not used" in caplog.text
 
 
 def test_modes_follow_the_umask(place, monkeypatch, umask):
@@ -211,14 +204,15 @@ def test_modes_follow_the_umask(place, monkeypatch, umask):
     for mask, file, around in ((0o022, 0o644, 0o755), (0o077, 0o600, 0o700)):
         umask(mask)
         monkeypatch.setenv("CODA_CACHE_DIR", str(place / f"chosen{mask}"))
-        own, _ = find()
+        forget()
+        own, _ = cache_dirs()
         assert mode(own) == around
         write(own / "measured" / "one", "text")
         assert mode(own / "measured" / "one") == file
         assert mode(own / "measured") == around
     umask(0o022)
     own.chmod(0o775)
-    find()
+    forget()
     assert mode(folder("kernels", "version")) == 0o775
 
 
@@ -245,7 +239,7 @@ def test_a_home_that_belongs_to_somebody_else_is_not_used(place):
         os.setgid(STRANGER)
         os.setuid(STRANGER)
         try:
-            os.write(writer, str(find()).encode())
+            os.write(writer, str(cache_dirs()).encode())
         except OSError as error:
             os.write(writer, repr(error).encode())
         os._exit(0)

@@ -29,32 +29,17 @@ def private(name: str) -> bool:
     return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
 
 
-def dotted(node: ast.expr) -> str:
-    parts = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([node.id if isinstance(node, ast.Name) else "", *reversed(parts)])
-
-
-def imported(tree: ast.Module) -> Iterator[str]:
-    """Everything that a module imports from torch and the kernel libraries, by its full name."""
+def foreign(tree: ast.Module) -> Iterator[str]:
+    """What a module imports of torch and the kernel libraries, and private attributes of things
+    that are not its own."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (n for n in names if n.split(".")[0] in ("torch", "quack", "cutlass"))
-
-
-def attributes(tree: ast.Module) -> Iterator[str]:
-    """Private attributes of things that are not the module's own."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and private(node.attr):
-            if dotted(node).split(".")[0] not in ("self", "cls"):
-                yield dotted(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [above + alias.name for alias in node.names]
+            yield from (n for n in names if n.split(".")[0] in ("torch", "quack", "cutlass"))
+        elif isinstance(node, ast.Attribute) and private(node.attr):
+            if not ast.unparse(node).startswith(("self.", "cls.")):
+                yield ast.unparse(node)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
             name = node.args[1]
             if isinstance(name, ast.Constant) and private(str(name.value)):
@@ -69,7 +54,7 @@ def own_names() -> set[str]:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= {node.attr} if dotted(node).startswith("self.") else set()
+                found |= {node.attr} if ast.unparse(node).startswith("self.") else set()
     return found
 
 
@@ -81,9 +66,10 @@ def test_private_names_stand_in_compat_only():
     wrong = []
     for path, tree in modules():
         in_mainloop = "mainloop" in path.parts
-        names = [n for n in imported(tree) if private(n) or n.startswith(("quack", "cutlass"))]
-        names += [n for n in attributes(tree) if n.rpartition(".")[2] not in ours]
-        for name in names:
+        for name in foreign(tree):
+            library = name.startswith(("quack", "cutlass"))
+            if not (private(name) or library) or name.rpartition(".")[2] in ours:
+                continue
             if in_mainloop and (name.startswith("cutlass") and not private(name)):
                 continue  # CuTeDSL's public names
             if not (in_mainloop and known(name)):

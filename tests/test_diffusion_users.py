@@ -9,40 +9,31 @@ from checking import randn
 from harness import Harness, Stock
 from torch import nn
 from zoo.diffusion import WIDTH, Block, Blocks
+from zoo.layers import Lora
 
 D = WIDTH
 
 
-class Adapted(nn.Module):
-    """A linear layer with a low-rank adapter beside it, as adapters' libraries replace one."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base = base
-        self.down = nn.Parameter(randn(4, base.in_features))
-        self.up = nn.Parameter(randn(4, base.out_features))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.down.mT @ self.up
-
-
-def attach(model: nn.Module) -> list[Adapted]:
+def attach(model: nn.Module) -> None:
     linears = [(m, n, c) for m in model.modules() for n, c in m.named_children()
                if isinstance(c, nn.Linear) and c.out_features == D]  # fmt: skip
     for parent, name, linear in linears:
-        setattr(parent, name, Adapted(linear).to(linear.weight))
-    return [getattr(parent, name) for parent, name, _ in linears]
+        setattr(parent, name, Lora(linear, 4).to(linear.weight))
+
+
+def adapters(model: nn.Module) -> list[Lora]:
+    return [m for m in model.modules() if isinstance(m, Lora)]
 
 
 def swap(model: nn.Module) -> None:
-    for adapted in [m for m in model.modules() if isinstance(m, Adapted)]:
-        nn.init.normal_(adapted.up)
+    for lora in adapters(model):
+        nn.init.normal_(lora.b.weight)
 
 
 def merge(model: nn.Module) -> None:
-    for adapted in [m for m in model.modules() if isinstance(m, Adapted)]:
-        adapted.base.weight.data += (adapted.down.mT @ adapted.up).mT
-        adapted.up.data.zero_()
+    for lora in adapters(model):
+        lora.base.weight.data += lora.scale * lora.b.weight @ lora.a.weight
+        lora.b.weight.data.zero_()
 
 
 def nothing(_model: nn.Module) -> None:

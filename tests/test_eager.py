@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from checking import differentiate, randn
 from harness import Harness
 from torch import nn
-from zoo.layers import Block, Everything, Gated, T, V, rotated, swiglu
+from zoo.layers import Block, Everything, Gated, Lora, T, V, rotated, swiglu
 
 from coda_inductor import pass_mode, pipeline
 from coda_inductor.options import parse
@@ -32,17 +32,6 @@ class NormLinear(nn.Module):
         return self.q(self.norm(x + self.o(x)))
 
 
-class Lora(nn.Module):
-    """A linear layer with an adapter."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.a, self.b = nn.Linear(D, D), nn.Linear(D, 8, False), nn.Linear(8, D, False)
-
-    def forward(self, x):
-        return F.relu(self.base(x) + self.b(self.a(x)) * 0.3)
-
-
 def mlp(gate=swiglu, **how):
     return Gated(D, 2 * D, gate=gate, norm=lambda _: nn.Identity(), **how)
 
@@ -51,7 +40,7 @@ MODELS = {
     "gate": lambda: mlp(residual=False),
     "norm and linear": NormLinear,
     "residual": lambda: mlp(lambda gate, up: F.relu(gate) - up, front=True, bias=True),
-    "adapter": Lora,
+    "adapter": lambda: nn.Sequential(Lora(nn.Linear(D, D), 8, 0.3), nn.ReLU()).requires_grad_(),
     "Llama block": lambda: Block(D, turn=rotated),
 }
 CASES = [(name, torch.bfloat16) for name in MODELS] + [("residual", torch.float16)]
@@ -72,7 +61,6 @@ def differing(left, right) -> int:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_results_and_gradients_have_eagers_bits(name, dtype):
-    torch.manual_seed(0)
     model, x = MODELS[name]().to(dtype), randn(4, ROWS // 4, D).to(dtype).requires_grad_()
     want, harness, other = results(model, x), Harness(numerics="eager"), Harness()
     assert differing(results(model, x, harness.train), want) == 0
@@ -143,7 +131,6 @@ def test_sums_of_rows_stay_outside_of_epilogues():
 
 
 def test_only_passes_that_keep_all_bits_run():
-    torch.manual_seed(0)
     tokens = torch.randint(V, (2, T))
     changed = []
     for options in ({}, {"numerics": "eager"}):
@@ -156,7 +143,6 @@ def test_only_passes_that_keep_all_bits_run():
 
 
 def test_inductors_own_kernels_round_too():
-    torch.manual_seed(0)
     model, x = NormLinear().bfloat16(), randn(ROWS, D).bfloat16()
     with torch.no_grad():
         want = model(x)
@@ -165,10 +151,6 @@ def test_inductors_own_kernels_round_too():
             options = {"numerics": numerics}
             have = torch.compile(model, backend="coda", options=options)(x)
             assert torch.equal(have, want) is same
-
-
-def test_it_is_part_of_what_caches_know():
-    assert parse(None, {"numerics": "eager"}).identity != parse(None, None).identity
 
 
 def test_what_has_no_effect_then_is_said(caplog, tmp_path):

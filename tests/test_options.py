@@ -1,51 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are checked before anything is compiled; every complaint names what is known."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from harness import Harness
+from checking import check
+from zoo.users import MISH, mish, write
 
-from coda_inductor import OptionError, PatternError, patterns
+from coda_inductor import OptionError, PatternError
 from coda_inductor.log import forget_warnings
 from coda_inductor.options import _KEYS, Options, parse
 
-PATTERN = """
-import torch
-from coda_inductor import Pattern
 
-def meaning(x, y):
-    return torch.sigmoid(x) + torch.sqrt(y)
-
-PATTERN = Pattern(
-    name="users_own",
-    meaning=meaning,
-    conditions=(lambda match: REASON,),
-)
-"""
-
-
-def idiom(x):
-    return torch.sigmoid(x) + torch.sqrt(x)
-
-
-def pattern_file(folder: Path, reason: str | None = None) -> str:
-    """A user's pattern."""
-    path = folder / "users_own.py"
-    path.write_text(PATTERN.replace("REASON", repr(reason)))
-    return str(path)
-
-
-def run_idiom(**options) -> tuple[bool, Harness]:
-    """Did the user's pattern fire? The value is right either way."""
-    harness, x = Harness(**options), torch.rand(3, 4)
-    torch.testing.assert_close(harness.run(idiom, x), idiom(x))
-    targets = [str(n.target) for n in harness.raised.nodes]
-    return any(t.startswith("coda_inductor.users_own_") for t in targets), harness
+def fires(**options) -> bool:
+    """Does a user's pattern? The value is right either way."""
+    harness = check(mish, *torch.rand(2, 3, 4), **options)
+    return any("mish_glu" in str(node.target) for node in harness.raised.nodes)
 
 
 def test_a_removed_option_says_what_replaces_it(caplog):
@@ -61,24 +33,21 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     assert parse("default", {}) == Options()
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "message"),
-    [
-        (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_KEYS))};"),
-        (None, ["debug"], r"got \['debug'\]"),
-        (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
-        ("max_autotune", None, r"did you mean 'max-autotune'\?"),
-        ("fast", None, "unknown mode 'fast'; known"),
-        (None, {"strict": 1}, "'strict' takes True or False, got 1"),
-        (None, {"gate": "allways"}, r"got 'allways' \(did you mean 'always'\?\)"),
-        (None, {"tune": False}, "'tune' is one of auto, always, never, got False"),
-        *((None, {"tune_seconds": wrong}, f"'tune_seconds' takes a positive .*, got {wrong!r}")
-          for wrong in (0, True, "x", float("inf"), float("nan"))),
-        (None, {"disable": 3}, "'disable' takes a list of strings, got 3"),
-        (None, {"patterns": 3}, "'patterns' takes a list of strings, got 3"),
-        (None, {"debug_dir": 3}, "'debug_dir'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mode", "options", "message"), [
+    (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_KEYS))};"),
+    (None, ["debug"], r"got \['debug'\]"),
+    (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),
+    ("max_autotune", None, r"did you mean 'max-autotune'\?"),
+    ("fast", None, "unknown mode 'fast'; known"),
+    (None, {"strict": 1}, "'strict' takes True or False, got 1"),
+    (None, {"gate": "allways"}, r"got 'allways' \(did you mean 'always'\?\)"),
+    (None, {"tune": False}, "'tune' is one of auto, always, never, got False"),
+    *((None, {"tune_seconds": wrong}, f"'tune_seconds' takes a positive .*, got {wrong!r}")
+      for wrong in (0, True, "x", float("inf"), float("nan"))),
+    (None, {"disable": 3}, "'disable' takes a list of strings, got 3"),
+    (None, {"patterns": 3}, "'patterns' takes a list of strings, got 3"),
+    (None, {"debug_dir": 3}, "'debug_dir'"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(mode, options, message):
     with pytest.raises(OptionError, match=message):
         parse(mode, options)
@@ -125,15 +94,14 @@ def test_disabled_from_the_environment(monkeypatch, caplog):
     """A name that is unknown there may be another graph's."""
     monkeypatch.setenv("CODA_DISABLE", "norm,swigul")
     assert parse(None, {"disable": "rotary"}).disable == ("rotary", "norm", "swigul")
-    assert run_idiom(disable=["gemm:any.module"])[0] is False
+    assert not fires(disable=["gemm:any.module"])
     assert "CODA_DISABLE: there is no 'swigul' (did you mean 'swiglu'?)" in caplog.text
     with pytest.raises(Exception, match="option 'disable': there is no 'rotray'"):
-        run_idiom(disable=["rotray"])
+        fires(disable=["rotray"])
 
 
 def test_patterns_from_the_environment(monkeypatch, tmp_path):
-    first, second = pattern_file(tmp_path), str(tmp_path / "second.py")
-    Path(second).write_text(Path(first).read_text())
+    first, second = (write(tmp_path, MISH, name) for name in ("first.py", "second.py"))
     monkeypatch.setenv("CODA_PATTERNS", os.pathsep.join([first, second]))
     assert parse(None, None).patterns == (first, second)
     third = str(tmp_path)
@@ -142,41 +110,22 @@ def test_patterns_from_the_environment(monkeypatch, tmp_path):
 
 
 def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    path = pattern_file(tmp_path)
+    path = write(tmp_path, MISH)
     for given in (path, Path(path)):
         assert parse(None, {"patterns": given}).patterns == (path,)
     with pytest.raises(PatternError, match=r"no such file .*nowhere\.py"):
         parse(None, {"patterns": [tmp_path / "nowhere.py"]})
-    with pytest.raises(PatternError, match=r"nowhere\.py"):
-        patterns.load_file(tmp_path / "nowhere.py")
-    for text, said in (("PATTERNS = []\n", ": define PATTERN"), ("x = 1\ny = (\n", ":2: Syntax")):
-        Path(path).write_text(text)
-        with pytest.raises(PatternError, match=f"{path}{said}"):
-            patterns.load_file(path)
     monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
     with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
         parse(None, None)
 
 
 def test_broken_pattern_file_fails_alone(tmp_path, caplog):
-    path = tmp_path / "broken.py"
-    path.write_text("PATTERN = 1 / 0\n")
-    good = pattern_file(tmp_path)
+    path, good = write(tmp_path, "PATTERN = 1 / 0\n", "broken.py"), write(tmp_path, MISH)
     with caplog.at_level("WARNING"):
-        assert run_idiom(patterns=[str(path), good], strict=False)[0]
+        assert fires(patterns=[path, good], strict=False)
     (said,) = [r.getMessage() for r in caplog.records if "broken.py" in r.getMessage()]
     assert f"{path}:1: ZeroDivisionError" in said
     with pytest.raises(Exception, match="ZeroDivisionError") as caught:
-        run_idiom(patterns=[str(path), good], strict=True)
+        fires(patterns=[path, good], strict=True)
     assert isinstance(caught.value.inner_exception, PatternError)
-
-
-def test_users_pattern_refuses_fires_when_edited_and_can_be_disabled(tmp_path):
-    path = pattern_file(tmp_path, "not today")
-    fired, harness = run_idiom(patterns=[path])
-    assert not fired
-    assert harness.report.near_misses == ["users_own at add: not today"]
-    assert pattern_file(tmp_path) == path
-    assert run_idiom(patterns=[path])[0]
-    assert not run_idiom(patterns=[path], disable=["users_own"])[0]
-    assert not run_idiom()[0]

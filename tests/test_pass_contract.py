@@ -153,9 +153,7 @@ CASES = {
         ("packed", "fuse"),
         broken={"in rows": of.gated(lambda z: z.unflatten(1, (2, -1)).unbind(1))},
     ),
-    "assertions": Case(
-        of.asserted, ((D, D), (D,)), found(rms_norm), "assertions", ("assertions",),
-    ),
+    "assertions": Case(of.asserted, ((D, D), (D,)), found(rms_norm), "assertions", ("assertions",)),
     "in_place": Case(
         of.in_place, ((D, D), (D,)), found(rms_norm), "in_place", ("in_place",),
         but={"autocast": 0},  # which might widen a root of 16 bits
@@ -201,9 +199,7 @@ CASES = {
         of.data_masked, ATTENTION, fired("block_mask"), "block_masks",
         ("block_mask", "block_masks"), but={"any size": 0}, options={"gate": "always"},
     ),
-    "rotary": Case(
-        of.rotary, ROTARY, fired("rotary"), "heads", ("rotary", "heads"),
-    ),
+    "rotary": Case(of.rotary, ROTARY, fired("rotary"), "heads", ("rotary", "heads")),
     "tables": Case(
         lambda x, w: of.rotated(of.heads(x, w)[0].cumsum(2), x), ROTARY,
         lambda harness: sum(node.target is tables.KEEP for node in harness.graph.nodes),
@@ -221,9 +217,7 @@ CASES = {
         (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
         ("clamped_swiglu_backward",), but={"inference": 0},
     ),
-    "experts": Case(
-        of.experts, EXPERTS, fired("experts"), "experts", ("experts",),
-    ),
+    "experts": Case(of.experts, EXPERTS, fired("experts"), "experts", ("experts",)),
     "experts_backward": Case(
         of.experts, EXPERTS, fired("experts_backward"), "fuse",
         ("experts_backward", "experts", "fuse"), but={"inference": 0},

@@ -41,7 +41,6 @@ def small(monkeypatch):
     """Small tensors count as large, and warnings are spoken."""
     count_as_large(monkeypatch)
     log.forget_warnings()
-    torch._dynamo.reset()
 
 
 def compare(compiler):

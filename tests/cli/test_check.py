@@ -38,14 +38,10 @@ WRONG = MISH.replace("torch.tanh(F.softplus", "torch.sigmoid(F.softplus")
 TAKEN = SQUARED_SIGMOID.replace('"squared_sigmoid"', '"swiglu"')
 
 
-@pytest.mark.parametrize(
-    ("text", "check", "said"),
-    [
-        (WRONG, "proof", "pattern mish_glu: spelled_out = mish_glu: they differ"),
-        (TAKEN, "name", "that is the name of a built-in rewrite"),
-    ],
-    ids=["proof", "name"],
-)
+@pytest.mark.parametrize(("text", "check", "said"), [
+    (WRONG, "proof", "pattern mish_glu: spelled_out = mish_glu: they differ"),
+    (TAKEN, "name", "that is the name of a built-in rewrite"),
+], ids=["proof", "name"])  # fmt: skip
 def test_a_file_that_is_wrong_fails_with_the_reason(text, check, said, tmp_path, capsys):
     """A line a result where the output is no terminal."""
     path = write(tmp_path, text)
@@ -140,16 +136,12 @@ PATTERN = Pattern(name="my_norm", meaning=my_norm)
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (NORM, ""),
-        (BY_MEANING, "A norm x * scale * weight is written as Pattern.norm("),
-        (NORM.replace("True) + eps", "True) + eps * eps"), "numbers alone (mul of eps)"),
-        (SWISH.replace("torch.sigmoid(beta *", "torch.sigmoid(beta**2 *"), "alone (pow of beta)"),
-    ],
-    ids=["right", "as a meaning", "numbers of a norm", "numbers of a gate"],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (NORM, ""),
+    (BY_MEANING, "A norm x * scale * weight is written as Pattern.norm("),
+    (NORM.replace("True) + eps", "True) + eps * eps"), "numbers alone (mul of eps)"),
+    (SWISH.replace("torch.sigmoid(beta *", "torch.sigmoid(beta**2 *"), "alone (pow of beta)"),
+], ids=["right", "as a meaning", "numbers of a norm", "numbers of a gate"])  # fmt: skip
 def test_what_can_never_be_found_is_said(text, said, tmp_path, capsys):
     """A norm as a meaning was a ZeroDivisionError; eps * eps was not found, without a reason."""
     code, found = results(write(tmp_path, text), capsys)

@@ -83,27 +83,24 @@ def test_use_cache_is_what_the_config_says(cached, monkeypatch, tmp_path, capsys
     assert ("attention reads a mask" in printed) == (cached is False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["explain"], "name either"),
-        (["explain", "nowhere.py:make"], "no such file"),
-        (["explain", "no_such_module:make"], "No module named"),
-        (["explain", "make"], "does not name a function"),
-        (["explain", "TARGET:absent"], "has no function 'absent'"),
-        (["explain", "TARGET:wrong"], "must return (model, args)"),
-        (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
-        (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
-        (["explain", "TARGET:make", "--option", "patterns=no.py"], "no such file 'no.py'"),
-        (["explain", "--hf", "llamma"], "no such model_type (did you mean 'llama' or "),
-        (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
-        (["explain", "--hf", "llama", "--set", "hidden_size=big"], "expected int, got str"),
-        (["explain", "TARGET:make", "--set", "a=1"], "--set is for --hf models"),
-        (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
-        (["explain", "TARGET:make", "--out", "."], "it is a folder"),
-        (["explain", "TARGET:make", "--gpu", "h300"], "did you mean 'h200' or 'h100'?"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["explain"], "name either"),
+    (["explain", "nowhere.py:make"], "no such file"),
+    (["explain", "no_such_module:make"], "No module named"),
+    (["explain", "make"], "does not name a function"),
+    (["explain", "TARGET:absent"], "has no function 'absent'"),
+    (["explain", "TARGET:wrong"], "must return (model, args)"),
+    (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
+    (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
+    (["explain", "TARGET:make", "--option", "patterns=no.py"], "no such file 'no.py'"),
+    (["explain", "--hf", "llamma"], "no such model_type (did you mean 'llama' or "),
+    (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
+    (["explain", "--hf", "llama", "--set", "hidden_size=big"], "expected int, got str"),
+    (["explain", "TARGET:make", "--set", "a=1"], "--set is for --hf models"),
+    (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
+    (["explain", "TARGET:make", "--out", "."], "it is a folder"),
+    (["explain", "TARGET:make", "--gpu", "h300"], "did you mean 'h200' or 'h100'?"),
+])  # fmt: skip
 def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsys):
     """The hint that --hf is for language models was once given with every error of it."""
     assert main([word.replace("TARGET", target) for word in arguments]) == 2

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor tune``: what it measures, its table, its complaints."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import replace
 
@@ -120,13 +118,10 @@ def test_options_reach_the_backend(gpu, monkeypatch):
     assert {given[2] for given in seen} == {7.0}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--seconds", "-1"], "'tune_seconds' takes a positive number of seconds"),
-        (["--option", "gat=1"], "unknown option 'gat'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--seconds", "-1"], "'tune_seconds' takes a positive number of seconds"),
+    (["--option", "gat=1"], "unknown option 'gat'"),
+])  # fmt: skip
 def test_wrong_usage_is_a_message(arguments, says, gpu, capsys):
     assert main(["tune", "--hf", "llama", *arguments]) == 2
     assert says in capsys.readouterr().err

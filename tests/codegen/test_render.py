@@ -17,16 +17,13 @@ from coda_inductor.program.ops import OPS
 GOLDENS = Path(__file__).parent / "goldens"
 
 
-@pytest.mark.parametrize(
-    ("name", "program", "variant"),
-    [
-        ("rms_partial", kinds()["rms_partial"], ""),
-        ("swiglu_swapped", kinds()["swiglu"], "swapped"),
-        ("select", select(), ""),
-        ("row_statistics", row_statistics(), ""),
-        ("rotary", kinds()["rotary"], ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "program", "variant"), [
+    ("rms_partial", kinds()["rms_partial"], ""),
+    ("swiglu_swapped", kinds()["swiglu"], "swapped"),
+    ("select", select(), ""),
+    ("row_statistics", row_statistics(), ""),
+    ("rotary", kinds()["rotary"], ""),
+])  # fmt: skip
 def test_golden(name, program, variant):
     text = render(program, variant)
     path = GOLDENS / f"{name}.py.txt"
@@ -83,23 +80,20 @@ def one_sum(steps: str, axis: str = "row", stores: str = "acc") -> EpilogueProgr
     return parsed("bfloat16", "bias:row scale:col:float32", steps, stores, f"part0:v:{axis}")
 
 
-@pytest.mark.parametrize(
-    ("axis", "steps", "masked"),
-    [
-        ("row", "v mul acc scale", False),
-        ("row", "v mul acc bias", True),
-        ("col", "v mul acc bias", False),
-        ("col", "v mul acc scale", True),
-        ("row", "v add acc bias", True),
-        ("row", "v exp acc", True),
-        ("row", "v relu acc", False),
-        ("row", "v div acc 2", False),
-        ("row", "v div 2 acc", True),
-        ("row", "w sigmoid acc; v mul acc w", False),
-        ("row", "w sigmoid bias; v mul acc w", True),
-        ("row", "w log acc; v mul acc w", True),
-    ],
-)
+@pytest.mark.parametrize(("axis", "steps", "masked"), [
+    ("row", "v mul acc scale", False),
+    ("row", "v mul acc bias", True),
+    ("col", "v mul acc bias", False),
+    ("col", "v mul acc scale", True),
+    ("row", "v add acc bias", True),
+    ("row", "v exp acc", True),
+    ("row", "v relu acc", False),
+    ("row", "v div acc 2", False),
+    ("row", "v div 2 acc", True),
+    ("row", "w sigmoid acc; v mul acc w", False),
+    ("row", "w sigmoid bias; v mul acc w", True),
+    ("row", "w log acc; v mul acc w", True),
+])  # fmt: skip
 def test_sums_are_masked_where_lanes_beyond_the_matrix_are_not_zero(axis, steps, masked):
     (sink,) = ports(one_sum(steps, axis)).sinks
     assert sink.masked == masked

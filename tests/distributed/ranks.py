@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import provoked
+from processes import python
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 NOT_RUN = "it was not reached: an earlier one failed, or took too long"
 NOT_ENDED = "it did not end"
 
@@ -54,8 +52,6 @@ class Group:
 
     def _run(self, module: str, world: int, seconds: float, folder: Path) -> None:
         environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, HERE, HERE.parent)), *_given()]),
             "OMP_NUM_THREADS": "1",
             # No graph comes from a cache, but what is C++ is compiled once, not by each rank.
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
@@ -65,8 +61,7 @@ class Group:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        command = [sys.executable, __file__, str(folder), str(seconds), module]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = python(__file__, folder, seconds, module, check=False, **environment)
         codes = folder / "codes"
         self.codes = json.loads(codes.read_text()) if codes.exists() else []
         texts = (path.read_text() for path in sorted(folder.glob("*.txt")))
@@ -92,11 +87,6 @@ class Group:
         if not errors or set(errors) == {NOT_RUN}:
             return "".join(errors[:1])
         return "\n".join([*errors, self.said[-4000:]])
-
-
-def _given() -> list[str]:
-    """What the caller's environment adds to the path: torchao, where it is not installed."""
-    return [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 
 
 def _codes(ranks: list[int], seconds: float) -> list[int | None]:

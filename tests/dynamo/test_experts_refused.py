@@ -6,28 +6,12 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
 from passes import codes
-from zoo.experts import (
-    Block,
-    D,
-    E,
-    count,
-    fused,
-    given,
-    halves,
-    histogram_of_all,
-    inverse_of,
-    multiplied,
-    plain,
-    scattered,
-    two_weights,
-    viewed,
-    weighted_last,
-)
+from zoo import experts as zoo
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD, grouped_mm
 
 
-class Written(Block):
+class Written(zoo.Block):
     """Halves and a view, of the rows that ``pick`` gives of x, and with what ``after`` makes of the
     second product."""
 
@@ -38,9 +22,9 @@ class Written(Block):
     def forward(self, x, ids, w):
         k, flat = ids.shape[1], ids.reshape(-1)
         own, perm = torch.sort(flat)
-        offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
+        offs = torch.cumsum(zoo.histogram_of_all(flat, perm), 0, dtype=torch.int32)
         rows = self.pick(x, perm, k, own, w)
-        a = halves(rows, offs, self.mm, self.w13[..., : rows.shape[1]])
+        a = zoo.halves(rows, offs, self.mm, self.w13[..., : rows.shape[1]])
         y = self.after(self, self.mm(a, self.w2.mT, offs), own, flat)
         return self.sum(y, w, perm, x, k)
 
@@ -51,7 +35,7 @@ def masked_from(least, number):
 
 def bias_behind_a_mask(block, y, own, flat):
     """It would be added to the zeros of pairs of no expert."""
-    return y.masked_fill((own >= E)[:, None], 0.0) + block.bias[own.clamp(max=E - 1)]
+    return y.masked_fill((own >= zoo.E)[:, None], 0.0) + block.bias[own.clamp(max=zoo.E - 1)]
 
 
 def order_changed(x, perm, k, own, w):
@@ -72,49 +56,51 @@ def gathered_by(index):
 def by_another_inverse(y, w, perm, x, k):
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(perm.shape[0] - 1, -1, -1)
-    return y[inverse].view(x.shape[0], k, D).sum(1)
+    return y[inverse].view(x.shape[0], k, zoo.D).sum(1)
 
 
 def weights_changed(y, w, perm, x, k):
     y = y * w.reshape(-1)[perm, None]
     w.mul_(2)
-    return y[inverse_of(perm)].view(-1, k, D).sum(1)
+    return y[zoo.inverse_of(perm)].view(-1, k, zoo.D).sum(1)
 
 
 def half(y, w, perm, x, k):
     """An index of less columns."""
-    return torch.zeros_like(x).scatter_add(0, (perm // k)[:, None].expand(-1, D // 2), y)
+    return torch.zeros_like(x).scatter_add(0, (perm // k)[:, None].expand(-1, zoo.D // 2), y)
 
 
 def across(y, w, perm, x, k):
     """An index of one number a column."""
-    return torch.zeros_like(x).scatter_add(0, (perm // k).expand(D, -1), y)
+    return torch.zeros_like(x).scatter_add(0, (perm // k).expand(zoo.D, -1), y)
 
 
 SUM, MUTATION = "experts-sum", "mutation"
 SUMS = {
-    "largest": lambda y, w, perm, x, k: y[inverse_of(perm)].view(x.shape[0], k, D).amax(1),
-    "in sorted order": lambda y, w, perm, x, k: y.view(x.shape[0], k, D).sum(1),
+    "largest": lambda y, w, perm, x, k: y[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).amax(1),
+    "in sorted order": lambda y, w, perm, x, k: y.view(x.shape[0], k, zoo.D).sum(1),
     "by another inverse": by_another_inverse,
     "onto other tokens": lambda y, w, perm, x, k: torch.zeros_like(x).index_add(
         0, perm % x.shape[0], y
     ),
     "added twice": lambda y, w, perm, x, k: torch.zeros_like(x).index_add(0, perm // k, y, alpha=2),
     "in fewer bits": lambda y, w, perm, x, k: (
-        y.float()[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
+        y.float()[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).sum(1)
     ),
     "weighted in another order": lambda y, w, perm, x, k: (
-        (y * w.reshape(-1, 1))[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
+        (y * w.reshape(-1, 1))[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).sum(1)
     ),
-    "weighted twice": lambda y, w, perm, x, k: viewed(y * w.reshape(-1)[perm, None], w, perm, x, k),
+    "weighted twice": lambda y, w, perm, x, k: zoo.viewed(
+        y * w.reshape(-1)[perm, None], w, perm, x, k
+    ),
     "weights of every row": lambda y, w, perm, x, k: (y * w.reshape(-1)[perm, None, None]).sum(1),
-    "of two tokens": lambda y, w, perm, x, k: y[inverse_of(perm)].view(-1, 2 * k, D).sum(1),
+    "of two tokens": lambda y, w, perm, x, k: y[zoo.inverse_of(perm)].view(-1, 2 * k, zoo.D).sum(1),
 }
 #: Name -> (how it is written, the code of a refusal, are rows routed all the same?).
 OTHERS = {
     **{name: ({"sum": how}, SUM, True) for name, how in SUMS.items()},
-    "mask of other rows": ({"after": masked_from(E - 1, 0.0)}, "", True),
-    "mask of another number": ({"after": masked_from(E, 1.0)}, "", True),
+    "mask of other rows": ({"after": masked_from(zoo.E - 1, 0.0)}, "", True),
+    "mask of another number": ({"after": masked_from(zoo.E, 1.0)}, "", True),
     "bias behind a mask": ({"after": bias_behind_a_mask, "biased": True}, SUM, True),
     "bias in another order": (
         {"after": lambda block, y, own, flat: y + block.bias[flat], "biased": True}, SUM, True,
@@ -123,21 +109,22 @@ OTHERS = {
     "half": ({"sum": half}, SUM, True),
     "across": ({"sum": across}, SUM, True),
     "rows masked": (
-        {"pick": lambda x, perm, k, own, w: x[perm // k].masked_fill((own >= E - 1)[:, None], 0.0)},
+        {"pick": lambda x, perm, k, own, w:
+         x[perm // k].masked_fill((own >= zoo.E - 1)[:, None], 0.0)},
         "", False,
     ),
     "order changed": ({"pick": order_changed}, MUTATION, False),
-    "input changed": ({"pick": input_changed, "sum": scattered}, MUTATION, False),
+    "input changed": ({"pick": input_changed, "sum": zoo.scattered}, MUTATION, False),
     "more rows than tokens": (
-        {"sum": lambda y, w, perm, x, k: viewed(y, w, perm, x[: w.shape[0]], k)}, "", False,
+        {"sum": lambda y, w, perm, x, k: zoo.viewed(y, w, perm, x[: w.shape[0]], k)}, "", False,
     ),
     "another dtype": (
         {"mm": lambda x, w, offs: torch._grouped_mm(x, w, offs=offs, out_dtype=torch.bfloat16),
          "dtype": torch.bfloat16}, "", False,
     ),
-    "half of the columns": ({"pick": gathered_by(lambda i: i[:, None].expand(-1, D // 2))}, "",
+    "half of the columns": ({"pick": gathered_by(lambda i: i[:, None].expand(-1, zoo.D // 2))}, "",
                             False),
-    "across the columns": ({"pick": gathered_by(lambda i: i.expand(D, -1))}, "", False),
+    "across the columns": ({"pick": gathered_by(lambda i: i.expand(zoo.D, -1))}, "", False),
 }  # fmt: skip
 
 
@@ -146,10 +133,10 @@ def inputs(name):
     how, _, _ = OTHERS[name]
     dtype = how.get("dtype", torch.float64)
     few = ("half", "across", "half of the columns", "across the columns")
-    tokens = 1 if name == "weights of every row" else D // 2 if name in few else 8
-    x, ids, w = given(tokens, dtype=dtype)
+    tokens = 1 if name == "weights of every row" else zoo.D // 2 if name in few else 8
+    x, ids, w = zoo.given(tokens, dtype=dtype)
     if name == "bias behind a mask":
-        ids[::3, 1] = E
+        ids[::3, 1] = zoo.E
     if name in ("input changed", "weights changed", "another dtype", "half", "across"):
         return x.detach(), ids, w.detach()
     # Rows that no token is of have a gradient too.
@@ -164,12 +151,12 @@ def test_what_is_no_mixture(name):
     run = check_gradients if given_[0].requires_grad else check
     harness = run(Written(**how), *given_)
     assert not harness.counts["experts"]
-    assert bool(count(harness, ROUTE)) == routed
+    assert bool(zoo.count(harness, ROUTE)) == routed
     assert not code or code in codes(harness)
 
 
 def test_as_written():
-    assert check_gradients(Written(), *given()).counts["experts"] == 1
+    assert check_gradients(Written(), *zoo.given()).counts["experts"] == 1
 
 
 #: Of the whole block: another order, or counts of something else.
@@ -179,35 +166,35 @@ SORTS = (
     lambda ids: torch.argsort(ids, descending=True),
 )
 COUNTS = (
-    lambda ids, _: histogram_of_all(ids * 0, None),
-    lambda ids, _: torch.histc(ids.float(), bins=E, min=0, max=2 * E),  # two at a time
-    lambda ids, _: torch.histc(ids.float(), bins=E, min=1, max=E),
+    lambda ids, _: zoo.histogram_of_all(ids * 0, None),
+    lambda ids, _: torch.histc(ids.float(), bins=zoo.E, min=0, max=2 * zoo.E),  # two at a time
+    lambda ids, _: torch.histc(ids.float(), bins=zoo.E, min=1, max=zoo.E),
 )
 
 
 @pytest.mark.parametrize("how", [*({"sort": s} for s in SORTS), *({"count": c} for c in COUNTS)])
 def test_another_order_and_other_counts_stay(how):
-    harness = check(Block(**how), *given())
+    harness = check(zoo.Block(**how), *zoo.given())
     assert not harness.counts["experts"]
-    assert count(harness, ROUTE) == 0
+    assert zoo.count(harness, ROUTE) == 0
 
 
 def test_a_mask_that_somebody_sees_stays():
     """What is zero for pairs of no expert stays so where it is read."""
 
-    class Seen(Block):
+    class Seen(zoo.Block):
         def forward(self, x, ids, w):
             k, flat = ids.shape[1], ids.reshape(-1)
             own, perm = torch.sort(flat, stable=True)
-            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
-            mask = (own >= E)[:, None]
+            offs = torch.cumsum(zoo.histogram_of_all(flat, perm), 0, dtype=torch.int32)
+            mask = (own >= zoo.E)[:, None]
             z = self.mm(x[perm // k], self.w13.transpose(1, 2), offs).masked_fill(mask, 0.0)
             gate, up = z.chunk(2, -1)
             y = self.mm(gate.sigmoid() * up, self.w2.mT, offs).masked_fill(mask, 0.0)
-            return viewed(y, w, perm, x, k), z.exp()
+            return zoo.viewed(y, w, perm, x, k), z.exp()
 
-    x, ids, w = given(9)
-    ids[::3, 1] = E
+    x, ids, w = zoo.given(9)
+    ids[::3, 1] = zoo.E
     harness = check_gradients(Seen(), x, ids, w)
     assert harness.counts["experts"] == 1
     assert sum(node.target == "masked_fill" for node in harness.raised.nodes) == 1
@@ -219,9 +206,9 @@ def test_rows_that_were_weighted_before():
     def weighted(x, perm, k, own, w):
         return x[perm // k] * w.reshape(-1)[perm, None]
 
-    harness = check(Written(weighted), *given())
+    harness = check(Written(weighted), *zoo.given())
     assert not harness.counts["experts"]
-    assert fused(harness) == ["pair", ""]
+    assert zoo.fused(harness) == ["pair", ""]
 
 
 class Alone(torch.nn.Module):
@@ -229,7 +216,7 @@ class Alone(torch.nn.Module):
 
     def __init__(self, up):
         super().__init__()
-        self.block = Block(up=up)
+        self.block = zoo.Block(up=up)
 
     def forward(self, rows, counts):
         block, offs = self.block, torch.cumsum(counts, 0, dtype=torch.int32)
@@ -237,13 +224,13 @@ class Alone(torch.nn.Module):
         return block.mm(a, block.w2.mT, offs)
 
 
-@pytest.mark.parametrize("up", [halves, two_weights])
+@pytest.mark.parametrize("up", [zoo.halves, zoo.two_weights])
 def test_rows_that_lie_in_order(up):
     counts = torch.tensor([3, 0, 4, 1, 0])
-    harness = check_gradients(Alone(up), randn(8, D).requires_grad_(), counts)
-    assert fused(harness) == ["pair", "", "", ""]
-    assert count(harness, ROUTE) == count(harness, COMBINE) == 0
-    assert count(harness, WGRAD) == (2 if up is halves else 3)
+    harness = check_gradients(Alone(up), randn(8, zoo.D).requires_grad_(), counts)
+    assert zoo.fused(harness) == ["pair", "", "", ""]
+    assert zoo.count(harness, ROUTE) == zoo.count(harness, COMBINE) == 0
+    assert zoo.count(harness, WGRAD) == (2 if up is zoo.halves else 3)
     assert sum(site.program.loads != () for site in harness.fused) == 1  # the gate's gradient
 
 
@@ -252,11 +239,13 @@ def test_ends_that_change_between_products_stay():
 
     def function(x, w, sizes):
         offs = torch.cumsum(sizes, 0, dtype=torch.int32)
-        y = plain(x, w, offs)
+        y = zoo.plain(x, w, offs)
         offs[0] = 5
-        return y + plain(x, w, offs)
+        return y + zoo.plain(x, w, offs)
 
-    check(function, randn(9, D), randn(2, D, D), torch.tensor([3, 6], dtype=torch.int32))
+    check(
+        function, randn(9, zoo.D), randn(2, zoo.D, zoo.D), torch.tensor([3, 6], dtype=torch.int32)
+    )
 
 
 def edges(*rows):
@@ -300,18 +289,18 @@ def stopped_rows(y, w, perm, x, k):
 
 
 @pytest.mark.parametrize(
-    "sum_", [*map(stopped_weights, (viewed, weighted_last, multiplied)), stopped_rows]
+    "sum_", [*map(stopped_weights, (zoo.viewed, zoo.weighted_last, zoo.multiplied)), stopped_rows]
 )
 def test_a_gradient_that_was_stopped_stays_stopped(sum_):
     """``detach`` is no other name of weights, nor of rows: nothing flows through it."""
-    check_gradients(Block(sum=sum_), *given(9))
+    check_gradients(zoo.Block(sum=sum_), *zoo.given(9))
 
 
 def test_who_has_tokens_is_no_loop():
     """Without a loop that the mask is left to."""
 
     def hit(x, ids, w):
-        mask = F.one_hot(ids, E + 1).permute(2, 1, 0)
+        mask = F.one_hot(ids, zoo.E + 1).permute(2, 1, 0)
         return torch.greater(mask.sum(dim=(-1, -2)), 0), w.sum() * mask.float().mean()
 
-    assert not codes(check(hit, *(t.detach() for t in given())))
+    assert not codes(check(hit, *(t.detach() for t in zoo.given())))

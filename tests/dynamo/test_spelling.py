@@ -127,9 +127,8 @@ def residual(x, w, v):
     return root(y, w, v) + y
 
 
-@pytest.mark.parametrize("function", [root, residual], ids=lambda f: f.__name__)
-def test_a_norm_behind_them_is_recognized(function):
-    harness = check_gradients(function, *inputs())
+def test_a_norm_behind_them_is_recognized():
+    harness = check_gradients(residual, *inputs())
     assert raised(harness, rms_norm) == 1
     assert not changes(harness)
 

@@ -128,9 +128,7 @@ STORED = {
     "read before it is rounded": (
         lambda z: z.float() * 3, lambda y: (y.cumsum(0), y.bfloat16().cumsum(0)), "float32",
     ),
-    "also read rounded": (
-        torch.relu, lambda y: (y.cumsum(0), y.float().cumsum(0)), "bfloat16",
-    ),
+    "also read rounded": (torch.relu, lambda y: (y.cumsum(0), y.float().cumsum(0)), "bfloat16"),
     "in two half types": (torch.sigmoid, lambda y: (y, y.half()), "float32"),
     "rounded, then widened": (
         lambda z: z.sigmoid().float(), lambda y: (y.amax(1), y.flip(0)), "bfloat16",
@@ -138,10 +136,9 @@ STORED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_value_is_stored_as_its_readers_have_it(name):
+@pytest.mark.parametrize(("function", "readers", "dtype"), STORED.values(), ids=STORED)
+def test_a_value_is_stored_as_its_readers_have_it(function, readers, dtype):
     """Unrounded if one reads it so, and no wider than the value is."""
-    function, readers, dtype = STORED[name]
     a, b = randn(M, K, dtype=torch.bfloat16), randn(K, N, dtype=torch.bfloat16)
     program = fused(lambda a, b: readers(function(a @ b)), a, b, tolerance=3e-2)
     assert [s.dtype for s in program.stores] == [dtype]

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from checking import check, leave_custom_ops, randn, reasons, side_by_side
 from harness import Harness
+from programs import parsed
 
 from coda_inductor.fuse.operands import MAX_TILE_OPERANDS, MAX_VECTORS
 from coda_inductor.lowering import driver, lower
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan
-from coda_inductor.program import EpilogueProgram, Operand, Step, Store
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.refusal import refuse
 from coda_inductor.select.site import Site
@@ -333,24 +333,18 @@ def test_without_tiles_to_load_the_last_store_leaves(bytes_, room):
     assert ("shared-memory" in [stop.code for stop in site.stops]) == (bytes_ < 24)
 
 
-@pytest.mark.parametrize(
-    ("how", "fast", "fits"),
-    [
-        ({"device": torch.device("cuda", 0)}, False, False),
-        ({"device": torch.device("cuda", 0)}, True, True),
-        ({"dry": True}, False, False),
-        ({}, False, True),  # plain ops have no such limit
-    ],
-)
+@pytest.mark.parametrize(("how", "fast", "fits"), [
+    ({"device": torch.device("cuda", 0)}, False, False),
+    ({"device": torch.device("cuda", 0)}, True, True),
+    ({"dry": True}, False, False),
+    ({}, False, True),  # plain ops have no such limit
+])  # fmt: skip
 def test_only_kernels_have_a_limit(how, fast, fits):
     """An FP8 product beside a float32 stream and two more gradients, on an H100."""
-    tiles = [
-        Operand(f"t{i}", "tile", dtype) for i, dtype in enumerate(["bfloat16"] * 2 + ["float32"])
-    ]
-    added = [Step(f"v{i}", "add", (f"v{i - 1}" if i else "acc", f"t{i}")) for i in range(3)]
-    program = EpilogueProgram(
-        ("acc",), "float8_e4m3fn", tuple(tiles), tuple(added),
-        (Store("out0", "v2", "float32"), Store("out1", "v1", "bfloat16")), fast=fast,
+    program = parsed(
+        "bfloat16", "t0:tile t1:tile t2:tile:float32",
+        "v0 add acc t0; v1 add v0 t1; v2 add v1 t2", "v2:float32 v1",
+        a_dtype="float8_e4m3fn", fast=fast,
     )  # fmt: skip
     site = Site(program, 4096, 4096, 4096)
     assert Plan(parse(None, {}), **how).fits(site) == fits

@@ -107,18 +107,15 @@ SHARED = {
     "the input is the weight": (lambda x: torch.relu(x @ x) + x, [(K, K)]),
     "one column": (lambda x, w: torch.relu(x @ w + 1) * x[:, :1], [(6, K), (K, 1)]),
     "one row": (lambda x, w: torch.relu(x @ w + 1).sum(-1), [(1, K), (K, N)]),
-    "a row is no column": (
-        lambda x, w, v: F.linear(x, w) * v[:, None] + v, [(K, K), (K, K), (K,)],
-    ),
+    "a row is no column": (lambda x, w, v: F.linear(x, w) * v[:, None] + v, [(K, K), (K, K), (K,)]),
     "an expanded bias": (
         lambda x, w, b: F.linear(x, w, b.expand(N)).relu(), [(4, K), (N, K), (1,)],
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_degenerate_and_shared_operands(name):
-    function, shapes = SHARED[name]
+@pytest.mark.parametrize(("function", "shapes"), SHARED.values(), ids=SHARED)
+def test_degenerate_and_shared_operands(function, shapes):
     check(function, *(randn(*shape) for shape in shapes))
 
 

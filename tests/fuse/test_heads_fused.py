@@ -96,9 +96,8 @@ APART = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", APART)
-def test_what_does_not_go_with_a_rotation_stays_apart(name):
-    function, rotations, why = APART[name]
+@pytest.mark.parametrize(("function", "rotations", "why"), APART.values(), ids=APART)
+def test_what_does_not_go_with_a_rotation_stays_apart(function, rotations, why):
     harness = check(function, *inputs(randn(B, T, N)))
     assert sum(site.absorbed.count("rotate_heads") for site in harness.fused) == rotations
     assert why in stops(harness)
@@ -115,23 +114,12 @@ def test_no_rotation_behind_a_sum_with_a_tile():
     assert not any(kinds)
 
 
-def losing(what):
-    """A policy that refuses programs as ``what`` says, and takes all others."""
-    plain = Plan.judge
-
-    def judge(self, site):
-        if what(site.program):
-            return Choice(refusal=refuse("gate-never", "it loses"), how="unfused")
-        return plain(self, site)
-
-    return judge
-
-
 def test_a_rotation_that_loses_leaves_the_rest_fused(monkeypatch):
     def function(x, w, cos, sin, row):
         return turns((x @ w + row).relu(), cos, sin)
 
-    monkeypatch.setattr(Plan, "judge", losing(lambda program: program.head))
+    judge, lost = Plan.judge, Choice(refusal=refuse("gate-never", "it loses"), how="unfused")
+    monkeypatch.setattr(Plan, "judge", lambda *of: lost if of[1].program.head else judge(*of))
     harness = check(function, *inputs(randn(N)))
     (site,) = harness.fused
     assert site.absorbed == ("add", "relu")

@@ -2,15 +2,13 @@
 """A graph is planned again until nothing that was measured changes the plan. Nothing is run: the
 tensors are on the meta device, the GPU is pretended."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from measured import HOPPER, configs, figures
 from passes import codes
 from torch import nn
@@ -167,9 +165,8 @@ OUTCOMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
-def test_what_measurements_decide(name, plan):
-    gpu, us, fused, why, left = OUTCOMES[name]
+@pytest.mark.parametrize(("gpu", "us", "fused", "why", "left"), OUTCOMES.values(), ids=OUTCOMES)
+def test_what_measurements_decide(gpu, us, fused, why, left, plan):
     found = plan(us, gpu, tune="always" if gpu is H100 else None)
     assert found.fused == fused
     assert {*found.measurer.names} >= ALL
@@ -211,18 +208,10 @@ def test_refusing_everything_is_as_if_nothing_could_be_fused(plan, train):
     assert never.structure == lost.structure
 
 
-class Many(nn.Module):
+def many():
     """More sites than there are rounds."""
-
-    def __init__(self):
-        super().__init__()
-        widths = itertools.pairwise(D + 256 * i for i in range(8))
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in widths)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return x
+    widths = itertools.pairwise(D + 256 * i for i in range(8))
+    return nn.Sequential(*(each for a, b in widths for each in (nn.Linear(a, b), nn.GELU())))
 
 
 def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
@@ -236,7 +225,7 @@ def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
         return new is not None
 
     monkeypatch.setattr(Measurer, "measure", one_a_round)
-    found = plan(gpu=HOPPER, model=Many, tune="always")
+    found = plan(gpu=HOPPER, model=many, tune="always")
     assert len(found.measurer.asked) == driver._ROUNDS
     assert len(found.fused) == len(found.measurer.store.user_rows()) == driver._ROUNDS
     assert found.measurer.closed == 1
@@ -275,24 +264,15 @@ def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch, t
             plan(tune=tune, strict=True)
 
 
-class Llama(nn.Module):
-    """Pairs of a size that the table has, often enough that the host is not the limit."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(2048, eps=1e-6)
-        self.gate, self.up = (nn.Linear(2048, 8192, bias=False) for _ in range(2))
-        self.down = nn.Linear(8192, 2048, bias=False)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 def test_auto_asks_where_no_measurement_reaches(plan):
     """Llama's sites were measured for the table, the block's were not."""
     assert PAIR in plan().measurer.names
-    known = {"model": Llama, "m": 8192, "d": 2048, "gpu": tables(None)["NVIDIA H200"]}
+    known = {
+        "model": partial(Gated, 2048, 8192, residual=False),
+        "m": 8192,
+        "d": 2048,
+        "gpu": tables(None)["NVIDIA H200"],
+    }
     for tune in ("auto", "always"):
         found = plan(tune=tune, **known)
         assert found.fused == {"gate + up"}

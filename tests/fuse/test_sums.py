@@ -188,19 +188,6 @@ def test_a_cycle_is_an_error_and_no_endless_loop():
         reorder([second])
 
 
-def test_settling_puts_every_reader_after_what_it_reads():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    nodes = [graph.call_function(torch.sin, (x,)) for _ in range(6)]
-    output = graph.output((nodes[1], nodes[5]))
-    for reader, read in ((0, 5), (1, 0), (2, 4), (3, 5), (4, 3), (5, 5)):
-        if reader != read:
-            nodes[reader].args = (nodes[read],)
-    reorder([nodes[5]])
-    graph.lint()
-    assert output is list(graph.nodes)[-1]
-
-
 def test_inductor_writes_each_part_where_it_belongs():
     """A kernel for each, none for all: that one would evaluate every part of every element."""
     columns.install()

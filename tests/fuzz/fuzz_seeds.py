@@ -2,8 +2,6 @@
 """From a seed to an outcome: what the tests, the hunt and a failure's script have in common."""
 
 import functools
-from collections import Counter
-from collections.abc import Iterable
 
 import fuzz_oracle
 import fuzz_rounding
@@ -50,8 +48,3 @@ def report(mode: str, seed: int, seconds: float = 90) -> str:
     title = f"{mode} {seed}: {found.failure[:300]}"
     head = f"{title}\nreduced from {program.size()} to {small.size()} statements:\n"
     return head + small.script(title, mode)
-
-
-def totals(mode: str, seeds: Iterable[int]) -> Counter:
-    """How many of the programs each rewrite fired in."""
-    return sum((Counter(dict.fromkeys(outcome(mode, s).counts, 1)) for s in seeds), Counter())

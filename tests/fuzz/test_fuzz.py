@@ -8,22 +8,10 @@ The same ones each time; ``make fuzz`` hunts with others: ``FUZZ`` is "SEED N".
 import os
 
 import pytest
-from fuzz_seeds import outcome, report, totals
+from fuzz_seeds import outcome, report
 
 #: Mode -> how many programs; code generation takes seconds a program, and one of its two trains.
 PROGRAMS = {"inference": 20, "training": 14, "rounding": 5, "bits": 4, "end_to_end": 2}
-#: Mode, rewrite -> in how many of these programs it fires at least.
-FIRES = {
-    "inference": {
-        "rms_norm": 8, "layer_norm": 3, "swiglu": 4, "residual": 15, "epilogue": 7, "pair": 5,
-        "sum": 1, "cross_entropy": 3, "constant_mask": 1, "raised rotate_pairs": 1,
-    },
-    "training": {
-        "rms_norm": 2, "rms_norm_backward": 2, "swiglu": 2, "swiglu_backward": 2, "pair": 2,
-        "sum": 1, "cross_entropy": 1, "cross_entropy_backward": 1, "embedding_backward": 1,
-    },
-    "bits": {"fused with bits": 4},
-}  # fmt: skip
 #: Which mode each of twenty seeds of a hunt is for.
 SHARES = ("inference",) * 7 + ("training",) * 8 + ("rounding",) * 3 + ("bits", "end_to_end")
 
@@ -43,11 +31,8 @@ def test_program(mode, seed, record_property):
 
 
 @pytest.mark.skipif("FUZZ" in os.environ, reason="a hunt has other programs")
-def test_programs_say_something_and_reach_what_is_rewritten():
+def test_programs_say_something():
     """Outcomes are kept in this process, so that this costs nothing where all were run."""
     for mode, count in PROGRAMS.items():
         invalid = [seed for seed in range(count) if outcome(mode, seed).invalid]
         assert len(invalid) <= count // 20, (mode, invalid)
-    for mode, least in FIRES.items():
-        fired = totals(mode, range(PROGRAMS[mode]))
-        assert not {name: fired[name] for name in least if fired[name] < least[name]}, fired

@@ -2,8 +2,6 @@
 """Adapters behind dropout on a GPU: the kernels draw the masks of plain torch, and round no worse;
 a compiled model trains with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracle import NEEDS_KERNELS, hold

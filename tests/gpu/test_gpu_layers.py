@@ -52,15 +52,11 @@ def moved(model, start) -> torch.Tensor:
     return torch.cat([(p.detach().float() - q.detach().float()).flatten() for p, q in pairs])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"options": {"gate": "always"}},
-        {"options": {"triton.cudagraphs": True, "gate": "always"}},
-        {"mode": "reduce-overhead"},
-    ],
-    ids=["plain", "cudagraphs", "reduce-overhead"],
-)
+@pytest.mark.parametrize("how", [
+    {"options": {"gate": "always"}},
+    {"options": {"triton.cudagraphs": True, "gate": "always"}},
+    {"mode": "reduce-overhead"},
+], ids=["plain", "cudagraphs", "reduce-overhead"])  # fmt: skip
 def test_training_steps_follow_eager(how):
     """Without gradients, or with stale ones, the distance would be the way itself."""
     start = make()

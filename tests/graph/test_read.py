@@ -75,16 +75,13 @@ def test_arguments_by_name(function, want):
     assert said(function) == want
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (lambda x, _: x.var(False), "unbiased"),  # a bool is no dimension
-        (lambda x, _: x.var(-1), "dim"),
-        (lambda x, y: x.to(y), "other"),  # a tensor is no dtype
-        (lambda x, _: x.to(DTYPE), "dtype"),
-        (lambda x, _: x.to("cuda"), "device"),
-    ],
-)
+@pytest.mark.parametrize(("function", "name"), [
+    (lambda x, _: x.var(False), "unbiased"),  # a bool is no dimension
+    (lambda x, _: x.var(-1), "dim"),
+    (lambda x, y: x.to(y), "other"),  # a tensor is no dtype
+    (lambda x, _: x.to(DTYPE), "dtype"),
+    (lambda x, _: x.to("cuda"), "device"),
+])  # fmt: skip
 def test_types_choose_between_overloads(function, name):
     given = call(function)
     assert [*given.args][1] == name
@@ -147,14 +144,11 @@ def test_what_computes_nothing_has_a_kind(function, want):
     assert kind(call(function).node) == want
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, _: aten.sum.dim_IntList(x, [-1], False),
-        lambda x, _: torch.sum(x, dim=-1, keepdim=False),
-        lambda x, _: x.sum(-1),
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda x, _: aten.sum.dim_IntList(x, [-1], False),
+    lambda x, _: torch.sum(x, dim=-1, keepdim=False),
+    lambda x, _: x.sum(-1),
+])  # fmt: skip
 def test_arguments_change_by_name(function):
     node = call(function).node
     change(node, keepdim=True)

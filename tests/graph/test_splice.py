@@ -92,16 +92,9 @@ def test_recorded_values_are_alike_and_share_memory_as_traced(traces):
         assert (storage(b) in seen) == of_input
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        X.bfloat16(),
-        X.t().contiguous().t(),
-        torch.randn(6, 8)[:, :4],
-        torch.randn(25)[1:].view(6, 4),
-    ],
-    ids=["dtype", "strides", "width", "offset"],
-)
+@pytest.mark.parametrize("other", [
+    X.bfloat16(), X.t().contiguous().t(), torch.randn(6, 8)[:, :4], torch.randn(25)[1:].view(6, 4),
+], ids=["dtype", "strides", "width", "offset"])  # fmt: skip
 def test_other_tensors_are_traced_anew(traces, other):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for value in (X, other):

@@ -2,8 +2,6 @@
 """The Triton kernels of ``mainloop/dropout.py`` in Triton's interpreter, against plain torch. A
 script: ``TRITON_INTERPRET`` counts when a kernel is defined."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -201,7 +201,4 @@ def test_in_fp8_maxima_keep_nan(hopper):
 
 def test_fp8_sums_are_fast_where_they_may(hopper):
     slow = {name: kernel["slow"] for name, kernel in hopper[1].items() if name.startswith("fp8")}
-    assert slow == {
-        "fp8_swiglu_fast//128x256:2x1:co": [False],
-        "fp8_activated": [True],
-    }
+    assert slow == {"fp8_swiglu_fast//128x256:2x1:co": [False], "fp8_activated": [True]}

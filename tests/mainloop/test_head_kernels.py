@@ -54,14 +54,10 @@ def traced(monkeypatch, tmp_path):
     return trace
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("halves_64", "64x64:1x1:pp"),
-        ("neighbours_in_part", "192x128:2x1:pp"),
-        ("part_of_80", "256x160:1x2:co:lean"),
-    ],
-)
+@pytest.mark.parametrize(("name", "config"), [
+    ("halves_64", "64x64:1x1:pp"), ("neighbours_in_part", "192x128:2x1:pp"),
+    ("part_of_80", "256x160:1x2:co:lean"),
+])  # fmt: skip
 def test_partners_are_the_columns_that_change_places(traced, name, config):
     offsets, firsts, partners = traced(name, config)
     program, tile = programs.heads()[name], Config.parse(config)
@@ -97,16 +93,13 @@ def test_a_partner_may_be_anywhere_in_its_row():
     assert far[0, 3][3] == ((0, 1), 3)
 
 
-@pytest.mark.parametrize(
-    ("period", "run", "firsts", "distance"),
-    [
-        (8, 2, {0, 2, 4, 6}, 12),  # Hopper: the thread beside has it
-        (8, 2, {0, 2, 4, 6}, 4),
-        (8, 2, {1}, 1),  # the pair begins with another thread's column
-        (32, 16, {0, 16}, 16),  # consumer Blackwell: the warp beside has it
-        (1, 1, {0, 16}, 16),  # before it or behind it, as the thread has it
-    ],
-)
+@pytest.mark.parametrize(("period", "run", "firsts", "distance"), [
+    (8, 2, {0, 2, 4, 6}, 12),  # Hopper: the thread beside has it
+    (8, 2, {0, 2, 4, 6}, 4),
+    (8, 2, {1}, 1),  # the pair begins with another thread's column
+    (32, 16, {0, 16}, 16),  # consumer Blackwell: the warp beside has it
+    (1, 1, {0, 16}, 16),  # before it or behind it, as the thread has it
+])  # fmt: skip
 def test_what_another_thread_has_is_refused(period, run, firsts, distance):
     with pytest.raises(ValueError, match=f"columns {distance} apart .* not one thread's"):
         heads.partners(of_a_thread(period, run), firsts, 128, 8 * distance, distance)

@@ -8,7 +8,6 @@ from harness import Harness
 from torch.nn.attention.flex_attention import create_block_mask
 
 from coda_inductor.matching import normalize
-from coda_inductor.matching.columns import _span
 
 COLUMNS = {
     "slice": (lambda x: x[..., :3], (0, 3, 1)),
@@ -55,18 +54,6 @@ def test_columns(name):
 def test_no_columns_of_the_input(name):
     call, x = last(OTHERS[name])
     assert call is None or call.get("input") is not x
-
-
-@pytest.mark.parametrize(("step", "start"), [(2, 1), (3, 0), (0, 0)])
-def test_no_columns_between_columns(step, start):
-    memory = torch.zeros(24)
-    whole, part = memory.as_strided((2, 3), (12, 2)), ((2, 2), (12, step), start)
-    assert _span(memory.as_strided(*part), whole) is None
-    assert _span(memory.as_strided((2, 2), (12, 2), 2), whole) == {
-        "start": 1,
-        "stop": None,
-        "step": 1,
-    }
 
 
 def test_values_of_vmap_have_no_storage():

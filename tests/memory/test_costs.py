@@ -6,21 +6,17 @@ import functools
 import torch
 import torch.nn.functional as F
 from harness import Harness
+from programs import parsed
 from torch.utils.flop_counter import FlopCounterMode
 
 from coda_inductor.memory import costs
-from coda_inductor.program import EpilogueProgram, Operand, Step, Store
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.device import H100
 
-SCALED = EpilogueProgram(
-    ("acc",), "bfloat16", (Operand("r", "row", "bfloat16"),),
-    (Step("y", "mul", ("acc", "r")),), (Store("out0", "y", "bfloat16"),),
-)  # fmt: skip
-PAIR = EpilogueProgram(
-    ("acc0", "acc1"), "bfloat16", (), (Step("y", "mul", ("acc0", "acc1")),),
-    (Store("out0", "y", "bfloat16"),),
-)  # fmt: skip
+SCALED = parsed("bfloat16", "r:row", "y mul acc r", "y")
+PAIR = parsed("bfloat16", "", "y mul acc0 acc1", "y", accs=("acc0", "acc1"))
+X, W, R = (torch.randn(*size).bfloat16() for size in ((24, 16), (16, 40), (40,)))
+PRODUCT = 2 * 24 * 16 * 40
 CONFIG = "128x128:2x1:pp"
 
 
@@ -32,20 +28,13 @@ def counted(function, *args):
 
 
 def test_a_fused_gemm_counts_as_its_product():
-    x, w, r = (
-        torch.randn(24, 16).bfloat16(),
-        torch.randn(16, 40).bfloat16(),
-        torch.ones(40).bfloat16(),
-    )
-    fused = counted(lambda: gemm_epilogue([x], [w], [r], SCALED, CONFIG))
-    assert fused == counted(lambda: x @ w) == 2 * 24 * 16 * 40
+    fused = counted(lambda: gemm_epilogue([X], [W], [R], SCALED, CONFIG))
+    assert fused == counted(lambda: X @ W) == PRODUCT
 
 
 def test_sums_and_pairs_count_each_product():
-    x, w = torch.randn(24, 16).bfloat16(), torch.randn(16, 40).bfloat16()
-    assert counted(lambda: gemm_epilogue([x], [w, w], [], PAIR, CONFIG)) == 4 * 24 * 16 * 40
-    r = torch.ones(40).bfloat16()
-    assert counted(lambda: gemm_epilogue([x, x], [w, w], [r], SCALED, CONFIG)) == 4 * 24 * 16 * 40
+    assert counted(lambda: gemm_epilogue([X], [W, W], [], PAIR, CONFIG)) == 2 * PRODUCT
+    assert counted(lambda: gemm_epilogue([X, X], [W, W], [R], SCALED, CONFIG)) == 2 * PRODUCT
 
 
 def graph_of(function, *args):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept and what is computed again, under shares, torch's budgets, policies and peaks."""
+"""What is kept and what is computed again, under shares, torch's budgets, policies and peaks; of a
+pair of gate and up, one product without the other."""
 
 import itertools
 import operator
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from checking import leave_custom_ops
 from harness import Harness, Stock
+from programs import kinds, parsed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,12 +24,13 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
-from coda_inductor.joint import JointPass
 from coda_inductor.log import forget_warnings
 from coda_inductor.memory import candidates, partition, planner
 from coda_inductor.memory import limit as limits
+from coda_inductor.memory.halves import half_of
 from coda_inductor.options import parse
-from coda_inductor.record import Record
+from coda_inductor.program import EpilogueProgram, verify
+from coda_inductor.runtime.op import OP
 
 D, ROWS, LAYERS = 32, 64, 3
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
@@ -48,6 +51,20 @@ def gradients(function, model, x):
     return [p.grad.clone() for p in model.parameters()]
 
 
+def planned(model, x, backend=None, **options):
+    """The harness after a step of ``model``, and its gradients."""
+    backend = backend or Harness(gate="always", **options)
+    torch._dynamo.reset()
+    return backend, gradients(torch.compile(model, backend=backend), model, x)
+
+
+def trained(model=None, **options):
+    """The harness that has compiled ``model``, which is called once."""
+    harness = Harness(gate="always", **options)
+    harness.train(blocks() if model is None else model, inputs())
+    return harness
+
+
 def kept(harness):
     """Bytes that are saved, beside what the forward pass returns."""
     outputs = set(harness.parts[0].output_node().args[0][:1])
@@ -66,9 +83,7 @@ def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
     model, x = blocks(), inputs()
     want, before, first, said_at = gradients(model, model, x), None, None, {}
     for share in SHARES:
-        torch._dynamo.reset()
-        harness = Harness(gate="always", memory=share)
-        found = gradients(torch.compile(model, backend=harness), model, x)
+        harness, found = planned(model, x, memory=share)
         said = harness.report.memory
         assert kept(harness) == said.kept, "what was planned is what torch's partitioner keeps"
         said_at[share] = said
@@ -77,9 +92,8 @@ def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
             assert said.ms >= before.ms
             assert said.peak <= before.peak
         before, first = said, first or found
-        for mine, theirs, exact in zip(found, first, want, strict=True):
-            assert torch.equal(mine, theirs), f"share {share} changes bits"
-            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+        assert all(map(torch.equal, found, first)), f"share {share} changes bits"
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
     for share, said in said_at.items():
         assert said.kept <= share * stock or said == before, "less would have a higher peak"
     assert before.kept < stock / 10
@@ -118,9 +132,7 @@ def test_what_takes_more_time_has_a_lower_peak():
 
 
 def test_all_memory_computes_nothing_again():
-    harness, without = Harness(gate="always", memory=1.0), Harness(gate="always")
-    for each in (harness, without):
-        each.train(blocks(), inputs())
+    harness, without = trained(memory=1.0), trained()
     assert harness.report.memory.again == 0
     assert [str(g) for g in harness.parts] == [str(g) for g in without.parts]
     assert without.report.memory is None
@@ -128,12 +140,9 @@ def test_all_memory_computes_nothing_again():
 
 def test_the_budget_of_torch_is_a_share(stock):
     with torch._functorch.config.patch(activation_memory_budget=0.4):
-        harness = Harness(gate="always")
-        harness.train(blocks(), inputs())
+        harness = trained()
     assert kept(harness) == harness.report.memory.kept <= 0.4 * stock
-    own = Harness(gate="always", memory=0.4)
-    own.train(blocks(), inputs())
-    assert own.report.memory == harness.report.memory
+    assert trained(memory=0.4).report.memory == harness.report.memory
 
 
 class Repeated(nn.Module):
@@ -156,11 +165,8 @@ def test_smaller_results_are_kept_in_place_of_what_elementwise_ops_make_of_them(
     model, x, most = Repeated().double(), inputs(), None
     want = gradients(model, model, x)
     for share in (1.0, 0.9):
-        torch._dynamo.reset()
-        harness = Harness(gate="always", memory=share)
-        found = gradients(torch.compile(model, backend=harness), model, x)
-        for mine, exact in zip(found, want, strict=True):
-            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+        harness, found = planned(model, x, memory=share)
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
         assert kept(harness) == harness.report.memory.kept
         if most is None:
             most, before = kept(harness), harness
@@ -177,8 +183,7 @@ def test_the_cheapest_mix_of_a_block_frees_what_it_must():
     """Not all that is cheaper a byte first: then gate and up would go on top of all others."""
     model, before = blocks()[:1], None
     for share in (1.0, 0.45):
-        harness = Harness(gate="always", memory=share)
-        harness.train(model, inputs())
+        harness = trained(model, memory=share)
         before, after = before or harness.report.memory, harness.report.memory
     assert after.again < 5
     assert after.kept > before.kept / 4
@@ -207,20 +212,16 @@ def test_a_policy_is_a_limit_of_memory(every):
     wrapped = nn.Sequential(*(checkpoint_wrapper(b, context_fn=policy_of(every)) for b in model))
     stock, harness = Stock(), Harness(gate="always")
     for each in (stock, harness):
-        torch._dynamo.reset()
-        found = gradients(torch.compile(wrapped, backend=each), model, x)
-        for mine, exact in zip(found, want, strict=True):
-            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+        _, found = planned(wrapped, x, each)
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
     assert kept(harness) == harness.report.memory.kept <= kept(stock)
-    free = Harness(gate="always")
-    free.train(model, x)
-    assert len(harness.fused) == len(free.fused), "marks on products keep nothing from fusing"
+    assert len(harness.fused) == len(trained(model).fused), (
+        "marks on products keep nothing from fusing"
+    )
 
 
 def test_checkpoints_without_a_policy_stay_as_they_are():
-    model = nn.Sequential(*(checkpoint_wrapper(b) for b in blocks()))
-    harness = Harness(gate="always")
-    harness.train(model, inputs())
+    harness = trained(nn.Sequential(*(checkpoint_wrapper(b) for b in blocks())))
     assert harness.report.memory is None
     assert kept(harness) <= LAYERS * ROWS * D * 8
 
@@ -244,12 +245,10 @@ def test_dropout_draws_the_same_mask_in_both_passes():
 def test_enabled_under_inductor():
     model, x = blocks(dtype=torch.float32), inputs(torch.float32)
     want = gradients(model, model, x)
-    torch._dynamo.reset()
     with coda_inductor.enabled(gate="always", memory=0.2):
         found = gradients(torch.compile(model), model, x)
     assert coda_inductor.reports()[-1].memory.again > 0
-    for mine, exact in zip(found, want, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
 class Own(CustomPartitionerFn):
@@ -268,7 +267,6 @@ class Own(CustomPartitionerFn):
 @pytest.mark.parametrize("memory", [None, 0.3])
 def test_a_partitioner_of_the_user_comes_first(memory, caplog):
     """Then nothing of ours plans, and the option says so."""
-    torch._dynamo.reset()
     options = {"gate": "always"} | ({} if memory is None else {"memory": memory})
     with torch._inductor.config.patch(custom_partitioner_fn=Own()):
         torch.compile(blocks(), backend="coda", options=options)(inputs()).sum().backward()
@@ -281,11 +279,9 @@ def test_a_partitioner_of_the_user_comes_first(memory, caplog):
 def test_symbolic_sizes():
     model, x = blocks(), inputs()
     want = gradients(model, model, x)
-    torch._dynamo.reset()
     harness = Harness(gate="always", memory=0.3)
     function = torch.compile(model, backend=harness, dynamic=True)
-    for mine, exact in zip(gradients(function, model, x), want, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients(function, model, x), want, rtol=1e-10, atol=1e-10)
     assert harness.report.memory.again > 0
 
 
@@ -295,14 +291,10 @@ def room(monkeypatch, room):
 
 def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
     before = None
-    whole = Harness(gate="always", memory=1.0)
-    whole.train(blocks(), inputs())
-    peak = whole.report.memory.peak
+    peak = trained(memory=1.0).report.memory.peak
     for part in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8):
         room(monkeypatch, int(part * peak))
-        harness = Harness(gate="always", memory="1 GiB")
-        harness.train(blocks(), inputs())
-        said = harness.report.memory
+        said = trained(memory="1 GiB").report.memory
         assert said.peak <= part * peak
         assert before is None or said.ms >= before
         before = said.ms
@@ -314,8 +306,7 @@ def test_a_peak_of_one_of_many_blocks_is_said(count, monkeypatch, caplog):
     room(monkeypatch, 2**30)
     monkeypatch.setattr(partition, "several_ranks", lambda: True)
     forget_warnings()
-    model = nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double()
-    Harness(gate="always", memory="1 GiB").train(model, inputs())
+    trained(nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double(), memory="1 GiB")
     assert ("need a share from 0 to 1" in caplog.text) == (count == 1)
 
 
@@ -327,7 +318,6 @@ def test_a_gradient_takes_the_place_of_what_ends_with_its_kernel(donated, monkey
     x, weight = (torch.randn(n, D).bfloat16().requires_grad_() for n in (rows, columns))
     labels = torch.randint(columns, (rows,))
     harness = Harness(gate="always", memory=1.0)
-    torch._dynamo.reset()
     with functorch_config.patch(donated_buffer=donated):
         loss = torch.compile(lambda x, w: F.cross_entropy(x @ w.t(), labels), backend=harness)
         loss(x, weight).backward()
@@ -339,7 +329,7 @@ def test_what_cannot_fit_is_an_error_that_names_the_least_peak(monkeypatch):
     room(monkeypatch, 1000)
     said = r"option 'memory'.*needs 0\.\d+ MiB even if everything.*smaller batch"
     with pytest.raises(Exception, match=said):
-        Harness(gate="always", memory="1 GiB").train(blocks(), inputs())
+        trained(memory="1 GiB")
 
 
 @pytest.mark.parametrize(
@@ -364,48 +354,6 @@ def test_a_peak_on_a_gpu_is_no_limit_elsewhere():
     assert harness.record.limit is None
 
 
-def test_the_key_knows_the_option_and_the_budget():
-    def key(**options):
-        return JointPass(Record(parse(None, options))).uuid()
-
-    keys = {key(), key(memory=0.5), key(memory=0.4), key(memory="1 GiB")}
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
-        keys.add(key())
-    assert len(keys) == 5
-
-
-class TwoNorms(nn.Module):
-    """A block has two norms, and so two groups of one kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlps = nn.ModuleList(Gated(D, 4 * D) for _ in range(2))
-
-    def forward(self, x):
-        return self.mlps[1](self.mlps[0](x).sin())
-
-
-def test_each_step_between_two_choices_changes_something(monkeypatch):
-    """Else a layer would seem to be freed before its turn, and the ends of steps would be gone."""
-    chains = []
-
-    def chain(*how):
-        chains.append(planner.Chain(*how))
-        return chains[-1]
-
-    monkeypatch.setattr(partition, "Chain", chain)
-    torch.manual_seed(0)
-    layers = [*(TwoNorms() for _ in range(4)), Gated(D, 4 * D)]
-    Harness(gate="always", memory=0.5).train(nn.Sequential(*layers).double(), inputs())
-    (found,) = chains
-    sizes = {len(members) for members in found.kinds}
-    assert len(sizes) > 1
-    for i in range(len(found.points) - 1):
-        steps = found._steps(i)
-        levels = [found._levels(i, done) for done in range(steps)] + [found._levels(i + 1, 0)]
-        assert all(a != b for a, b in itertools.pairwise(levels))
-
-
 def test_parts_of_a_split_are_views():
     graph = make_fx(lambda w: [part.sin() for part in w.split(2)], tracing_mode="fake")(
         torch.randn(4, 3)
@@ -413,3 +361,55 @@ def test_parts_of_a_split_are_views():
     parts = [n for n in graph.nodes if n.target is operator.getitem]
     assert len(parts) == 2
     assert {candidates.owner(n) for n in parts} == {graph.find_nodes(op="placeholder")[0]}
+
+
+OF_COLUMNS = [
+    parsed("bfloat16", f"b:{kind}", "g add acc0 b; y mul g acc1", "y g", accs=("acc0", "acc1"))
+    for kind in ("row", "batch")
+]
+
+
+def test_a_half_has_the_steps_of_its_product():
+    program = kinds()["swiglu_train"]
+    stored = {s.value: at for at, s in enumerate(program.stores)}
+    for product, name in enumerate("gu"):
+        half, number, own = half_of(program, stored[name])
+        verify(half)
+        assert (number, own) == (product, [0])
+        assert [step.name for step in half.steps] == [name]
+        assert [s.value for s in half.stores] == [name]
+
+
+@pytest.mark.parametrize("program", OF_COLUMNS)
+@pytest.mark.parametrize("value", ["y", "g"])
+def test_no_half_of_what_needs_both_products_or_values_of_columns(program, value):
+    at = [s.value for s in program.stores].index(value)
+    assert half_of(program, at) is None
+
+
+def programs(graph):
+    return [
+        EpilogueProgram.from_json(call.args[3])
+        for call in graph.find_nodes(op="call_function", target=OP)
+    ]
+
+
+def test_up_is_computed_alone(monkeypatch):
+    """Half of what a block keeps is gate and up. Where a third must go, one of them does."""
+    leave_custom_ops(monkeypatch)
+    model = Gated(D, 4 * D).double()
+    x = torch.randn(ROWS, D, dtype=torch.float64, requires_grad=True)
+    grads, harnesses = [], []
+    for share in (1.0, 0.5):
+        torch._dynamo.reset()
+        harnesses.append(Harness(gate="always", memory=share))
+        compiled = torch.compile(model, backend=harnesses[-1])
+        grads.append(torch.autograd.grad(compiled(x).sin().sum(), [x, *model.parameters()]))
+    assert all(map(torch.equal, *grads))
+    before, after = ([programs(part) for part in h.parts] for h in harnesses)
+    assert before[0] == after[0]
+    assert len(after[1]) == len(before[1]) + 1
+    again = next(p for p in after[1] if p not in before[1])
+    assert not again.paired
+    assert again in [half_of(p, at)[0] for p in before[0] if p.paired for at in (0, 1)]
+    assert harnesses[1].report.memory.again == 1

@@ -73,15 +73,10 @@ def compare(model, batch):
 GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "batch", "masks"),
-    [
-        ("Llama", {}, packed, 1),
-        ("Llama", {}, padded, 1),
-        ("Gemma3", GEMMA, padded, 2),
-        ("Gemma3", GEMMA, plain, 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "batch", "masks"), [
+    ("Llama", {}, packed, 1), ("Llama", {}, padded, 1), ("Gemma3", GEMMA, padded, 2),
+    ("Gemma3", GEMMA, plain, 1),
+])  # fmt: skip
 def test_attention_skips_what_a_mask_hides(name, settings, batch, masks):
     """``masks`` have lists of their blocks made, four scatters each; one of causal order is left to
     SDPA. Whatever the positions, also where each row has its own, projections rotate by them."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from coda_inductor.__main__ import main
-from coda_inductor.backend import coda
 from coda_inductor.cli.steps import check_file
 from coda_inductor.patterns.formulas import FORMULAS
 
@@ -33,11 +32,6 @@ def words(text: str) -> str:
 def _in_tmp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
-        from torch._dynamo.backends import registry
-
-        monkeypatch.setitem(registry._BACKENDS, "coda", None)
-        monkeypatch.setitem(registry._COMPILER_FNS, "coda", coda)
 
 
 @pytest.mark.usefixtures("_in_tmp")

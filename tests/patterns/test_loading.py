@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where pattern files come from, what refuses to load, and that a bad file harms no other."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import types
@@ -66,8 +64,11 @@ def test_unreadable_files_are_named(tmp_path):
         patterns.load_file(tmp_path / "gone.py")
     with pytest.raises(PatternError, match=r"cannot be read: "):
         patterns.load_file(tmp_path)
-    for text in ("raise SystemExit(0)", "import sys_exit"):
-        with pytest.raises(PatternError, match=r"leaves\.py:1: "):
+    for text, said in (
+        ("raise SystemExit(0)", "1: "), ("import sys_exit", "1: "),
+        ("PATTERNS = []", " define PATTERN"), ("x = 1\ny = (\n", "2: Syntax"),
+    ):  # fmt: skip
+        with pytest.raises(PatternError, match=rf"leaves\.py:{said}"):
             patterns.load_file(write(tmp_path / "leaves.py", text=text))
 
 

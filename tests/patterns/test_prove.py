@@ -2,8 +2,6 @@
 """The prover: what is equal is proven, what is not is refuted, and the difference is shown. What a
 load compares on numbers refuses the same patterns, but for a function without a formula."""
 
-from __future__ import annotations
-
 import pytest
 import sympy
 import torch
@@ -43,8 +41,7 @@ EQUAL = {
     "casts": (lambda gate, up: gate.float() * up, lambda gate, up: (gate * up.to(torch.float64))),
     "gelu tanh": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, tanh_gelu),
     "relu as where": (
-        lambda gate, up: F.relu(gate) * up,
-        lambda gate, up: torch.where(gate > 0, gate, 0) * up,
+        lambda gate, up: F.relu(gate) * up, lambda gate, up: torch.where(gate > 0, gate, 0) * up,
     ),
     "condition on a sum": (
         lambda gate, up: torch.maximum(gate, up) + torch.minimum(gate, up),
@@ -53,9 +50,8 @@ EQUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal_functions_are_proven(name):
-    left, right = EQUAL[name]
+@pytest.mark.parametrize(("left", "right"), EQUAL.values(), ids=EQUAL)
+def test_equal_functions_are_proven(left, right):
     assert difference(of(left), of(right)) is None
 
 
@@ -82,9 +78,8 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_different_functions_are_refused_with_the_difference(name):
-    left, right, said = DIFFERENT[name]
+@pytest.mark.parametrize(("left", "right", "said"), DIFFERENT.values(), ids=DIFFERENT)
+def test_different_functions_are_refused_with_the_difference(left, right, said):
     assert said in difference(of(left), of(right))
 
 
@@ -166,19 +161,14 @@ def test_gradient_that_is_right_is_proven():
 
 
 REFUSED = {
-    "wrong gradient": (
-        {"gradient": wrong_gradient}, "gradient with respect to gate: they differ",
-    ),
+    "wrong gradient": ({"gradient": wrong_gradient}, "gradient with respect to gate: they differ"),
     "one gradient of two": ({"gradient": lambda dy, gate, up: dy}, "gradient returns 1 values"),
     "parameters of a gradient": ({"gradient": lambda dy, gate: dy}, "gradient takes dy and then"),
-    "wrong idiom": (
-        {"idioms": (good, lambda gate, up: torch.tanh(gate) * up)}, "they differ",
-    ),
+    "wrong idiom": ({"idioms": (good, lambda gate, up: torch.tanh(gate) * up)}, "they differ"),
     "unused": ({"idioms": (unused,)}, "idiom unused does not use its parameter up"),
     "two results": ({"idioms": (lambda gate, up: (gate, up),)}, "must return one tensor"),
     "unknown function": (
-        {"meaning": lambda gate, up: torch.special.i0(gate) * up},
-        "has no formula for aten.i0",
+        {"meaning": lambda gate, up: torch.special.i0(gate) * up}, "has no formula for aten.i0",
     ),
     "option": (
         {"idioms": (lambda gate, up: torch.add(gate, up, alpha=2),)},
@@ -312,9 +302,8 @@ MALFORMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_pattern_says_what_is_wrong(name):
-    options, said = MALFORMED[name]
+@pytest.mark.parametrize(("options", "said"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_pattern_says_what_is_wrong(options, said):
     with pytest.raises(PatternError) as caught:
         Pattern(**options)
     assert said in str(caught.value)

@@ -11,7 +11,7 @@ from zoo.users import HIDDEN, MISH, SWISH, D, mish, mish_spelled_out, model, swi
 from coda_inductor import Pattern, PatternError, patterns
 from coda_inductor.matching import Match
 from coda_inductor.patterns.conditions import row_wise
-from coda_inductor.semantic.norms import NORMS, define_norm, rms_norm
+from coda_inductor.semantic.norms import define_norm, rms_norm
 
 
 def load(path: str):
@@ -39,15 +39,11 @@ def test_gate_fires_once_a_layer_and_is_the_same_function(text, gate, layers, tm
     assert not any("coda_inductor." in str(op) and "gemm_" not in op for op in harness.ops())
 
 
-@pytest.mark.parametrize(
-    ("text", "gate", "layers", "dtype"),
-    [
-        (MISH, mish_spelled_out, 3, torch.float64),
-        (SWISH, swish, 2, torch.float64),
-        (MISH, mish, 2, torch.bfloat16),
-    ],
-    ids=["mish", "swish", "half precision"],
-)
+@pytest.mark.parametrize(("text", "gate", "layers", "dtype"), [
+    (MISH, mish_spelled_out, 3, torch.float64),
+    (SWISH, swish, 2, torch.float64),
+    (MISH, mish, 2, torch.bfloat16),
+], ids=["mish", "swish", "half precision"])  # fmt: skip
 def test_gate_trains(text, gate, layers, dtype, tmp_path):
     """Gradients equal eager's, and happen in the epilogue that makes them; only what the
     GEMMs made is kept."""
@@ -79,7 +75,7 @@ def test_gradients_have_memory_of_their_own_or_are_empty(tmp_path):
 
 
 def test_reason_of_a_condition_is_a_refusal(tmp_path):
-    """A text of the user's becomes one; conditions of ours come first, and say what can be done."""
+    """A text of the user's becomes one; conditions of ours come first."""
     extra = 'idioms=(mish_glu, spelled_out), conditions=(lambda m: "not today",)'
     path = write(tmp_path, MISH.replace("idioms=(mish_glu, spelled_out)", extra))
     harness = check(mish, randn(4, D), randn(4, D), patterns=[path])
@@ -88,9 +84,6 @@ def test_reason_of_a_condition_is_a_refusal(tmp_path):
     assert "mish_glu at mul: not today" in reasons(harness)
     harness = check(mish, randn(4, D), randn(4, 1), patterns=[path])
     assert "differ in shape" in reasons(harness)
-    harness = check(lambda g, u: F.silu(g) * u[..., :1], randn(4, D), randn(4, D))
-    (found,) = (r for r in harness.report.refusals if r.what == "swiglu")
-    assert (found.code, found.remedy.possible) == ("gate-shape", True)
 
 
 REFUSED = {
@@ -98,38 +91,19 @@ REFUSED = {
         lambda g, u: F.mish(g) * u.to(torch.int64), MISH, "up is torch.int64, not a floating type",
     ),
     "a number": (lambda g, u: F.mish(g) * 2.0, MISH, "up is not a tensor"),
-    "a tensor": (
-        lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant",
-    ),
+    "a tensor": (lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant"),
     "used elsewhere": (
         lambda g, u: (s := F.mish(g)) * u + s, MISH, "its intermediate s is used elsewhere",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_the_gate_stays(name, tmp_path):
-    function, text, reason = REFUSED[name]
+@pytest.mark.parametrize(("function", "text", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_the_gate_stays(function, text, reason, tmp_path):
     path = write(tmp_path, text)
     harness = check(function, randn(4, D), randn(4, D), patterns=[path])
     assert not raised(harness, load(path))
     assert reason in reasons(harness)
-
-
-def test_number_that_torch_makes_a_symbol_is_known(tmp_path):
-    """A regression: with dynamic shapes Dynamo records a symbol for a module's float."""
-
-    class Gate(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.beta = 1.7
-
-        def forward(self, g, u):
-            return g * torch.sigmoid(self.beta * g) * u
-
-    path = write(tmp_path, SWISH)
-    harness = check(Gate(), randn(4, D), randn(4, D), dynamic=True, patterns=[path])
-    assert len(raised(harness, load(path))) == 1
 
 
 def test_mixed_dtypes_are_computed_in_the_wider_one(tmp_path):
@@ -139,21 +113,6 @@ def test_mixed_dtypes_are_computed_in_the_wider_one(tmp_path):
     up = randn(4, D, dtype=torch.float32).requires_grad_()
     harness = check_gradients(lambda g, u: F.mish(g.float()) * u, gate, up, patterns=[path])
     assert len(raised(harness, load(path))) == 1
-
-
-def test_condition_that_fails_costs_its_own_pattern_only(tmp_path, caplog):
-    extra = "idioms=(mish_glu, spelled_out), conditions=(lambda m: 1 / 0,)"
-    path = write(tmp_path, MISH.replace("idioms=(mish_glu, spelled_out)", extra))
-
-    def function(x, g, u):
-        return mish(g, u) + F.silu(x) * u
-
-    with caplog.at_level("WARNING"):
-        harness = check(function, randn(4, D), randn(4, D), randn(4, D), patterns=[path])
-    assert not raised(harness, load(path))
-    assert raised(harness, next(p for p in patterns.load() if p.name == "swiglu")) != []
-    assert "the pattern itself failed: ZeroDivisionError" in reasons(harness)
-    assert "pattern mish_glu" in caplog.text
 
 
 EPS = 1e-3
@@ -266,15 +225,6 @@ def test_programs_are_those_of_rms_norm(tmp_path):
     assert keys(bounded, patterns=[path]) == keys(lambda x, g: F.rms_norm(x, (D,), g, EPS))
 
 
-def test_an_edited_file_is_another_op(tmp_path):
-    first = load(write(tmp_path, L2))
-    second = load(write(tmp_path, L2.replace("Rows", "rows") + "\n"))
-    again = load(write(tmp_path, L2, "copy.py"))
-    assert first.op is not second.op
-    assert first.op is again.op
-    assert NORMS[first.op].name == NORMS[second.op].name == "l2_norm"
-
-
 def test_it_is_disabled_by_its_names(tmp_path):
     path, args = write(tmp_path, L2), tensors()
     harness = check_gradients(mlp(l2), *args, patterns=[path], disable=["l2_norm_backward"])
@@ -320,9 +270,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_scale_or_an_idiom_that_does_not_do_is_refused(name):
-    scale, idioms, said = WRONG[name]
+@pytest.mark.parametrize(("scale", "idioms", "said"), WRONG.values(), ids=WRONG)
+def test_a_scale_or_an_idiom_that_does_not_do_is_refused(scale, idioms, said):
     with pytest.raises(PatternError, match=said):
         Pattern.norm("wrong", scale, idioms)
 

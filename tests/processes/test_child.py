@@ -53,15 +53,12 @@ def test_it_answers(start):
     assert ask(process, "say(ready=True); os._exit(0)") == {"ready": True}
 
 
-@pytest.mark.parametrize(
-    ("do", "code", "said"),
-    [
-        ("print('first\\nthe last', file=sys.stderr, flush=True); os._exit(3)", 3, "the last"),
-        ("os.kill(os.getpid(), 9)", -9, "status -9"),
-        ("raise ImportError('no libfoo')", 1, "ImportError: no libfoo"),
-        ("parent.send_bytes(b'no JSON')", -15, "status -15"),
-    ],
-)
+@pytest.mark.parametrize(("do", "code", "said"), [
+    ("print('first\\nthe last', file=sys.stderr, flush=True); os._exit(3)", 3, "the last"),
+    ("os.kill(os.getpid(), 9)", -9, "status -9"),
+    ("raise ImportError('no libfoo')", 1, "ImportError: no libfoo"),
+    ("parent.send_bytes(b'no JSON')", -15, "status -15"),
+])  # fmt: skip
 def test_its_last_words_are_the_reason(do, code, said, start):
     process = start()
     with pytest.raises(EndedError, match=said) as caught:
@@ -98,15 +95,11 @@ def own(number: int):
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(
-    ("ends", "do"),
-    [
-        (own(signal.SIGTERM), FOR_EVER),
-        (own(signal.SIGKILL), "signal.pthread_sigmask(signal.SIG_BLOCK, [15]); " + FOR_EVER),
-        (lambda: os._exit(0), "while True: pass"),
-    ],
-    ids=["SIGTERM", "SIGKILL", "os._exit"],
-)
+@pytest.mark.parametrize(("ends", "do"), [
+    (own(signal.SIGTERM), FOR_EVER),
+    (own(signal.SIGKILL), "signal.pthread_sigmask(signal.SIG_BLOCK, [15]); " + FOR_EVER),
+    (lambda: os._exit(0), "while True: pass"),
+], ids=["SIGTERM", "SIGKILL", "os._exit"])  # fmt: skip
 def test_it_ends_with_its_parent(ends, do, start, tmp_path):
     """Whatever it does; also where a program that the parent has started, with all its files, holds
     the connection."""

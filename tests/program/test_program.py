@@ -306,22 +306,19 @@ def test_a_row_of_each_group(accs):
 NONE = Scaled("acc")
 
 
-@pytest.mark.parametrize(
-    ("steps", "more", "want"),
-    [
-        ("x mul acc r; y mul x w; z abs y", {}, Scaled("y", ("x", "y"), "r", "w")),
-        ("x mul acc r; y mul s x", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
-        ("x mul acc r; y mul x r2", {}, Scaled("x", ("x",), "r")),
-        ("x mul acc r; y mul s x; z mul y w", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
-        ("x mul acc r; y mul s x", {"dtype": "bfloat16"}, NONE),
-        ("x mul acc acc", {}, NONE),
-        ("x mul acc 2", {}, NONE),
-        ("x add acc r", {}, NONE),
-        ("x mul acc half", {}, NONE),
-        ("x mul acc r; y add x acc", {}, NONE),
-        ("x mul acc r", {"stores": "acc:float32"}, NONE),
-    ],
-)
+@pytest.mark.parametrize(("steps", "more", "want"), [
+    ("x mul acc r; y mul x w; z abs y", {}, Scaled("y", ("x", "y"), "r", "w")),
+    ("x mul acc r; y mul s x", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
+    ("x mul acc r; y mul x r2", {}, Scaled("x", ("x",), "r")),
+    ("x mul acc r; y mul s x; z mul y w", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
+    ("x mul acc r; y mul s x", {"dtype": "bfloat16"}, NONE),
+    ("x mul acc acc", {}, NONE),
+    ("x mul acc 2", {}, NONE),
+    ("x add acc r", {}, NONE),
+    ("x mul acc half", {}, NONE),
+    ("x mul acc r; y add x acc", {}, NONE),
+    ("x mul acc r", {"stores": "acc:float32"}, NONE),
+])  # fmt: skip
 def test_what_counts_as_a_scale_of_a_product(steps, more, want):
     operands = "r:col:float32 r2:col:float32 w:row:float32 s:scalar:float32 half:col:bfloat16"
     assert scaled(program(steps, operands, **{"dtype": E4M3, **more}))["acc"] == want

@@ -142,16 +142,13 @@ def test_equal_steps_become_the_first_of_them_to_any_depth():
     assert simplify(short) == short
 
 
-@pytest.mark.parametrize(
-    ("tail", "ops"),
-    [
-        ("y div t d", "sigmoid mul"),
-        ("y div 1 d", "sigmoid"),
-        ("y reciprocal d", "sigmoid"),
-        ("s reciprocal d; y div s d", "sigmoid mul"),
-        ("z div t d; y add z d", "neg exp add sigmoid mul add"),  # the denominator is read again
-    ],
-)
+@pytest.mark.parametrize(("tail", "ops"), [
+    ("y div t d", "sigmoid mul"),
+    ("y div 1 d", "sigmoid"),
+    ("y reciprocal d", "sigmoid"),
+    ("s reciprocal d; y div s d", "sigmoid mul"),
+    ("z div t d; y add z d", "neg exp add sigmoid mul add"),  # the denominator is read again
+])  # fmt: skip
 def test_a_spelled_logistic_function_is_a_sigmoid(tail, ops):
     long = of_tiles(f"unused exp acc; n neg t; e exp n; d add e 1; {tail}", "y")
     short = verify(simplify(long))
@@ -159,23 +156,20 @@ def test_a_spelled_logistic_function_is_a_sigmoid(tail, ops):
     torch.testing.assert_close(run(short), run(long))
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        "n neg t; e exp n; d add e 2; y div t d",
-        "n neg t; e exp t; d add e 1; y div n d",
-        "n neg t; e exp2 n; d add e 1; y div t d",
-        "n neg t; e exp n; d sub 1 e; y div t d",
-        "n neg t; e exp n; d add e 1; y div d t",
-        "x sub t u; z sub u t; y add x z",
-        "x div t u; z div u t; y add x z",
-        "x mul t 2; z mul t 2.5; y add x z",
-        "x add t 0; z add t -0.0; y add x z",
-        "x maximum t u; z minimum t u; y add x z",
-        "x add t u; z add t acc; y add x z",
-        "less lt t u; x where less t u; z where less u t; y add x z",
-    ],
-)
+@pytest.mark.parametrize("steps", [
+    "n neg t; e exp n; d add e 2; y div t d",
+    "n neg t; e exp t; d add e 1; y div n d",
+    "n neg t; e exp2 n; d add e 1; y div t d",
+    "n neg t; e exp n; d sub 1 e; y div t d",
+    "n neg t; e exp n; d add e 1; y div d t",
+    "x sub t u; z sub u t; y add x z",
+    "x div t u; z div u t; y add x z",
+    "x mul t 2; z mul t 2.5; y add x z",
+    "x add t 0; z add t -0.0; y add x z",
+    "x maximum t u; z minimum t u; y add x z",
+    "x add t u; z add t acc; y add x z",
+    "less lt t u; x where less t u; z where less u t; y add x z",
+])  # fmt: skip
 def test_what_only_looks_equal_or_like_a_logistic_function_stays(steps):
     chosen = of_tiles(steps, "y")
     assert simplify(chosen) == chosen

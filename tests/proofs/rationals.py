@@ -6,8 +6,6 @@ speaking of. A function that leaves the fractions (rsqrt, exp) gives a random fr
 whenever its argument is the same: what holds then holds for any function in its place.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import random
@@ -93,7 +91,7 @@ class Rational(Kernels):
         return Fraction(x) if isinstance(x, (int, float)) and abs(x) < float("inf") else x
 
     @classmethod
-    def random(cls, shape: Any, seed: int) -> Rational:
+    def random(cls, shape: Any, seed: int) -> "Rational":
         """Random fractions."""
         chance = random.Random(seed)  # noqa: S311
         n = torch.Size(shape).numel()

@@ -5,8 +5,6 @@ after the pass gives equal fractions, element by element, in outputs and gradien
 ``test_no_step_can_be_left_out`` shows that such a proof fails where the pass is wrong.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 

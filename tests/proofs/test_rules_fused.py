@@ -4,8 +4,6 @@ fused sites run as kernels run them, in tiles of two by two and on interleaved p
 give the numbers of the graph they are from.
 """
 
-from __future__ import annotations
-
 import pytest
 import rationals
 import torch

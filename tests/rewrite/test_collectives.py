@@ -132,20 +132,17 @@ def test_what_is_merged(name):
         assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda a, b: (reduced(a) + reduced(b, "max"),),
-        lambda a, b: (reduced(a, "max") + reduced(b, "max"),),
-        lambda a, b: (reduced(a) + reduced(b, group="1"),),
-        lambda a, b: (reduced(a) - reduced(b),),
-        lambda a, b: (reduced(a) * reduced(b),),
-        lambda a, b: (torch.add(reduced(a), reduced(b), alpha=2),),
-        lambda a, b: (reduced(a) + b,),
-        lambda a, b: (reduced(a) + reduced(b[:1]),),
-        lambda a, b: (reduced(a) + reduced(b).t().reshape(M, N),),
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda a, b: (reduced(a) + reduced(b, "max"),),
+    lambda a, b: (reduced(a, "max") + reduced(b, "max"),),
+    lambda a, b: (reduced(a) + reduced(b, group="1"),),
+    lambda a, b: (reduced(a) - reduced(b),),
+    lambda a, b: (reduced(a) * reduced(b),),
+    lambda a, b: (torch.add(reduced(a), reduced(b), alpha=2),),
+    lambda a, b: (reduced(a) + b,),
+    lambda a, b: (reduced(a) + reduced(b[:1]),),
+    lambda a, b: (reduced(a) + reduced(b).t().reshape(M, N),),
+])  # fmt: skip
 def test_nothing_else_is_merged(function):
     graph = aten_graph(function, *numbers((M, N), (M, N)))
     before = str(graph)
@@ -170,9 +167,8 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
-def test_what_stays_apart(name):
-    function, options = APART[name]
+@pytest.mark.parametrize(("function", "options"), APART.values(), ids=APART)
+def test_what_stays_apart(function, options):
     _, saved, left = merged(function, (M, N), (M, N), **options)
     assert saved == 0
     assert left[all_reduce] + left[all_gather_into_tensor] == 2

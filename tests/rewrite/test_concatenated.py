@@ -21,7 +21,8 @@ D, WIDE, STEP = WIDTH, 4 * WIDTH, 8
 def test_single_blocks_concatenate_streams_once_and_no_columns(layers, dynamic):
     model = Blocks(Single, layers).double()
     harness = check(model, randn(1, 10, D), randn(1, 6, D), randn(1, D), dynamic=dynamic)
-    assert harness.counts["concatenated"] == layers
+    assert harness.counts["concatenated"] == harness.counts["modulated"] == layers
+    assert harness.counts["layer_norm"] == layers - 1
     joined = [n for n in harness.graph.nodes if n.target is aten.cat.default]
     assert [n.args[1] for n in joined if n.args[1] != 0] == [1]  # text and image, for all blocks
     # The wider product adds the other one, the gate and the residual.
@@ -32,19 +33,16 @@ def test_single_blocks_concatenate_streams_once_and_no_columns(layers, dynamic):
 SHAPES = (WIDE, D), (D, D + WIDE)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        joined,
-        lambda x, up, down: joined(x, up, down, x[0, 0]),
-        lambda x, up, down: joined(x, up, down[:, torch.arange(D + WIDE)]).relu(),
-        lambda x, up, down: F.linear(  # three parts, the widest in the middle
-            torch.cat([x, F.gelu(F.linear(x, up)), F.linear(x, up).tanh()], -1),
-            torch.cat([down, down[:, :WIDE]], 1),
-        ),
-        lambda x, up, down: torch.cat([x[0], F.gelu(x[0] @ up.T)], -1) @ down.T,
-    ],
-)
+@pytest.mark.parametrize("function", [
+    joined,
+    lambda x, up, down: joined(x, up, down, x[0, 0]),
+    lambda x, up, down: joined(x, up, down[:, torch.arange(D + WIDE)]).relu(),
+    lambda x, up, down: F.linear(  # three parts, the widest in the middle
+        torch.cat([x, F.gelu(F.linear(x, up)), F.linear(x, up).tanh()], -1),
+        torch.cat([down, down[:, :WIDE]], 1),
+    ),
+    lambda x, up, down: torch.cat([x[0], F.gelu(x[0] @ up.T)], -1) @ down.T,
+])  # fmt: skip
 def test_it_is_the_same_number(function):
     harness = check(function, randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
     assert harness.counts["concatenated"] == 1
@@ -83,14 +81,11 @@ def test_a_part_is_computed_by_an_epilogue_that_is_expected_to_win(d, wide, wins
     assert first.choice.fused_us is None or first.choice.fused_us < first.choice.unfused_us
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, up, down: F.linear(torch.cat([x, x.repeat(1, 1, 4).sin()], -1), down),
-        broken(lambda x, h, w: torch.cat([x, h[..., :D]], 1) @ w[:, :D]),  # of rows
-        broken(lambda x, h, w: torch.cat([x.float(), h], -1) @ w.T),  # of two dtypes
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda x, up, down: F.linear(torch.cat([x, x.repeat(1, 1, 4).sin()], -1), down),
+    broken(lambda x, h, w: torch.cat([x, h[..., :D]], 1) @ w[:, :D]),  # of rows
+    broken(lambda x, h, w: torch.cat([x.float(), h], -1) @ w.T),  # of two dtypes
+])  # fmt: skip
 def test_other_concatenations_are_nobodys(function):
     harness = check(function, randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
     assert harness.counts["concatenated"] == 0
@@ -110,10 +105,9 @@ SLICES = {
 }
 
 
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize(("function", "goes"), SLICES.values(), ids=SLICES)
 @pytest.mark.parametrize("shown", [False, True])
-def test_all_slices_of_a_tensor_are_that_tensor(name, shown):
-    function, goes = SLICES[name]
+def test_all_slices_of_a_tensor_are_that_tensor(function, goes, shown):
 
     def all_of_it(x):
         found = function(x.sin())

@@ -7,7 +7,7 @@ the next is saved; views of what was replaced are of the new node."""
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check_gradients, randn, swiglu
+from checking import assert_same, check_gradients, randn, swiglu
 from passes import aten_graph, run_pass
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -20,6 +20,8 @@ from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.loss import row_logsumexp
+
+aten = torch.ops.aten
 
 
 def semantic(graph: torch.fx.Graph) -> list[object]:
@@ -45,19 +47,7 @@ def test_reductions_that_an_epilogue_may_take_wait_for_it():
     assert semantic(graph) == [row_logsumexp]
 
 
-aten = torch.ops.aten
 A, D, W = (5, 16), (5, 8), (3, 16, 16)
-
-
-def offsets():
-    return torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-
-
-def left(function, *shapes) -> int:
-    """How many grouped products are left of a function of tensors and the offsets of groups."""
-    graph = aten_graph(function, *(torch.randn(s).double() for s in shapes), offsets())
-    run_pass(finish_experts, graph)
-    return sum(n.target is grouped_mm for n in graph.nodes)
 
 
 def halves_of(x, y, w, groups):
@@ -65,64 +55,45 @@ def halves_of(x, y, w, groups):
     return grouped_mm(x, lower, groups, None) * grouped_mm(y, upper, groups, None)
 
 
-def test_products_of_several_rows_stay_apart():
-    assert left(lambda x, w, o: halves_of(x, x, w, o), A, W) == 1
-    assert left(halves_of, A, A, W) == 2
+def half_read_twice(x, y, w, groups):
+    """The other half is read by something else."""
+    lower, upper = torch.split(w, 8, 2)
+    return [grouped_mm(x, lower, groups, None) * s for s in (y, y + 1)], upper.sum()
 
 
-def test_one_part_that_is_read_twice_stays():
-    """The other part is read by something else."""
+def summed(*parts, width=8, copied=False):
+    """The sum of products with two parts of a weight; the others are returned."""
 
-    def twice(x, y, w, groups):
-        lower, upper = torch.split(w, 8, 2)
-        return [grouped_mm(x, lower, groups, None) * s for s in (y, y + 1)], upper.sum()
+    def function(x, y, w, groups):
+        each = [part.permute(0, 2, 1) for part in torch.split(w, width, 2)]
+        first = grouped_mm(x, each[parts[0]], groups, None)
+        second = grouped_mm(y, each[parts[1]], groups.clone() if copied else groups, None)
+        return first + second, *each[2:]
 
-    assert left(twice, A, (5, 8), W) == 2
-
-
-def test_one_part_alone_stays():
-    def one(x, w, groups):
-        return grouped_mm(x, torch.split(w, 8, 2)[0], groups, None)
-
-    assert left(one, A, W) == 1
+    return function
 
 
-def summed(order, x, y, w, groups):
-    parts = [part.permute(0, 2, 1) for part in torch.split(w, 8, 2)]
-    first, second = (
-        grouped_mm(a, parts[i], groups, None) for a, i in zip((x, y), order, strict=True)
-    )
-    return first + second
+#: A function of tensors and of the offsets of groups, their shapes, the products that are left.
+GROUPED = {
+    "halves of a weight": (lambda x, w, o: halves_of(x, x, w, o), (A, W), 1),
+    "of different rows": (halves_of, (A, A, W), 2),
+    "one half twice": (half_read_twice, (A, D, W), 2),
+    "one half alone": (lambda x, w, o: grouped_mm(x, torch.split(w, 8, 2)[0], o, None), (A, W), 1),
+    "a sum over both halves": (summed(0, 1), (D, D, W), 1),
+    "a sum in the other order": (summed(1, 0), (D, D, W), 1),
+    "a sum over one half twice": (summed(0, 0), (D, D, W), 2),
+    "a sum over two of four parts": (summed(0, 1, width=4), ((5, 4), (5, 4), W), 2),
+    "a sum of two groupings": (summed(0, 1, copied=True), (D, D, W), 2),
+}
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_sum_over_both_parts_is_one_product_in_either_order(order):
-    given = [torch.randn(s).double() for s in (D, D, W)]
-    graph = aten_graph(lambda *args: summed(order, *args), *given, offsets())
-    before = torch.fx.GraphModule({}, graph)(*given, offsets())
+@pytest.mark.parametrize(("function", "shapes", "left"), GROUPED.values(), ids=GROUPED)
+def test_products_by_all_parts_of_one_weight_are_one(function, shapes, left):
+    given = *(randn(*shape) for shape in shapes), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    graph = aten_graph(function, *given)
     run_pass(finish_experts, graph)
-    assert sum(n.target is grouped_mm for n in graph.nodes) == 1
-    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(*given, offsets()), before)
-
-
-def test_twice_the_same_part_stays():
-    assert left(lambda x, y, w, o: summed((0, 0), x, y, w, o), D, D, W) == 2
-
-
-def two_of_four(x, y, w, groups):
-    first, second, *others = (part.permute(0, 2, 1) for part in torch.split(w, 4, 2))
-    both = grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups, None)
-    return both, *others
-
-
-def of_two_groupings(x, y, w, groups):
-    first, second = (part.permute(0, 2, 1) for part in torch.split(w, 8, 2))
-    return grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups.clone(), None)
-
-
-@pytest.mark.parametrize(("function", "width"), [(two_of_four, 4), (of_two_groupings, 8)])
-def test_a_sum_of_other_products_stays(function, width):
-    assert left(function, (5, width), (5, width), W) == 2
+    assert sum(n.target is grouped_mm for n in graph.nodes) == left
+    assert_same(torch.fx.GraphModule({}, graph)(*given), function(*given))
 
 
 (BORDERS,) = (each.run for each in pipeline.ON_ATEN if each.name == "borders")
@@ -150,9 +121,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_later_block_reads_is_saved(name):
-    function, block, tags = CASES[name]
+@pytest.mark.parametrize(("function", "block", "tags"), CASES.values(), ids=CASES)
+def test_what_a_later_block_reads_is_saved(function, block, tags):
     graph = aten_graph(function, torch.empty(4, 6))
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
@@ -182,9 +152,7 @@ def test_what_changes_nothing_goes_and_the_rest_stays():
     graph = aten_graph(lambda x: x.sin()[:9, 0:].contiguous()[1:].clone().cos(), torch.empty(9, 4))
     run_pass(NOOPS, graph)
     left = [n.target for n in graph.nodes if n.op == "call_function"]
-    assert left[0] is aten.sin.default
-    assert left[-1] is aten.cos.default
-    assert left.count(aten.slice.Tensor) == 1  # [1:]
+    assert left == [aten.sin.default, aten.slice.Tensor, aten.cos.default]  # [1:]
 
 
 def test_a_pass_of_torchs_that_fails_costs_no_compilation(monkeypatch):
@@ -239,15 +207,12 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSPOSED)
-def test_a_product_that_is_transposed_twice_is_read_as_it_is(name):
-    function, left = TRANSPOSED[name]
+@pytest.mark.parametrize(("function", "left"), TRANSPOSED.values(), ids=TRANSPOSED)
+def test_a_product_that_is_transposed_twice_is_read_as_it_is(function, left):
     a, b = randn(6, 4).double(), randn(4, 5).double()
     graph = aten_graph(function, a, b)
     run_pass(NOOPS, graph)
     permutes = graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
     assert len(permutes) == left
     have, want = torch.fx.GraphModule({}, graph)(a, b), function(a, b)
-    for ours, theirs in zip(have, want, strict=True):
-        assert torch.equal(ours, theirs)
-        assert ours.stride() == theirs.stride()
+    torch.testing.assert_close(have, want, rtol=0, atol=0, check_stride=True)

@@ -4,9 +4,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check_gradients, randn
+from checking import Weights, check_gradients, randn
 from harness import Harness
-from torch import nn
 from zoo.heads import Tied
 
 V, D = 64, 8
@@ -33,15 +32,9 @@ def kept(harness) -> int:
     return sum(str(n.meta["val"].shape[0]) == rows for n in adds)
 
 
-class Shared(nn.Module):
+def shared(tokens, table, head):
     """The product is the gradient of a second weight too, so that it must not change."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = (nn.Parameter(randn(V, D)) for _ in range(2))
-
-    def forward(self, tokens):
-        return F.linear(F.embedding(tokens, self.table), self.head + self.table)
+    return F.linear(F.embedding(tokens, table), head + table)
 
 
 HALF, LONG = torch.bfloat16, TOKENS.repeat(1, 5)
@@ -54,14 +47,13 @@ CASES = {
     "a small table": (Tied, LONG, {}, 0),
     # Nothing would be saved but one pass: the zeros are the result's own.
     "of its own in float32": (lambda: Tied(torch.float32, tied=False), TOKENS, {}, 0),
-    "read by others": (Shared, TOKENS, {}, 0),
+    "read by others": (lambda: Weights(shared, *randn(2, V, D)), TOKENS, {}, 0),
     "nothing is fused": (Tied, TOKENS, {"gate": "never"}, 0),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_tables(name):
-    make, tokens, how, fired = CASES[name]
+@pytest.mark.parametrize(("make", "tokens", "how", "fired"), CASES.values(), ids=CASES)
+def test_gradients_of_tables(make, tokens, how, fired):
     harness = check_gradients(make(), tokens, **how)
     assert harness.counts["embedding_backward"] == fired
     assert kept(harness) == (not fired)

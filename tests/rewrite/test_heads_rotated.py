@@ -72,9 +72,8 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_values_and_gradients(spelling):
-    apply, width = SPELLINGS[spelling]
+@pytest.mark.parametrize(("apply", "width"), SPELLINGS.values(), ids=SPELLINGS)
+def test_values_and_gradients(apply, width):
     harness = check_gradients(Model(2, apply), *inputs(width))
     assert harness.counts["rotary"] == 4
     assert not count(harness.graph, rotate_heads)
@@ -167,14 +166,10 @@ REFUSED = {
         (T, 1, D),
     ),
     "no-gemm, no epilogue": (of_rows(lambda z: heads(z.cumsum(0))), H * D, (T, 1, D)),
-    "no-gemm, no rows": (
-        of_rows(lambda z: z.view(B, T, H, D, 2)[..., 0]), 2 * H * D, (T, 1, D),
-    ),
+    "no-gemm, no rows": (of_rows(lambda z: z.view(B, T, H, D, 2)[..., 0]), 2 * H * D, (T, 1, D)),
     "no-gemm, one a head": (of_rows(heads), H * D, (T, H, D)),
     "no-gemm, returned": (of_rows(turned, joined=True), H * D, (T, D)),
-    "no-gemm, viewed": (
-        of_rows(turned, True, lambda y: y.view(B * H, T, D) + 1), H * D, (T, D),
-    ),
+    "no-gemm, viewed": (of_rows(turned, True, lambda y: y.view(B * H, T, D) + 1), H * D, (T, D)),
 }  # fmt: skip
 
 
@@ -276,9 +271,8 @@ STAY = {
 }
 
 
-@pytest.mark.parametrize("name", STAY)
-def test_others_are_not_kept(name):
-    function, shape, options = STAY[name]
+@pytest.mark.parametrize(("function", "shape", "options"), STAY.values(), ids=STAY)
+def test_others_are_not_kept(function, shape, options):
     assert not count(check(function, randn(*shape), randn(D, D), **options).graph, KEEP)
 
 

@@ -9,6 +9,7 @@ import torch
 from processes import python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo.users import MISH, write
 
 from coda_inductor import backend
 from coda_inductor.errors import FallbackError
@@ -158,31 +159,19 @@ def test_a_fresh_process_is_told():
     assert done.stderr.count("no GEMM becomes a kernel here: no CUDA device") == 1
 
 
-GATE = """
-import torch
-from coda_inductor import Pattern
-
-def odd_gate(gate, up):
-    return torch.where(gate > 0, gate, torch.expm1(gate)) * up
-
-PATTERN = Pattern(name="odd_gate", meaning=odd_gate)
-"""
-
-
 @pytest.mark.usefixtures("without_code")
 def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
     """A pattern that is nowhere, a limit of memory without gradients, a graph that fuses nothing,
     seconds for measurements that are switched off, a disabled name that stops nothing."""
     monkeypatch.undo()
     monkeypatch.setattr(notice, "logged", {"kernels"})
-    (tmp_path / "odd_gate.py").write_text(GATE)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
-    options = {"patterns": [str(tmp_path / "odd_gate.py")], "memory": 0.5}
+    options = {"patterns": [write(tmp_path, MISH)], "memory": 0.5}
     options |= {"tune": "never", "tune_seconds": 1.0, "disable": ["swiglu", "gemm:9"]}
     for _ in range(2):
         compiled(model, x, **options)
     said = warnings()
-    for part in ("'tune_seconds' has no effect", "odd_gate was found nowhere in the graph:",
+    for part in ("'tune_seconds' has no effect", "mish_glu was found nowhere in the graph:",
                  "'memory' has no effect", "none of the 2 GEMMs of the graph is fused",
                  "nothing in it is called 'swiglu'", "fuses no GEMM of a module '9'"):  # fmt: skip
         assert sum(part in line for line in said) == 1, said

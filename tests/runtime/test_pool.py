@@ -256,15 +256,12 @@ def test_a_worker_that_dies_is_tried_again_and_dying_twice_is_a_reason(tmp_path)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("def broken(*_): raise ImportError('no libfoo')\nserver.prepare = broken",
-         "no compile server: ImportError: no libfoo"),
-        ("def fork(): raise OSError('too many')\nos.fork = fork",
-         "no compile worker could be started: too many"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "why"), [
+    ("def broken(*_): raise ImportError('no libfoo')\nserver.prepare = broken",
+     "no compile server: ImportError: no libfoo"),
+    ("def fork(): raise OSError('too many')\nos.fork = fork",
+     "no compile worker could be started: too many"),
+])  # fmt: skip
 def test_what_keeps_a_server_from_compiling_is_a_reason(text, why, serve):
     serve(text)
     requests = [PASS, ask("pass", 1)]

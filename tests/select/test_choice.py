@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a site runs: what was measured here decides, then what ships, then the roofline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

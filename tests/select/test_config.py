@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs: how they are written, and which are legal for a program."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -54,20 +52,17 @@ def test_each_config_has_one_text():
             Config.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("128x152:2x1:pp", "multiples of 16 up to 208"),
-        ("128x224:2x1:pp", "up to 208"),
-        ("192x144:2x1:pp", "up to 128"),
-        ("192x160:2x1:co:lean", "up to 0"),  # wrong sums
-        ("320x128:2x1:co", "up to 0"),  # wrong for pairs
-        ("256x224:2x1:co", "up to 208"),
-        ("128x128:4x2:pp", "at most 4"),
-        ("128x128:2x1:co:dyn", None),
-        ("256x144:2x1:co", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("128x152:2x1:pp", "multiples of 16 up to 208"),
+    ("128x224:2x1:pp", "up to 208"),
+    ("192x144:2x1:pp", "up to 128"),
+    ("192x160:2x1:co:lean", "up to 0"),  # wrong sums
+    ("320x128:2x1:co", "up to 0"),  # wrong for pairs
+    ("256x224:2x1:co", "up to 208"),
+    ("128x128:4x2:pp", "at most 4"),
+    ("128x128:2x1:co:dyn", None),
+    ("256x144:2x1:co", None),
+])  # fmt: skip
 def test_what_hopper_has_no_kernel_for(text, why):
     found = Config.parse(text).tile_refusal(HOPPER)
     assert found is None if why is None else why in found

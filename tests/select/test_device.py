@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPU a decision is for, and what is known of it."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: what stays with cuBLAS because fusing is expected to lose. Costs are an H100's."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -65,17 +63,14 @@ def gemm_of(graph: Graph) -> Node:
     return next(n for n in graph.nodes if n.op == "call_function")
 
 
-@pytest.mark.parametrize(
-    ("gemms", "training", "bound"),
-    [
-        (llama(512), False, True),
-        (llama(2048), False, False),
-        # Autograd, once a step: what a layer alone waits for is little in a model of sixteen.
-        (3 * llama(2048, d=2304), False, False),
-        (3 * llama(2048, d=2304), True, True),
-        (48 * llama(2048, d=2304), True, False),
-    ],
-)
+@pytest.mark.parametrize(("gemms", "training", "bound"), [
+    (llama(512), False, True),
+    (llama(2048), False, False),
+    # Autograd, once a step: what a layer alone waits for is little in a model of sixteen.
+    (3 * llama(2048, d=2304), False, False),
+    (3 * llama(2048, d=2304), True, True),
+    (48 * llama(2048, d=2304), True, False),
+])  # fmt: skip
 def test_small_layers_are_bound_by_the_host(gemms, training, bound):
     reason = gate.host_bound(gemms, training=training)
     assert reason is None or "the host is the limit" in reason.text
@@ -142,17 +137,14 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
     availability.kernel_stack.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "b_stride", "why"),
-    [
-        ((BF16, BF16), None, None),
-        ((BF16, BF16), (1, 4100), "its right operand has a stride of 4100"),  # a copy a call
-        ((E4M3, E5M2), None, None),
-        ((E4M3, E4M3), (2048, 1), "contiguous along N"),
-        ((E4M3, BF16), None, "has no epilogue program"),
-        ((torch.float8_e4m3fnuz,) * 2, None, "has no epilogue program"),
-    ],
-)
+@pytest.mark.parametrize(("dtypes", "b_stride", "why"), [
+    ((BF16, BF16), None, None),
+    ((BF16, BF16), (1, 4100), "its right operand has a stride of 4100"),  # a copy a call
+    ((E4M3, E5M2), None, None),
+    ((E4M3, E4M3), (2048, 1), "contiguous along N"),
+    ((E4M3, BF16), None, "has no epilogue program"),
+    ((torch.float8_e4m3fnuz,) * 2, None, "has no epilogue program"),
+])  # fmt: skip
 def test_which_gemms_may_be_fused(dtypes, b_stride, why):
     graph = graph_of([(8192, 2048, 4096)], dtypes, b_stride)
     found = plan(graph, gate="always").legal(gemm_of(graph))
@@ -196,28 +188,25 @@ HEADS = {how: parsed("bfloat16", "", "", "acc", f"part0:acc:row:{how}")
          for how in ("add", "logsumexp")}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("of", "why"),
-    [
-        # Fused, weights that are copied together are charged; unfused they are several products.
-        (site("norm_bwd", 8192, 2048, 3072, copied=(2048, 512, 512)), None),
-        (site("norm_bwd", 512, 4096, 6144), None),
-        (site("norm_bwd", 128, 4096, 6144, copied=(4096, 1024, 1024)), "us fused"),
-        (site("swiglu", 8192, 8192, 2048), None),
-        (site("scale", 512, 512, 2048), "us fused"),
-        # A norm that stays behind leaves less to save: the fused GEMM took 105 us, cuBLAS 92.
-        (site("rms_partial", 8192, 2048, 2048), None),
-        (site("rms_partial", 8192, 2048, 2048, after=OUT), "us fused"),
-        # Its kernel reads the product that was stored, statistics or not (Gemma 2's sandwich).
-        (Site(SQUARES, 8192, 2048, 2048), None),
-        (Site(SQUARES, 8192, 2048, 8192, after=OUT), "statistics save nothing"),
-        # Sums over M are a kernel of their own, and so is a log-sum-exp (5.70 ms, 6.20 by cuBLAS).
-        (Site(replace(SQUARES, reduces=(Reduce("part0", "sq", "col"),)), 8192, 2048, 2048,
-              after=OUT), None),
-        (Site(HEADS["add"], 8192, 128256, 2048, after=OUT), "statistics save nothing"),
-        (Site(HEADS["logsumexp"], 8192, 128256, 2048, after=OUT), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("of", "why"), [
+    # Fused, weights that are copied together are charged; unfused they are several products.
+    (site("norm_bwd", 8192, 2048, 3072, copied=(2048, 512, 512)), None),
+    (site("norm_bwd", 512, 4096, 6144), None),
+    (site("norm_bwd", 128, 4096, 6144, copied=(4096, 1024, 1024)), "us fused"),
+    (site("swiglu", 8192, 8192, 2048), None),
+    (site("scale", 512, 512, 2048), "us fused"),
+    # A norm that stays behind leaves less to save: the fused GEMM took 105 us, cuBLAS 92.
+    (site("rms_partial", 8192, 2048, 2048), None),
+    (site("rms_partial", 8192, 2048, 2048, after=OUT), "us fused"),
+    # Its kernel reads the product that was stored, statistics or not (Gemma 2's sandwich).
+    (Site(SQUARES, 8192, 2048, 2048), None),
+    (Site(SQUARES, 8192, 2048, 8192, after=OUT), "statistics save nothing"),
+    # Sums over M are a kernel of their own, and so is a log-sum-exp (5.70 ms, 6.20 by cuBLAS).
+    (Site(replace(SQUARES, reduces=(Reduce("part0", "sq", "col"),)), 8192, 2048, 2048,
+          after=OUT), None),
+    (Site(HEADS["add"], 8192, 128256, 2048, after=OUT), "statistics save nothing"),
+    (Site(HEADS["logsumexp"], 8192, 128256, 2048, after=OUT), None),
+])  # fmt: skip
 def test_which_sites_stay_with_cublas(of, why, monkeypatch):
     found = select(of, gated=True).refusal
     assert found is None if why is None else why in found.text

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons for having no kernel: of a site, of a matrix, of a machine."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from dataclasses import replace
 
@@ -34,36 +32,33 @@ def test_every_representative_program_is_supported(program):
     assert unsupported(program) is None
 
 
-@pytest.mark.parametrize(
-    ("program", "n", "k", "how", "code", "text"),
-    [
-        (parsed("float32", "", "", "acc"), 64, 64, {}, "kernel-dtype", "float32 GEMM"),
-        (SCALE, 60, 64, {}, "not-multiple-of-8", "N=60"),
-        (SCALE, 64, 63, {}, "not-multiple-of-8", "K=63"),
-        (SCALE, 64, 0, {}, "not-multiple-of-8", "K=0"),
-        (replace(SCALE, stores=()), 64, 64, {}, "kernel-form", "without a tile store"),
-        (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, {}, "kernel-dtype",
-         "float64"),
-        (replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, {}, "paired-store-wide",
-         "16-bit"),
-        (PAIR, 64, 64, {"b_major": "n"}, "paired-weight-layout", "K-major"),
-        (parsed("bfloat16", "s:scalar:float32", "x neg s", "x"), 64, 64, {}, "kernel-form",
-         "one value"),
-        (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
-        (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
-        (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
-        (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
-        (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
-        (EXPERTS, 64, 64, {"a_major": "m"}, "kernel-form", "contiguous"),
-        (FP8, 64, 64, {"terms": 2}, "kernel-form", "a sum of 2 FP8 products"),
-        (ROTARY, 1096, 1024, {}, "kernel-form", "N=1096 is not a multiple of a head's 128"),
-        (rotary(112), 1120, 1024, {}, "kernel-form", "no kernel has tiles of whole heads of 112"),
-        (rotary(80, tables="float32"), 1280, 1024, {}, "kernel-form", "heads of 80"),
-        (rotary(96, 24), 1536, 1024, {}, "kernel-form", "columns at distance 12"),
-        (rotary(64, 64, 2), 1024, 1024, {}, "kernel-form",
-         "distance 2: kernels support 1 and multip"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("program", "n", "k", "how", "code", "text"), [
+    (parsed("float32", "", "", "acc"), 64, 64, {}, "kernel-dtype", "float32 GEMM"),
+    (SCALE, 60, 64, {}, "not-multiple-of-8", "N=60"),
+    (SCALE, 64, 63, {}, "not-multiple-of-8", "K=63"),
+    (SCALE, 64, 0, {}, "not-multiple-of-8", "K=0"),
+    (replace(SCALE, stores=()), 64, 64, {}, "kernel-form", "without a tile store"),
+    (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, {}, "kernel-dtype",
+     "float64"),
+    (replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, {}, "paired-store-wide",
+     "16-bit"),
+    (PAIR, 64, 64, {"b_major": "n"}, "paired-weight-layout", "K-major"),
+    (parsed("bfloat16", "s:scalar:float32", "x neg s", "x"), 64, 64, {}, "kernel-form",
+     "one value"),
+    (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
+    (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
+    (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
+    (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
+    (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
+    (EXPERTS, 64, 64, {"a_major": "m"}, "kernel-form", "contiguous"),
+    (FP8, 64, 64, {"terms": 2}, "kernel-form", "a sum of 2 FP8 products"),
+    (ROTARY, 1096, 1024, {}, "kernel-form", "N=1096 is not a multiple of a head's 128"),
+    (rotary(112), 1120, 1024, {}, "kernel-form", "no kernel has tiles of whole heads of 112"),
+    (rotary(80, tables="float32"), 1280, 1024, {}, "kernel-form", "heads of 80"),
+    (rotary(96, 24), 1536, 1024, {}, "kernel-form", "columns at distance 12"),
+    (rotary(64, 64, 2), 1024, 1024, {}, "kernel-form",
+     "distance 2: kernels support 1 and multip"),
+])  # fmt: skip
 def test_reasons(program, n, k, how, code, text):
     why = unsupported(program, n, k, **how)
     assert (why.code, why.failure) == (code, True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where measurements are kept, which ones count, what follows from one, and by what it is found."""
-
-from __future__ import annotations
+"""Where measurements are kept, which ones count, what follows from one, and by what it is found.
+Users' files have the keys of what ships: if a key changes, their measurements are lost."""
 
 import json
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from measured import B200, HOPPER, borrowing, figures, keyed, site, table
 from programs import kinds
 
 from coda_inductor import cache_dir
-from coda_inductor.program import Step
+from coda_inductor.program import EpilogueProgram, Step
 from coda_inductor.select import measurements as kept
-from coda_inductor.select.device import H100
+from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import from_row, key_of, rows_class, signature, to_row
-from coda_inductor.select.measurements import Measurements, as_text, sites_in
+from coda_inductor.select.measurements import Measurements, as_text
+from coda_inductor.select.site import Site, site_from, site_text
 
 ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
@@ -138,18 +140,6 @@ def test_a_damaged_line_is_skipped(row, tmp_path, warned):
     assert Measurements(HOPPER, tmp_path).find(ONE) is None
 
 
-def test_one_site_a_line_in_the_order_of_their_keys(tmp_path):
-    found = keyed(OTHER, SLOW) | keyed(ONE, FAST)
-    text = as_text(HOPPER, found)
-    keys = [json.loads(line.rstrip(","))["key"] for line in text.splitlines() if '"key"' in line]
-    assert keys == sorted(found)
-    data = json.loads(text)
-    assert data["gpu"] == HOPPER.name
-    assert data["processors"] == HOPPER.processors
-    (tmp_path / "kept.json").write_text(text)
-    assert sites_in(tmp_path / "kept.json") == found
-
-
 def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warned):
     one, other, third = replace(site(), name="a"), site("swiglu", n=8192), site(m=512)
     store = Measurements(HOPPER, tmp_path)
@@ -264,3 +254,42 @@ def test_rubbish_is_no_time(name, value):
     row[name] = {"128x128:2x1:pp": value} if name == "us" else value
     with pytest.raises((TypeError, ValueError)):
         from_row(row)
+
+
+_KEY = re.compile(
+    r"(?P<program>\w{16}) (?P<rows>\d+)x(?P<n>\d+)x(?P<k>\d+) (?P<a>[km])(?P<b>[kn])"
+    r"(?: terms=(?P<terms>\d+))?(?: copied=(?P<copied>[\d+]+))?"
+    r"(?: groups=(?P<groups>\d+))?(?: of=(?P<each>\d+))?"
+)
+_PROGRAMS = {program.key: program for program in kinds().values()}
+
+
+def site_of(row: dict) -> Site:
+    """The site that ``row`` of a table is about, from the words of its key. A table has no text of
+    programs: most are stand-ins that have only a key."""
+    words = _KEY.fullmatch(row["key"]).groupdict()
+    number = {name: int(words[name] or 0) for name in ("n", "k", "terms", "groups", "each")}
+    program = _PROGRAMS.get(words["program"]) or SimpleNamespace(key=words["program"])
+    return Site(
+        program, row["m"], number["n"], number["k"], max(1, number["terms"]),
+        tuple(map(int, words["copied"].split("+"))) if words["copied"] else (),
+        a_major=words["a"], b_major=words["b"], groups=number["groups"],
+        rows=row["m"] // number["each"] if number["each"] else 0,
+    )  # fmt: skip
+
+
+ROWS = [row for gpu in tables(None).values() for row in json.loads(gpu.sites.read_text())["sites"]]
+
+
+def test_each_shipped_row_has_the_key_of_its_site():
+    assert len(ROWS) > 900
+    keys = [row["key"] for row in ROWS]
+    assert [key_of(site_of(row)) for row in ROWS] == keys
+
+
+def test_a_site_keeps_its_key_in_files_and_messages():
+    whole = [of for of in map(site_of, ROWS) if isinstance(of.program, EpilogueProgram)]
+    assert len(whole) > 60
+    for of in whole:
+        text = json.dumps(site_text(of))
+        assert key_of(site_from(json.loads(text))) == key_of(of)

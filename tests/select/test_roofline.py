@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a site is expected to take where nothing was measured. Constants are an H100's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -82,20 +80,17 @@ SCALED = "y0 mul acc inv_a; y mul y0 inv_b"
 VECTORS = "inv_a:col:float32 inv_b:row:float32 bias:row:bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("program", "bytes_moved", "launches"),
-    [
-        # The product and x are read once more for sums over M.
-        (kinds()["norm_bwd"], 2 * 4 + 4, 2),
-        (replace(kinds()["norm_bwd"], reduces=()), 2 * 4, 1),
-        # cuBLAS has written a product that is stored as it is. A log-sum-exp is waited for.
-        (kinds()["logsumexp"], 2 * 2, 2),
-        (parsed("bfloat16", "", "", "acc", "part0:acc"), 2, 1),
-        # Scales are its own work too; what is added to them is not.
-        (parsed(E4M3, VECTORS, SCALED, "y:bfloat16"), 0, 0),
-        (parsed(E4M3, VECTORS, f"{SCALED}; z add y bias", "z:bfloat16"), 4, 1),
-    ],
-)
+@pytest.mark.parametrize(("program", "bytes_moved", "launches"), [
+    # The product and x are read once more for sums over M.
+    (kinds()["norm_bwd"], 2 * 4 + 4, 2),
+    (replace(kinds()["norm_bwd"], reduces=()), 2 * 4, 1),
+    # cuBLAS has written a product that is stored as it is. A log-sum-exp is waited for.
+    (kinds()["logsumexp"], 2 * 2, 2),
+    (parsed("bfloat16", "", "", "acc", "part0:acc"), 2, 1),
+    # Scales are its own work too; what is added to them is not.
+    (parsed(E4M3, VECTORS, SCALED, "y:bfloat16"), 0, 0),
+    (parsed(E4M3, VECTORS, f"{SCALED}; z add y bias", "z:bfloat16"), 4, 1),
+])  # fmt: skip
 def test_what_surrounds_a_product(program, bytes_moved, launches):
     expected = M * N * bytes_moved / BYTES + launches * LAUNCH
     assert around_us(Site(program, M, N, K), H100) == pytest.approx(expected)

@@ -2,8 +2,6 @@
 """Masks of dropout are Philox's, as probable and as independent as they should be; gradients are
 those of plain torch with the same masks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
+"""The semantic ops: right values, right gradients for every mask, and what torch asks of an op.
+Their results for fake tensors are computed once, or again where they have to be."""
 
 import itertools
 
 import pytest
 import torch
 from checking import assert_same, randn, swiglu
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
+from coda_inductor.compat import storage
+from coda_inductor.semantic import experts, fakes
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.experts import (
-    COMBINE,
-    ROUTE,
-    WGRAD,
-    experts_down,
-    experts_up,
-    group_rows,
-    grouped_mm,
-    route,
-)
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
@@ -45,7 +40,7 @@ def test_the_gradient_of_a_row_of_each_group():
     x, ids = randn(3, 12), torch.tensor([0, 0, 2, 2, 2, 2])
     dy, offsets = randn(6, 12), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     dy[5] = torch.nan
-    found = torch.autograd.grad(group_rows(x.requires_grad_(), ids, offsets), x, dy)[0]
+    found = torch.autograd.grad(experts.group_rows(x.requires_grad_(), ids, offsets), x, dy)[0]
     torch.testing.assert_close(found, torch.stack([dy[:2].sum(0), 0 * x[0], dy[2:5].sum(0)]))
 
 
@@ -55,14 +50,13 @@ def test_a_kernel_casts_no_product_to_16_bits(enabled):
     a, b = torch.randn(16, 8), torch.randn(2, 8, 24)
     offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
     with torch.autocast("cpu", enabled=enabled):
-        result = grouped_mm(a, b, offsets, None)
+        result = experts.grouped_mm(a, b, offsets, None)
     torch.testing.assert_close(result, torch.cat([a[:5] @ b[0], a[5:] @ b[1]]))
 
 
-@pytest.mark.parametrize("name", GRADED)
-def test_gradients(name):
+@pytest.mark.parametrize(("function", "shapes"), GRADED.values(), ids=GRADED)
+def test_gradients(function, shapes):
     """For each choice of what wants one."""
-    function, shapes = GRADED[name]
     for mask in itertools.product([True, False], repeat=len(shapes)):
         if any(mask):
             leaves = [randn(*s).requires_grad_(w) for s, w in zip(shapes, mask, strict=True)]
@@ -103,11 +97,7 @@ def examples(dtype):
         biased_rms_norm: (x.detach(), weight.detach(), weight.detach(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
         NORMS[rms_norm].backward: (
-            up.detach(),
-            x.detach(),
-            weight.detach(),
-            rstd.detach(),
-            [True] * 2,
+            up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2,
         ),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         clamped: (x, up, 1.7, 7.0),
@@ -116,13 +106,11 @@ def examples(dtype):
         **expert_examples(dtype),
         rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),
         rotate_heads: (
-            x.detach(),
-            *randn(2, 2, 3, 1, D, dtype=dtype),
-            *randn(2, 6, D, dtype=dtype),
+            x.detach(), *randn(2, 2, 3, 1, D, dtype=dtype), *randn(2, 6, D, dtype=dtype),
             *(D // 2, False, False, False, dtype),
         ),
         rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), dtype),
-    }
+    }  # fmt: skip
 
 
 def loss_examples(dtype):
@@ -138,22 +126,20 @@ def loss_examples(dtype):
 def expert_examples(dtype):
     x, weight, down = (randn(*s, dtype=dtype) for s in ((4, 16), (3, 32, 16), (3, 16, 16)))
     ids, w = torch.tensor([0, 2, 2, 0, 3, 2, 0, 0]), randn(4, 2, dtype=dtype)
-    rows, perm, inverse, offsets = route(ids, 3, 2)
+    rows, perm, inverse, offsets = experts.route(ids, 3, 2)
     sorted_ = rows, perm, inverse, offsets
     x, w, weight = (t.requires_grad_() for t in (x, w, weight))
     return {
-        grouped_mm: (x.detach(), down.mT, offsets, rows),
-        group_rows: (
-            randn(3, 12, dtype=dtype).requires_grad_(),
-            ids.sort()[0].clamp(max=2),
-            offsets,
+        experts.grouped_mm: (x.detach(), down.mT, offsets, rows),
+        experts.group_rows: (
+            randn(3, 12, dtype=dtype).requires_grad_(), ids.sort()[0].clamp(max=2), offsets,
         ),
-        experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
-        experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
-        ROUTE: (ids, 3, 2),
-        COMBINE: (randn(8, 16, dtype=dtype), w.detach(), inverse, offsets, 2),
-        WGRAD: (x.detach(), rows, [randn(8, 16, dtype=dtype)], offsets, True),
-    }
+        experts.experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
+        experts.experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
+        experts.ROUTE: (ids, 3, 2),
+        experts.COMBINE: (randn(8, 16, dtype=dtype), w.detach(), inverse, offsets, 2),
+        experts.WGRAD: (x.detach(), rows, [randn(8, 16, dtype=dtype)], offsets, True),
+    }  # fmt: skip
 
 
 def test_no_two_results_of_an_op_are_one_tensor():
@@ -178,7 +164,7 @@ def test_fp8_ops_are_what_torch_asks_of_one():
 
 
 WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm)]
-WIDE += [ROUTE, COMBINE, WGRAD]
+WIDE += [experts.ROUTE, experts.COMBINE, experts.WGRAD]
 
 
 @pytest.mark.parametrize("op", WIDE, ids=lambda op: op.__name__)
@@ -186,3 +172,54 @@ def test_op_is_what_torch_asks_of_one(op):
     """In 16 bits: of results that are wider than operands."""
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
     torch.library.opcheck(op, examples(torch.bfloat16)[op], test_utils=checks)
+
+
+class Counted:
+    def __init__(self, result):
+        self.result, self.calls = result, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.result(*args)
+
+
+def test_layers_that_repeat_compute_once():
+    """The results are alike, and each has memory of its own."""
+    function = Counted(lambda x, dims: (x.transpose(*dims).contiguous(), [x.sum(-1)]))
+    with FakeTensorMode():
+        one, two = (fakes.once(function, torch.empty(3, 4), [0, 1]) for _ in range(2))
+        other = fakes.once(function, torch.empty(3, 4).T, [0, 1])
+    assert function.calls == 2
+    assert one[0].shape == two[0].shape == (4, 3)
+    assert one[0].stride() == two[0].stride()
+    assert one[1][0].shape == two[1][0].shape
+    assert storage(one[0]) != storage(two[0])
+    assert other[0].shape == (3, 4)
+
+
+@pytest.mark.parametrize("result", [lambda x: x[1:], lambda x: x.shape, lambda x: None])
+def test_what_is_no_new_tensor_is_computed_again(result):
+    function = Counted(result)
+    with FakeTensorMode():
+        x = torch.empty(4)
+        assert [str(fakes.once(function, x)) for _ in range(2)] == [str(result(x))] * 2
+    assert function.calls == 2
+
+
+def test_symbolic_sizes_are_computed_again():
+    function, env = Counted(torch.clone), ShapeEnv()
+    real = torch.empty(5, 7)
+    with FakeTensorMode(shape_env=env) as mode:
+        x = mode.from_tensor(real, static_shapes=False)
+        for _ in range(2):
+            assert fakes.once(function, x).shape == x.shape
+    assert function.calls == 2
+
+
+def test_results_are_dropped_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(fakes, "_MOST", 4)
+    monkeypatch.setattr(fakes, "_RESULTS", {})
+    with FakeTensorMode():
+        for size in range(10):
+            fakes.once(torch.clone, torch.empty(size))
+    assert len(fakes._RESULTS) <= 4

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the times of several rounds say."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

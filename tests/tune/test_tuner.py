@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites are measured once, within a budget, whatever a candidate or a process does."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

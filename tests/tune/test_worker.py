@@ -2,8 +2,6 @@
 """What the measuring process does, on a CPU: its kernels are plain ops, its times are made up, its
 tensors as a site has them."""
 
-from __future__ import annotations
-
 import json
 import types
 from dataclasses import replace
@@ -112,17 +110,14 @@ def test_candidates_are_announced_and_timed_together(bench):
     assert (found.m, found.failed, found.spread) == (64, {}, 0.0025)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda made: [torch.zeros_like(x) for x in made],
-        lambda made: [*made[:-1], torch.zeros_like(made[-1])],
-        lambda made: [*made[:-1], made[-1] * 1.1],
-        lambda made: [_with_one_wrong(made[0]), *made[1:]],
-        lambda made: [torch.full_like(x, float("nan")) for x in made],
-        lambda made: [torch.full_like(x, float("inf")) for x in made],
-    ],
-)
+@pytest.mark.parametrize("broken", [
+    lambda made: [torch.zeros_like(x) for x in made],
+    lambda made: [*made[:-1], torch.zeros_like(made[-1])],
+    lambda made: [*made[:-1], made[-1] * 1.1],
+    lambda made: [_with_one_wrong(made[0]), *made[1:]],
+    lambda made: [torch.full_like(x, float("nan")) for x in made],
+    lambda made: [torch.full_like(x, float("inf")) for x in made],
+])  # fmt: skip
 def test_a_candidate_that_is_wrong_is_not_timed(broken, bench):
     bench.broken = {BAD: broken}
     found = figures_of(bench.ask(site=site_text(ONE), configs=[GOOD, BAD]))
@@ -177,50 +172,44 @@ def test_sites_of_fp8(name, bench, monkeypatch):
 M, N, K = 24, 32, 64
 
 
-def described(found) -> list[tuple]:
-    return [(tuple(x.shape), x.dtype) for x in found]
+CHAIN = programs()["chain"]
+#: A site, the shapes of A and of B for each term, and of the operands.
+SHAPES = [
+    (Site(select(), M, N, K), [(M, K)], [(K, N)], [(M, N), (M, N), (), (M,)]),
+    (Site(CHAIN, M, N, 3 * K, 3), 3 * [(M, K)], 3 * [(K, N)], [(N,)]),
+    # Of weights that are copied each has its own K.
+    (Site(CHAIN, M, N, K, copied=(16, 48)), [(M, 16), (M, 48)], [(16, N), (48, N)], [(N,)]),
+    (Site(programs()["paired_rows"], M, N, K), [(M, K)], 2 * [(K, N)], 2 * [(M,)] + 3 * [(2 * N,)]),
+]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(("of", "left", "right", "others"), SHAPES)
+def test_operands_have_the_shapes_of_the_site(of, left, right, others, device):
+    *products, operands = tensors(of, device)
+    assert [sorted(x.shape for x in group) for group in products] == [left, right]
+    assert [x.shape for x in operands] == others
+    assert all(x.device.type == device for group in (*products, operands) for x in group)
+    for group in products if device == "cpu" else ():
+        assert group == sorted(group, key=torch.Tensor.data_ptr)
+    for row in operands[2:] if of.program.paired and device == "cpu" else ():
+        assert torch.equal(row[::2], row[1::2])  # every value twice
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_operands_of_every_kind(device, dtype):
-    name = str(dtype).removeprefix("torch.")
-    as_, bs, operands = tensors(Site(select(name), M, N, K), device)
-    assert described(as_) == [((M, K), dtype)]
-    assert described(bs) == [((K, N), dtype)]
-    assert described(operands) == [
-        ((M, N), dtype), ((M, N), torch.float32), ((), torch.float32), ((M,), dtype),
-    ]  # fmt: skip
-    assert all(x.device.type == device for x in (*as_, *bs, *operands))
+def test_operands_have_the_dtypes_of_the_program(dtype):
+    program = select(str(dtype).removeprefix("torch."))
+    found = [[x.dtype for x in group] for group in tensors(Site(program, M, N, K), "meta")]
+    assert found == [[dtype], [dtype], [dtype, torch.float32, torch.float32, dtype]]
 
 
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
 def test_majors(a_major, b_major):
-    wanted = Site(programs()["chain"], M, N, K, a_major=a_major, b_major=b_major)
+    wanted = Site(CHAIN, M, N, K, a_major=a_major, b_major=b_major)
     (a,), (b,), (bias,) = tensors(wanted, "cpu")
     assert a.stride() == ((K, 1) if a_major == "k" else (1, M))
     assert b.stride() == ((1, K) if b_major == "k" else (N, 1))
     assert bias.shape == (N,)
-
-
-def test_a_product_of_each_term():
-    """Of weights that are copied each has its own K."""
-    as_, bs, _ = tensors(Site(programs()["chain"], M, N, 3 * K, 3), "cpu")
-    assert described(as_) == [((M, K), torch.bfloat16)] * 3
-    assert described(bs) == [((K, N), torch.bfloat16)] * 3
-    for group in (as_, bs):
-        assert group == sorted(group, key=torch.Tensor.data_ptr)
-    as_, bs, _ = tensors(Site(programs()["chain"], M, N, K, copied=(16, 48)), "meta")
-    assert [a.shape[1] for a in as_] == [b.shape[0] for b in bs] == [16, 48]
-
-
-def test_a_pair_has_two_weights_and_rows_of_both():
-    as_, bs, operands = tensors(Site(programs()["paired_rows"], M, N, K), "cpu")
-    assert described(as_) == [((M, K), torch.bfloat16)]
-    assert described(bs) == [((K, N), torch.bfloat16)] * 2
-    assert [tuple(x.shape) for x in operands] == [(M,), (M,), (2 * N,), (2 * N,), (2 * N,)]
-    for row in operands[2:]:
-        assert torch.equal(row[::2], row[1::2])  # every value twice
 
 
 def test_values_are_those_of_a_layer():

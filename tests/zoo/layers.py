@@ -96,6 +96,19 @@ class Mlp(nn.Module):
         return x + self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
+class Lora(nn.Module):
+    """A frozen layer with an adapter beside it, as peft writes it."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float = 0.5):
+        super().__init__()
+        self.base, self.scale = base.requires_grad_(False), scale
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x)) * self.scale
+
+
 class Attention(nn.Module):
     """x + o(causal attention of the norm of x). ``turn``, called with heads (B, H, T, d) and with
     ``tables``, rotates queries and keys; ``groups``: heads of keys and values."""

@@ -130,14 +130,11 @@ def test_other_masks_stay(reason, monkeypatch):
     assert reason in reasons(harness)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        lambda q: torch.ones(3, 1, T, T, dtype=torch.bool).tril(),
-        lambda q: torch.ones(6, T, dtype=torch.bool),
-        lambda q: torch.ones(1, 2, 1, T, T, dtype=torch.bool),
-    ],
-)
+@pytest.mark.parametrize("mask", [
+    lambda q: torch.ones(3, 1, T, T, dtype=torch.bool).tril(),
+    lambda q: torch.ones(6, T, dtype=torch.bool),
+    lambda q: torch.ones(1, 2, 1, T, T, dtype=torch.bool),
+])  # fmt: skip
 def test_scores_are_not_broadcast_to_a_mask_that_is_gone(mask):
     """Eager raises; torch.compile makes the larger result."""
 

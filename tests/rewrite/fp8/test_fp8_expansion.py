@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizations become maxima in epilogues and one cast a tensor; scaled products fuse as others.
-That results are the same is asked in ``test_fp8_recipes``."""
+RMSNorm in front of FP8 products waits until its result is quantized, or says why not. That results
+are the same is asked in ``test_fp8_recipes``."""
 
+import copy
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Harness
-from passes import aten_graph, run_pass
+from checking import leave_custom_ops
+from harness import Harness, Stock
+from passes import aten_graph, codes, run_pass
+from torch import nn
+from zoo import float8 as fp8
 from zoo.diffusion import Blocks, Single
-from zoo.float8 import (
-    D,
-    Eager,
-    Stack,
-    batch,
-    in_fp8,
-    needs_scaled_mm,
-    quantizations,
-    ran,
-    stack,
-    trained,
-)
 
 import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope
+from coda_inductor.graph.walk import base
 from coda_inductor.rewrite.decompose import decompose
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
@@ -39,7 +33,7 @@ ALL = {"gate": "always", "reference": True}
 def compiled(recipe, layers=2):
     """Our harness after a training step. Many tests look at one: it is not to be changed."""
     harness = Harness(**ALL)
-    trained(harness, stack(recipe, layers=layers), batch())
+    fp8.trained(harness, fp8.stack(recipe, layers=layers), fp8.batch())
     return harness
 
 
@@ -52,13 +46,13 @@ def test_counts_follow_the_layers(recipe, layers):
     assert ops["aten.clone.default"] == ops["aten.max.default"] == 0
     # One cast for each tensor and pass: a gradient's two are one, as its rows and its columns.
     of_gradients = 3 * layers if recipe == "rowwise" else 0
-    wanted = quantizations(recipe, 3 * layers, 2 * layers) - of_gradients
+    wanted = fp8.quantizations(recipe, 3 * layers, 2 * layers) - of_gradients
     assert ops["coda_inductor.fp8_cast.default"] == wanted
     # Read for their maxima alone: weights; the input of the first norm's result; each layer's own
     # gradient, made by a kernel of Inductor's. Columns of a norm's result need its factor first.
     columns = layers - 1 if recipe == "rowwise" else 0
     assert ops["coda_inductor.fp8_amax.default"] == 3 * layers + 1 + layers + columns
-    assert harness.counts["fp8_quantize"] == quantizations(recipe, 3 * layers, 2 * layers)
+    assert harness.counts["fp8_quantize"] == fp8.quantizations(recipe, 3 * layers, 2 * layers)
     assert harness.counts["swiglu"] == harness.counts["swiglu_backward"] == layers
     assert harness.counts["residual"] == 2 * layers
     assert harness.counts["rms_norm"] == layers - 1  # the first one's input is the graph's
@@ -118,8 +112,10 @@ def test_sums_of_scaled_products_are_not_joined():
 
 def test_dynamic_rows():
     harness = Harness(**ALL)
-    found = trained(harness, stack("rowwise"), batch(), dynamic=True)
-    for have, want in zip(found, trained(Eager(), stack("rowwise"), batch()), strict=True):
+    found = fp8.trained(harness, fp8.stack("rowwise"), fp8.batch(), dynamic=True)
+    for have, want in zip(
+        found, fp8.trained(fp8.Eager(), fp8.stack("rowwise"), fp8.batch()), strict=True
+    ):
         assert (have.float() - want.float()).norm() < 0.1 * want.float().norm()
     symbolic = [s for s in harness.report.sites if s.reason == "N or K is symbolic"]
     # K of a weight's gradient is the number of rows.
@@ -146,7 +142,7 @@ def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
         arguments = s, t, torch.bfloat16, False, False
         return scaled_mm(q, r.t(), *arguments), scaled_mm(q.t(), q, *arguments)
 
-    needs_scaled_mm()
+    fp8.needs_scaled_mm()
     x, w = (torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(2))
     graph = aten_graph(function, x, w)
     run_pass(expand_quantizations, graph, **ALL)
@@ -157,17 +153,15 @@ def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
     before = str(graph)
     run_pass(expand_quantizations, graph, **ALL)
     assert str(graph) == before
-    have, want = torch.fx.GraphModule({}, graph)(x, w), function(x, w)
-    torch.testing.assert_close(have, want, rtol=0, atol=0)
+    fp8.assert_bits(torch.fx.GraphModule({}, graph)(x, w), function(x, w))
 
 
 @pytest.mark.parametrize(
-    ("how", "layers", "rows"),
-    [("row", 1, (2, 16)), ("row", 3, (1, 16)), ("tensor", 2, (1, 16))],
+    ("how", "layers", "rows"), [("row", 1, (2, 16)), ("row", 3, (1, 16)), ("tensor", 2, (1, 16))]
 )
 def test_counts_of_inference_follow_the_layers(how, layers, rows):
     harness = Harness(**ALL)
-    harness.run(in_fp8(Stack, how, layers=layers), batch(rows=rows))
+    harness.run(fp8.in_fp8(fp8.Stack, how, layers=layers), fp8.batch(rows=rows))
     ops = harness.ops()
     assert ops["aten._scaled_mm.default"] == ops["aten.max.default"] == 0
     # The first norm's input is given: the kernel that makes its result makes its maxima as well.
@@ -202,10 +196,9 @@ JOINED = {
 
 
 @pytest.mark.parametrize("value", [1.0, 0.0, torch.nan, torch.inf])
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(("joined", "in_epilogue"), JOINED.values(), ids=JOINED)
 @pytest.mark.parametrize("dims", [[1], []])
-def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, name, value):
-    joined, in_epilogue = JOINED[name]
+def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, joined, in_epilogue, value):
 
     def function(x, w):
         q, s = quantize(joined(x, F.gelu(x @ w)), dims, E4M3, False, True)
@@ -220,24 +213,25 @@ def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, name, value):
     assert ops.count(aten.amax.default) == (2 * in_epilogue if dims else 2 + in_epilogue)
     assert not {CAST, AMAX} & {*ops}
     decompose(graph, record)
-    for have, want in zip(torch.fx.GraphModule({}, graph)(*args), function(*args), strict=True):
-        torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+    fp8.assert_bits(torch.fx.GraphModule({}, graph)(*args), function(*args))
 
 
 @pytest.mark.parametrize("how", ["row", "tensor"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_mlp_beside_attention_makes_its_maxima(layers, how):
-    model = in_fp8(Blocks, how, kind=Single, layers=layers, width=D)
-    inputs = [torch.randn(1, n, D).bfloat16() for n in (24, 8)]
+    model = fp8.in_fp8(Blocks, how, kind=Single, layers=layers, width=fp8.D)
+    inputs = [torch.randn(1, n, fp8.D).bfloat16() for n in (24, 8)]
     harness = Harness(**ALL)
-    harness.run(model, *inputs, torch.randn(1, D).bfloat16())
+    harness.run(model, *inputs, torch.randn(1, fp8.D).bfloat16())
     assert [s.absorbed[-2:] for s in sites(harness, "up")] == [("abs", "amax")] * layers
     assert not [op for op in harness.ops() if "fp8_" in op]
 
 
 def test_with_a_static_scale_nothing_is_read_for_a_maximum():
-    model, harness = in_fp8(Stack, "static", layers=2), Harness(**ALL)
-    (have,), (want,) = (ran(each, "static", model, batch()) for each in (harness, Eager()))
+    model, harness = fp8.in_fp8(fp8.Stack, "static", layers=2), Harness(**ALL)
+    (have,), (want,) = (
+        fp8.ran(each, "static", model, fp8.batch()) for each in (harness, fp8.Eager())
+    )
     assert harness.counts["residual"] == 2
     assert not [op for op in harness.ops() if "fp8_" in op]
     assert (have - want).norm() < 0.05 * want.norm()
@@ -245,10 +239,133 @@ def test_with_a_static_scale_nothing_is_read_for_a_maximum():
 
 def test_through_inductor():
     """The backend as users call it, code generation included."""
-    x, model, found = batch(), in_fp8(Stack, "row"), []
+    x, model, found = fp8.batch(), fp8.in_fp8(fp8.Stack, "row"), []
     for backend, options in (("coda", ALL), ("eager", None)):
         torch._dynamo.reset()
         with torch.no_grad():
             found.append(torch.compile(model, backend=backend, options=options)(x))
     assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
     assert torch._dynamo.utils.counters["coda"]["fp8_product"] == 3
+
+
+class Behind(nn.Module):
+    """A product, a norm, and linear layers that read it; ``extra`` may read it as well."""
+
+    def __init__(self, extra=None, norm=None):
+        super().__init__()
+        self.first, self.second = (
+            nn.Linear(fp8.D, fp8.D, bias=False),
+            nn.Linear(fp8.D, fp8.HIDDEN, bias=False),
+        )
+        self.norm, self.other = norm or nn.RMSNorm(fp8.D, eps=1e-5), extra
+        for parameter in self.norm.parameters():
+            nn.init.normal_(parameter, 1.0, 0.3)
+
+    def forward(self, x):
+        n = self.norm(x + self.first(x))
+        y = self.second(n)
+        return y if self.other is None else (y, self.other(n))
+
+
+def behind(recipe="rowwise", **kwargs):
+    torch.manual_seed(0)
+    return fp8.convert(Behind(**kwargs).bfloat16(), recipe)
+
+
+def run(model, **options):
+    harness = Harness(**ALL, **options)
+    result = harness.train(model, fp8.batch().requires_grad_())
+    return harness, result
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gamma"), [*((recipe, True) for recipe in fp8.RECIPES), ("rowwise", False)]
+)
+def test_the_factor_is_that_of_the_cast(recipe, gamma):
+    norm = nn.RMSNorm(fp8.D, eps=1e-5, elementwise_affine=gamma)
+    harness, _ = run(behind(recipe, norm=norm))
+    assert harness.counts["rms_norm"] == 1
+    assert not [r for r in harness.report.refusals if r.what == "rms_norm"]
+    casts = harness.graph.find_nodes(op="call_function", target=CAST)
+    factors = {n.args[1] for n in casts if n.args[1] is not None}
+    assert len(factors) == 1
+    weights = {base(n.args[7]) for n in casts if n.args[7] is not None}
+    assert len(weights) == gamma
+    # The norm's input is in memory, once, and nothing else: h never leaves the tile.
+    (first,) = [s for s in harness.fused if s.site == "first" and s.role == "forward"]
+    assert [store.dtype for store in first.program.stores] == ["bfloat16"]
+    assert "amax" in first.absorbed
+    # In the forward pass and, where the weight's gradient is FP8, in the backward.
+    assert sum(n.args[1] is not None for n in casts) == 1 + (recipe != "rowwise_with_gw_hp")
+    read = [n for n in harness.graph.find_nodes(op="call_function", target=AMAX) if n.args[1]]
+    assert len(read) == (recipe == "rowwise")  # columns need the factor first
+    stock = Stock()
+    stock.train(behind(recipe, norm=norm), fp8.batch().requires_grad_())
+    fp8.assert_exact(harness, stock)
+
+
+def test_nothing_normalized_leaves_the_forward_pass(monkeypatch):
+    """With kernels the backward pass gets what it gets without the rewrite, and vectors: the
+    results of products, the residual stream."""
+    leave_custom_ops(monkeypatch)
+    recipe = "rowwise"
+    model = fp8.convert(fp8.Stack(layers=2).bfloat16(), recipe)
+    harness = Harness(**ALL)
+    fp8.trained(harness, model, fp8.batch())
+    plain = Harness(**ALL, disable=["rms_norm"])
+    fp8.trained(plain, fp8.convert(fp8.Stack(layers=2).bfloat16(), recipe), fp8.batch())
+    assert harness.counts["rms_norm"] == 1
+    assert plain.counts["rms_norm"] == 0
+    vector = 4 * 2 * 16
+    assert harness.saved_bytes() <= plain.saved_bytes() + 2 * vector
+    matrices = [n.meta["val"] for n in harness.saved if n.op != "placeholder"]
+    matrices = [v for v in matrices if v.dim() > 1 and min(v.shape[-2:]) > 1]
+    assert sorted(v.numel() for v in matrices) == [32 * fp8.D, *[32 * fp8.HIDDEN] * 4]
+
+
+def test_float32_under_autocast():
+    """The norm's result is float32 there, and each layer casts it for itself."""
+    model, x = fp8.Stack(layers=2), fp8.batch(torch.float32)
+    harness, plain = Harness(**ALL), Harness(**ALL, disable=["rms_norm"])
+    want = fp8.trained(Stock(), copy.deepcopy(model).double(), x.double())
+    model = fp8.convert(model, "rowwise")
+    with torch.autocast("cpu", torch.bfloat16):
+        other = fp8.trained(plain, copy.deepcopy(model), x)
+        have = fp8.trained(harness, model, x)
+    assert harness.counts["rms_norm"] == 1  # nothing makes the first one's input
+    assert "norm-read-elsewhere" not in codes(harness)
+    for ours, theirs, exactly in zip(have, other, want, strict=True):
+        error, reference = ((y.double() - exactly).norm() for y in (ours, theirs))
+        assert error <= 1.2 * reference
+
+
+class Scanned(Behind):
+    def forward(self, x):
+        return self.second(self.norm(self.first(x).cumsum(1)))
+
+
+class Mixed(Behind):
+    """A layer that torchao was told to leave reads the norm in the forward pass as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(16, fp8.D))
+
+    def forward(self, x):
+        n = self.norm(x + self.first(x))
+        return self.second(n), F.linear(n, self.router)
+
+
+STAY = [
+    (lambda: Behind(extra=lambda n: n.float().cumsum(1)), "rowwise", "norm-read-elsewhere"),
+    (Scanned, "rowwise", "norm-input-no-gemm"),
+    (lambda: Behind(norm=nn.LayerNorm(fp8.D)), "rowwise", "norm-read-elsewhere"),
+    (Mixed, "tensorwise", "norm-read-elsewhere"),
+]
+
+
+@pytest.mark.parametrize(("make", "recipe", "why"), STAY)
+def test_what_stays_says_why(make, recipe, why):
+    harness, _ = run(fp8.convert(make().bfloat16(), recipe))
+    assert codes(harness) >= {why}
+    assert harness.counts["rms_norm"] == 0

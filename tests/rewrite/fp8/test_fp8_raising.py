@@ -6,10 +6,9 @@ import functools
 
 import pytest
 import torch
-from casting import same, subject
 from passes import aten_graph as traced
 from passes import codes, refused, run_pass
-from zoo.float8 import assert_bits, batch, needs_scaled_mm
+from zoo.float8 import assert_bits, needs_scaled_mm
 
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
@@ -175,43 +174,6 @@ def test_a_graph_without_scaled_products_is_left_alone():
     assert not refused(raise_fp8, lambda a, b: a.to(E4M3).float() @ b.float().t(), *matrices())
 
 
-@pytest.mark.parametrize("dims", [[], [0], [1]])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_op_is_torchaos_function(dtype, dims):
-    """NaN, inf and rows of zeros included."""
-    utils = pytest.importorskip("torchao.float8.float8_utils")
-    config = pytest.importorskip("torchao.float8.config")
-    x, _ = matrices()
-    x[0], x[1, 2], x[2, 3], x[3] = 0, torch.nan, torch.inf, 1e-30
-    kind = config.ScalingGranularity.AXISWISE if dims else config.ScalingGranularity.TENSORWISE
-    axis = dims[0] if dims else None
-    for power_of_two in (False, True):
-        scale = utils.tensor_to_scale(
-            x, dtype, scaling_granularity=kind, axiswise_dim=axis,
-            round_scales_to_power_of_2=power_of_two,
-        )  # fmt: skip
-        want = utils.to_fp8_saturated(x.float() * scale, dtype)
-        have, inverse = quantize(x, dims, dtype, power_of_two, False)
-        torch.testing.assert_close(inverse, scale.reciprocal(), rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(have.view(torch.uint8), want.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("by", ["PerRow", "PerTensor"])
-def test_divided_it_is_torchaos_inference(by, dtype):
-    """NaN, inf, outliers and rows of zeros, which become NaN, included."""
-    ao = pytest.importorskip("torchao.quantization")
-    workflow = pytest.importorskip("torchao.quantization.quantize_.workflows")
-    dims = [1] if by == "PerRow" else []
-    for x in (subject(24, 64, dtype), subject(3, 5, dtype), batch(dtype)[0] * 1e-36):
-        want = workflow.Float8Tensor.from_hp(x, E4M3, getattr(ao, by)())
-        q, scale = quantize(x, dims, E4M3, False, True)
-        assert same(scale, want.scale.reshape(scale.shape))
-        assert same(q, want.qdata)
-    row = subject(24, 64, dtype)[12]
-    assert quantize(row[None], [1], E4M3, False, True)[0].float().isnan().all()
-
-
 M, N, K = 32, 48, 64
 HALF = torch.bfloat16
 
@@ -221,28 +183,20 @@ def operands():
     return a, b.t(), torch.rand(M, 1) + 0.5, torch.rand(1, N) + 0.5
 
 
-def rewritten(monkeypatch, *, out=HALF, after=True, cublas=True, no_kernels=None):
-    """Is the product multiplied after it, when the pass has run?"""
+@pytest.mark.parametrize(("out", "cublas", "no_kernels", "stays"), [
+    (HALF, True, None, False), (torch.float32, True, None, True), (HALF, False, None, True),
+    (HALF, True, refuse("no-cuda", "no GPU"), True),
+], ids=["", "dtype", "another GPU", "no kernels"])  # fmt: skip
+def test_a_product_is_given_its_scales_or_stays_torchaos(
+    monkeypatch, out, cublas, no_kernels, stays
+):
     monkeypatch.setattr(availability, "scales_vectors", lambda _: cublas)
-    graph = traced(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, after), *operands())
+    graph = traced(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, True), *operands())
     record = Record(parse(None, {}), "test")
     record.plan = Plan(record.options, no_kernels=no_kernels, on_gpu=True)
     rest.finish_fp8(graph, record)
     (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
-    return node.args[6]
-
-
-def test_a_product_is_given_its_scales(monkeypatch):
-    assert rewritten(monkeypatch) is False
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{"out": torch.float32}, {"cublas": False}, {"no_kernels": refuse("no-cuda", "no GPU")}],
-    ids=["dtype", "another GPU", "no kernels"],
-)
-def test_else_it_stays_torchaos(monkeypatch, how):
-    assert rewritten(monkeypatch, **how) is True
+    assert node.args[6] is stays  # multiplied after it
 
 
 def test_it_is_rounded_once():

@@ -12,22 +12,7 @@ import copy
 import pytest
 import torch
 from harness import Harness, Stock
-from zoo.float8 import (
-    RECIPES,
-    Eager,
-    Packed,
-    Raised,
-    Stack,
-    assert_bits,
-    assert_exact,
-    batch,
-    hard,
-    in_fp8,
-    products,
-    quantizations,
-    ran,
-    stack,
-)
+from zoo import float8 as fp8
 
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
@@ -47,8 +32,8 @@ def made(how, context):
     """(a layer in FP8, what it is called with, how it is compiled)."""
     dtype = torch.float32 if context in ("float32", "autocast") else torch.bfloat16
     checkpointed = {"checkpointed": True} if context == "checkpoint" else {}
-    model = in_fp8(Stack, how, dtype, bias=context == "bias", **checkpointed)
-    return model, batch(dtype), {"dynamic": context == "dynamic"}
+    model = fp8.in_fp8(fp8.Stack, how, dtype, bias=context == "bias", **checkpointed)
+    return model, fp8.batch(dtype), {"dynamic": context == "dynamic"}
 
 
 RAISED = """tensorwise: float32 dynamic, rowwise: autocast bias, rowwise_with_gw_hp: checkpoint,
@@ -58,11 +43,11 @@ row: bias, tensor: dynamic"""
 @pytest.mark.parametrize(("how", "context"), cases(RAISED))
 def test_every_chain_is_raised_and_equal_ones_are_one(how, context):
     model, x, compiled = made(how, context)
-    harness = Raised()
+    harness = fp8.Raised()
     with torch.autocast("cpu", torch.bfloat16, enabled=context == "autocast"):
-        ran(harness, how, model, x, **compiled)
+        fp8.ran(harness, how, model, x, **compiled)
     # In inference weights are quantized already; gate and up share their input's.
-    want = quantizations(how, 3, 2) if how in RECIPES else 2, products(how, 3)
+    want = fp8.quantizations(how, 3, 2) if how in fp8.RECIPES else 2, fp8.products(how, 3)
     ops, record = harness.ops(), harness.record
     assert (ops["coda_inductor.quantize.default"], ops["coda_inductor.scaled_mm.default"]) == want
     assert (record.fired["fp8_quantize"], record.fired["fp8_product"]) == want
@@ -70,7 +55,7 @@ def test_every_chain_is_raised_and_equal_ones_are_one(how, context):
     for left in ("_scaled_mm", "abs", "amax", "max", "exp2", "clone", "repeat", "reciprocal",
                  "clamp_max"):  # fmt: skip
         assert ops[f"aten.{left}.default"] == 0
-    if how not in RECIPES:
+    if how not in fp8.RECIPES:
         found = harness.graph.find_nodes(op="call_function", target=scaled_mm)
         assert all(len(n.args) == 7 + (context == "bias") for n in found)
         ranks = {tuple(a.meta["val"].dim() for a in n.args[2:4]) for n in found}
@@ -80,8 +65,8 @@ def test_every_chain_is_raised_and_equal_ones_are_one(how, context):
 def test_a_checkpoint_keeps_its_marks():
     """What a checkpoint recomputes is marked so; the weight that the backward pass quantizes lies
     outside of it and is not merged with it."""
-    harness = Raised()
-    harness.train(stack("tensorwise", checkpointed=True), batch().requires_grad_())
+    harness = fp8.Raised()
+    harness.train(fp8.stack("tensorwise", checkpointed=True), fp8.batch().requires_grad_())
     marked = [n for n in harness.graph.nodes if n.target is quantize and n.meta.get("recompute")]
     assert len(marked) == 2 + 3
     assert all(n.meta.get("recompute") for node in marked for n in node.users)
@@ -96,9 +81,9 @@ row: bias ragged, tensor: bias one, static: ragged one"""
 @pytest.mark.parametrize(("how", "context"), cases(BITS))
 def test_decomposed_it_is_what_it_was_bit_for_bit(how, context):
     model, x, _ = made(how, context)
-    x = hard(x.dtype, ROWS.get(context, (2, 16)))
+    x = fp8.hard(x.dtype, ROWS.get(context, (2, 16)))
     other = copy.deepcopy(model)
-    assert_bits(ran(Harness(**PLAIN), how, model, x), ran(Eager(), how, other, x))
+    fp8.assert_bits(fp8.ran(Harness(**PLAIN), how, model, x), fp8.ran(fp8.Eager(), how, other, x))
 
 
 EXACT = """tensorwise: -, rowwise: float32, rowwise_with_gw_hp: checkpoint,
@@ -110,18 +95,20 @@ def test_in_float64_without_rounding_it_is_the_same_function(how, context):
     model, x, _ = made(how, context)
     ours, theirs = Harness(**ALL), Stock()
     for harness in (ours, theirs):
-        ran(harness, how, model, x)
-    assert_exact(ours, theirs)
+        fp8.ran(harness, how, model, x)
+    fp8.assert_exact(ours, theirs)
 
 
 @pytest.mark.parametrize("how", ["tensorwise", "rowwise", "row", "tensor", "static"])
 def test_halves_of_a_packed_weight(how):
     """In training each has its scale; in inference one product is left."""
-    model, ours, theirs = in_fp8(Packed, how, bias=how == "row"), Harness(**ALL), Stock()
+    model, ours, theirs = fp8.in_fp8(fp8.Packed, how, bias=how == "row"), Harness(**ALL), Stock()
     for harness in (ours, theirs):
-        ran(harness, how, model, batch())
-    assert_exact(ours, theirs)
-    assert ours.counts["swiglu" if how in RECIPES else "fp8_product"] == 1 + (how not in RECIPES)
+        fp8.ran(harness, how, model, fp8.batch())
+    fp8.assert_exact(ours, theirs)
+    assert ours.counts["swiglu" if how in fp8.RECIPES else "fp8_product"] == 1 + (
+        how not in fp8.RECIPES
+    )
 
 
 def error(have, want):
@@ -135,16 +122,16 @@ OUTLIERS = "rowwise: outliers, rowwise_with_gw_hp: -, row: outliers, static: -"
 
 @pytest.mark.parametrize(("how", "context"), cases(OUTLIERS))
 def test_it_is_as_exact_as_torchao(how, context):
-    x = batch()
+    x = fp8.batch()
     if context == "outliers":
         x[:, ::4, 5] *= 1000
     torch.manual_seed(0)
-    true = copy.deepcopy(Stack(layers=2).bfloat16()).float()
-    want = ran(Eager(), how, true, x.float())
-    models = [in_fp8(Stack, how, example=x, layers=2) for _ in range(2)]
+    true = copy.deepcopy(fp8.Stack(layers=2).bfloat16()).float()
+    want = fp8.ran(fp8.Eager(), how, true, x.float())
+    models = [fp8.in_fp8(fp8.Stack, how, example=x, layers=2) for _ in range(2)]
     have, theirs = (
-        ran(each, how, model, x)
-        for each, model in zip((Harness(**ALL), Eager()), models, strict=True)
+        fp8.ran(each, how, model, x)
+        for each, model in zip((Harness(**ALL), fp8.Eager()), models, strict=True)
     )
     assert 0 < error(have, want) < 1.1 * error(theirs, want)
 
@@ -154,10 +141,11 @@ SPECIAL = "tensorwise: 0, rowwise: nan, row: 0 nan, tensor: inf"
 
 @pytest.mark.parametrize(("how", "value"), cases(SPECIAL))
 def test_rows_of_what_has_no_scale_come_out_as_torchaos(how, value):
-    x = batch()
+    x = fp8.batch()
     x[0, 3] = float(value)
     ours, theirs = (
-        ran(harness, how, in_fp8(Stack, how), x) for harness in (Harness(**ALL), Eager())
+        fp8.ran(harness, how, fp8.in_fp8(fp8.Stack, how), x)
+        for harness in (Harness(**ALL), fp8.Eager())
     )
     for have, want in zip(ours, theirs, strict=True):
         assert torch.equal(have.isnan(), want.isnan())

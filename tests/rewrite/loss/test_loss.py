@@ -226,19 +226,13 @@ def test_a_gradient_with_other_readers_is_not_sliced(slices):
     assert "logits-read" in codes(harness)
 
 
-@pytest.mark.parametrize(
-    ("loss", "dtype", "tolerance"),
-    [
-        (lambda z, y: entropy(z[:, :-1].float(), y[:, 1:]), torch.float64, 1e-5),  # rounded
-        # A cap that is more precise than its logits; rows that may overflow.
-        (
-            lambda z, y: hugging_face((2 * torch.tanh(z.float() / 2)).bfloat16(), y),
-            torch.bfloat16,
-            None,
-        ),
-        (shifted, torch.float16, None),
-    ],
-)
+@pytest.mark.parametrize(("loss", "dtype", "tolerance"), [
+    (lambda z, y: entropy(z[:, :-1].float(), y[:, 1:]), torch.float64, 1e-5),  # rounded
+    # A cap that is more precise than its logits; rows that may overflow.
+    (lambda z, y: hugging_face((2 * torch.tanh(z.float() / 2)).bfloat16(), y), torch.bfloat16,
+     None),
+    (shifted, torch.float16, None),
+])  # fmt: skip
 def test_what_would_be_rounded_otherwise_is_not_sliced(loss, dtype, tolerance, slices):
     harness = check_gradients(Head(loss, dtype), *inputs(dtype), tolerance=tolerance)
     assert raised(harness, cross_entropy) == 1
@@ -246,26 +240,53 @@ def test_what_would_be_rounded_otherwise_is_not_sliced(loss, dtype, tolerance, s
     assert {"logits-read", "idiom-form"} & codes(harness)
 
 
-def test_returned_logits_are_named_as_what_keeps_their_gradient_whole(slices):
-    def head(x, w, labels):
-        logits = x @ w.T
-        return hugging_face(logits, labels), logits
-
-    x, labels = inputs()
-    harness = not_sliced("logits-read", head, x, randn(V, D).requires_grad_(), labels)
-    assert "the gradient of returned logits is added to it" in reasons(harness)
+def returned(x, w, labels, _):
+    logits = x @ w.T
+    return hugging_face(logits, labels), logits
 
 
-def not_sliced(code, *how):
-    harness = check_gradients(*how)
+def several(x, w, labels, _):
+    """Codebooks, or several tokens predicted at once."""
+    logits = F.linear(x, w).view(B, T, 3, V)
+    return hugging_face(logits, labels[..., None].expand(-1, -1, 3)) + x.sum()
+
+
+#: Name -> (a head of x, of a weight, labels and a tile of logits, the code of why its gradient is
+#: not sliced, a reason, the dtype).
+WHOLE = {
+    "returned logits": (
+        returned, "logits-read", "the gradient of returned logits is added to it", torch.float64,
+    ),
+    "a gradient that is returned": (
+        lambda x, w, y, tile: hugging_face(x @ w.T + tile, y), "logits-read", "", torch.float64,
+    ),
+    "a factor that makes logits wider": (
+        lambda x, w, y, _: hugging_face(F.linear(x, w).float() * 0.5, y), "logits-dtypes", "",
+        torch.bfloat16,
+    ),
+    "several rows a layer": (several, "idiom-form", "", torch.float64),
+    "several rows of a frozen input": (
+        lambda x, *given: several(x.detach(), *given) + x.sum(), "idiom-form", "", torch.float64,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_keeps_the_gradient_of_logits_whole(name, slices):
+    head, code, reason, dtype = WHOLE[name]
+    rows = 3 * V if "several" in name else V
+    x, labels = inputs(dtype)
+    w, tile = (randn(*s, dtype=dtype).requires_grad_() for s in ((rows, D), (B, T, V)))
+    harness = check_gradients(head, x, w, labels, tile)
     assert harness.counts["cross_entropy_backward"] == 0
     assert code in codes(harness)
-    return harness
+    assert reason in reasons(harness)
 
 
 def test_small_logits_are_not_sliced():
-    harness = not_sliced("no-gain", Head(likelihood), *inputs())
-    assert harness.counts["cross_entropy"] == 1
+    harness = check_gradients(Head(likelihood), *inputs())
+    assert (harness.counts["cross_entropy"], harness.counts["cross_entropy_backward"]) == (1, 0)
+    assert "no-gain" in codes(harness)
 
 
 @pytest.mark.parametrize(
@@ -300,36 +321,6 @@ def test_a_bias_added_by_hand(only, slices):
     harness = check_gradients(head, x, w, b.requires_grad_(), labels)
     assert harness.counts["cross_entropy_backward"] == (not only)
     assert ("idiom-form" in codes(harness)) == only
-
-
-def test_a_gradient_that_is_also_returned_is_not_sliced(slices):
-    def head(x, w, tile, labels):
-        return hugging_face(x @ w.T + tile, labels)
-
-    x, labels = inputs()
-    w, tile = (randn(*shape).requires_grad_() for shape in ((V, D), (B, T, V)))
-    not_sliced("logits-read", head, x, w, tile, labels)
-
-
-def test_logits_that_a_factor_makes_wider_are_not_sliced(slices):
-    def head(x, w, labels):
-        return hugging_face(F.linear(x, w).float() * 0.5, labels)
-
-    x, labels = inputs(torch.bfloat16)
-    not_sliced("logits-dtypes", head, x, randn(V, D, dtype=x.dtype).requires_grad_(), labels)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices):
-    """Codebooks, or several tokens predicted at once."""
-
-    def function(x, w, labels):
-        h = x.detach() if frozen else x
-        return hugging_face(F.linear(h, w).view(*x.shape[:2], 3, V), labels) + x.sum()
-
-    x, labels = inputs()
-    labels = labels.repeat_interleave(3, -1).view(*labels.shape, 3)
-    not_sliced("idiom-form", function, x, randn(3 * V, D).requires_grad_(), labels)
 
 
 @pytest.mark.parametrize("frozen", ["head", "weight", "body and input"])

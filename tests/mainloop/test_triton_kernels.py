@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of FP8 casts without a GPU: interpreted, and compiled for Hopper."""
+"""The Triton kernels of FP8 casts and of dropout without a GPU: interpreted, and compiled for
+Hopper."""
 
 import re
 from collections.abc import Mapping
@@ -56,15 +57,12 @@ def moved(ptx: str) -> set[str]:
     return {name[:2] for name in found}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "hows", "formats", "conversions"),
-    [
-        ("bf16", (0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
-        ("bf16", (2, 1, 1), ("fp8e4nv", "fp8e4nv"), (32, 32)),  # one scale, and a norm's factor
-        ("fp32", (0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
-        ("bf16", (0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
-    ],
-)
+@pytest.mark.parametrize(("dtype", "hows", "formats", "conversions"), [
+    ("bf16", (0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
+    ("bf16", (2, 1, 1), ("fp8e4nv", "fp8e4nv"), (32, 32)),  # one scale, and a norm's factor
+    ("fp32", (0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
+    ("bf16", (0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
+])  # fmt: skip
 def test_casts_compile_and_saturate(dtype, hows, formats, conversions):
     from coda_inductor.mainloop.fp8_casts import _STRAIGHT, _TILE, _TURNED, _cast_kernel
 
@@ -103,3 +101,29 @@ def test_maxima_compile(wanted):
     constants = {"FACTOR": 2, "ROWS": wanted[0], "COLUMNS": wanted[1], "TILE": TILE}
     warps = _WARPS[wanted[1]]
     assert "ld" in moved(compiled(_amax_kernel, types, constants, num_warps=warps))
+
+
+def test_dropouts_kernels_compute_what_plain_torch_does():
+    pytest.importorskip("triton", minversion="3.9")  # the loops of 3.6's need an older NumPy
+    done = python(Path(__file__).parent / "interpreted_dropout.py")
+    assert done.stdout == "35 tensors agree\n", done.stderr
+
+
+@pytest.mark.parametrize(("count", "rank"), [(1, 16), (3, 16), (4, 64), (2, 128), (1, 256)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_dropouts_kernels_compile(count, rank, dtype):
+    from coda_inductor.mainloop import dropout
+
+    types = dict.fromkeys(("x", "weight", "dt", "dx"), f"*{dtype}")
+    types |= {"seed": "*i64", "out": "*fp32", "dweight": "*fp32"}
+    types |= dict.fromkeys(("m", "k", "stride", "first", "count", "rank", "span"), "i32")
+    constants = {"DROPPED": 6554, "SCALE": 1.1, "RANK": rank, "PRECISION": "tf32"}
+    more = {"COUNT": count, "DX": True, "DW": True}
+    forward, backward = dropout.tiles(count, rank)
+    for kernel, (rows, columns, warps), flags in (
+        (dropout._dropout_forward, forward, {}), (dropout._dropout_backward, backward, more),
+    ):  # fmt: skip
+        own = {name: types[name] for name in kernel.arg_names if name in types}
+        sizes = {"ROWS": rows, "COLUMNS": columns, **flags}
+        ptx = compiled(kernel, own, constants | sizes, num_warps=warps)
+        assert "mul.hi.u32" in ptx
