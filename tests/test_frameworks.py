@@ -60,6 +60,40 @@ model = compile_regions(model, backend="coda")
 loss = model(**batch).loss
 loss.backward()
 """,
+    "trl": """
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+trainer = SFTTrainer(
+    model,
+    args=SFTConfig("out", max_steps=3, report_to="none"),
+    train_dataset=texts,
+    processing_class=tokenizer,
+    peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+)
+trainer.model.compile(backend="coda")
+trainer.train()
+""",
+    "lightning": """
+import pytorch_lightning as pl
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+        self.model.compile(backend="coda")
+
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+trainer = pl.Trainer(max_steps=3, accelerator="auto", logger=False, enable_checkpointing=False)
+trainer.fit(Module(), loader)
+""",
     "torchao": """
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 quantize_(model, Int8WeightOnlyConfig())
@@ -132,12 +166,20 @@ def plain(name):
     return "\n".join(lines)
 
 
+def on_cpu(text):
+    """Where a framework does not read that from the environment."""
+    text = text.replace('accelerator="auto"', 'accelerator="cpu"')
+    return re.sub(r'SFTConfig\("out"', 'SFTConfig("out", use_cpu=True, bf16=False', text)
+
+
 def same(ours, eager, tolerance=1e-3):
     torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
 
 
 def weights(names):
-    return {name: p.detach() for name, p in names["model"].named_parameters()}
+    """Of the model, or of the one that a trainer has made."""
+    model = names["trainer"].model if "tokenizer" in names else names["model"]
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def gradients(names):
@@ -158,8 +200,10 @@ BLOCKS_THAT_TRAIN = {
     "trainer": ("accelerate", "trainer", {**TRAINED, "cross_entropy": 1}, weights),
     "trainer_inductor": ("accelerate", "trainer", TRAINED, weights),
     "accelerate": ("accelerate", "accelerate", TRAINED, weights),
+    "lightning": ("pytorch_lightning", "lightning", TRAINED, weights),
     "peft": ("peft", "peft", TRAINED, gradients),
     "deepspeed": ("deepspeed", "deepspeed", SHARED, zero),
+    "trl": ("trl", "trl", {}, weights),
     "loop": ("torch", "loop", {**TRAINED, "cross_entropy": 1}, weights),
     "blocks": ("torch", "blocks", {**SHARED, "cross_entropy": 0}, gradients),
     "blocks_and_loss": ("torch", "blocks_and_loss", {**SHARED, "cross_entropy": 1}, gradients),
@@ -189,6 +233,11 @@ def given_to(name, monkeypatch):
         adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         how = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
         return {"settings": {**how, "optimizer": adam}}
+    if name == "trl":
+        from datasets import Dataset as Table
+
+        rows = [" ".join(f"t{word}" for word in row.tolist()) for row in Dataset().rows]
+        return {"texts": Table.from_dict({"text": rows}), "tokenizer": word_tokenizer()}
     return {}
 
 
@@ -198,11 +247,11 @@ def test_it_trains_as_without_us(name, monkeypatch):
     needed, without, fires, compared = BLOCKS_THAT_TRAIN[name]
     pytest.importorskip(needed)
     more = {"layers": SEVERAL if name in IN_BLOCKS else 1, **given_to(name, monkeypatch)}
-    ours, fired = run(name, **more)
+    ours, fired = run(name, on_cpu(ALL[name]), **more)
     coda_inductor.disable()
     text = plain(without).replace("for block", "# ") if name == "deepspeed" else plain(without)
     text = ALL[name].replace('"coda"', '"eager"') if name.startswith("blocks") else text
-    eager, _ = run(name, text, **more)
+    eager, _ = run(name, on_cpu(text), **more)
     assert {n: fired[n] for n in fires} == fires
     assert fired["rms_norm"]
     same(compared(ours), compared(eager))
@@ -247,6 +296,16 @@ def test_generate(name, monkeypatch):
     assert torch.equal(ours["output"], want)
     assert fired["rms_norm"] >= GENERATES[name]
     assert fired["swiglu"] >= GATES
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = {"pad_token": "t0", "eos_token": "t1", "bos_token": "t2", "unk_token": "t3"}
+    numbers = {f"t{i}": i for i in range(WORDS)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token=names["unk_token"]))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
 @pytest.fixture
