@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchtitan's head and loss: one graph with the same results, and left alone where that is not
-theirs to be. ``zoo.titan`` stands for torchtitan."""
+theirs to be. ``zoo.titan`` stands for torchtitan; where it is installed, its own Llama too."""
 
 import copy
 import dataclasses
@@ -203,3 +203,36 @@ def test_the_example_for_newer_versions(overrides):
         loss, metrics = loss_fn(model.trunk(tokens), labels, 7)
     torch.testing.assert_close(loss, found[0][0])
     assert metrics == {"chunks": True}
+
+
+def test_a_llama_of_torchtitans():
+    """With its own functions, as its trainer calls them."""
+    pytest.importorskip("torchtitan.protocols.train_spec", reason="needs torchtitan 0.2")
+    import torchtitan.config
+    import torchtitan.models.llama3 as llama3
+    from torchtitan.distributed import ParallelDims
+
+    from coda_inductor.torchtitan import HeadAndLoss, with_head_and_loss
+
+    ones = dict.fromkeys(("dp_shard", "dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
+    dims = ParallelDims(**ones, world_size=1)
+    job_config = torchtitan.config.JobConfig()
+    job_config.compile.enable, job_config.compile.backend = True, "coda"
+    job_config.activation_checkpoint.mode = "none"
+    job_config.training.seq_len = SHAPE[1]
+    sizes = llama3.TransformerModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=VOCABULARY)
+    found = []
+    for change in (lambda spec: spec, with_head_and_loss):
+        torch.manual_seed(0)
+        spec = change(llama3.get_train_spec())
+        loss_fn = spec.build_loss_fn(job_config, parallel_dims=dims)
+        model = spec.parallelize_fn(llama3.Transformer(sizes), dims, job_config)
+        with torch.no_grad():
+            model.init_weights()
+        tokens, labels = next(batches())
+        loss = loss_fn(model(tokens), labels)
+        loss.backward()
+        found.append((loss, [p.grad for p in model.parameters()]))
+    assert isinstance(loss_fn, HeadAndLoss)
+    assert Counter(counters["coda"])["cross_entropy"] == 1
+    torch.testing.assert_close(*found)
