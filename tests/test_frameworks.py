@@ -17,7 +17,7 @@ import torch
 import transformers
 from checking import leave_custom_ops
 from harness import as_it_is
-from test_aot_inductor import lacks
+from test_inductor import lacks
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 from zoo.layers import D, whole
