@@ -68,3 +68,9 @@ def test_each_example_runs_alone_and_prints_no_speed_on_a_cpu(name, capsys, monk
         assert "was at step" in capsys.readouterr().out
         module.main(["--memory", "0.5", "--checkpoint", "limited.pt"])
         assert any(report.memory for report in coda_inductor.reports())
+
+
+def test_each_example_is_one_file():
+    ours = {path.stem for path in EXAMPLES.glob("*.py")}
+    for path in EXAMPLES.glob("*.py"):
+        assert not ours & set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))

@@ -40,8 +40,14 @@ def test_blocks_and_pictures_are_what_the_results_say():
         assert (DOCS / name).read_text() == gains.picture(*colors)
 
 
-def test_the_readme_has_no_figure_of_its_own():
-    assert not SAID.findall(gains.BLOCK.sub("", README))
+def test_the_readme_has_no_figure_of_its_own_and_fits():
+    rest = gains.BLOCK.sub("", README)
+    assert not SAID.findall(rest)
+    assert len(README.splitlines()) <= 110
+    rows = gains.table()
+    assert len(rows) <= 10
+    assert not re.search(r"\bfastest\b", README)
+    assert all(row.before.ms > 0 < row.after.ms for row in rows)
 
 
 def test_a_baseline_is_the_least_time_of_its_run_or_its_row_names_it():

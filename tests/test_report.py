@@ -2,6 +2,7 @@
 """The table and the line of a compiled graph: what ran, what could, what has nothing to do. Every
 reason has a code, every code a remedy, every remedy a use: no sentence is read."""
 
+import dataclasses
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,12 +15,13 @@ from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import (
     Choice,
     GraphReport,
+    MemoryReport,
     SiteReport,
     forget,
     record,
     reports,
 )
-from coda_inductor.table import fold
+from coda_inductor.table import fold, sites_table
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
 KERNEL = SiteReport(
@@ -41,6 +43,34 @@ def test_the_line_says_what_runs():
     assert GraphReport("g", [PLAIN, LEGAL]).summary == legal
     assert GraphReport("g", [KERNEL, LEGAL]).summary == f"1 of 2 GEMMs fused, {legal}"
     assert GraphReport("g").summary == "no GEMM in this graph"
+
+
+def test_a_table_is_as_wide_as_the_terminal_and_cuts_no_name(monkeypatch):
+    """A path ends a line behind a dot, and a column without content is left out."""
+    path = "model.layers.0.feed_forward.experts.gate_projection"
+    site = SiteReport(path, (8, 8, 8), choice=Choice("unfused", refusal=NO_KERNELS))
+    choice = Choice("kernel", fused_us=9999.9, unfused_us=9999.9)
+    timed = dataclasses.replace(KERNEL, choice=choice)
+    gradient = dataclasses.replace(timed, shape=(50257, 50257, 50257), role="input gradient")
+    for columns, lines in (("80", 4), ("100", 4), ("160", 1)):
+        monkeypatch.setenv("COLUMNS", columns)
+        for gpu in ("", "NVIDIA H200"):
+            table = sites_table([site, gradient] if gpu else [site, KERNEL, LEGAL], gpu)
+            assert max(map(len, table.splitlines())) <= int(columns)
+        head, rows = re.split(r"\n-[- ]+\n", sites_table([site]))
+        rows = rows.splitlines()
+        assert "us" not in head.split()
+        names = [row[: len("gate_projection")].strip() for row in rows]
+        assert names[-1] == "gate_projection" if lines > 1 else len(rows) <= 2
+        assert "".join(row.split("  ")[0] for row in rows) == path
+
+
+def test_a_long_reason_of_many_rows_is_one_note():
+    long = refuse("no-gain", f"too small: {'so that ' * 9}the host is the limit")
+    choice = Choice("unfused", refusal=long)
+    text = sites_table([dataclasses.replace(PLAIN, site=name, choice=choice) for name in "abcd"])
+    assert text.count("too small (1)") == 4
+    assert text.endswith(f"(1) {long.text}")
 
 
 def test_a_row_of_several_layers_names_none_of_them():
@@ -80,6 +110,11 @@ def test_graphs_from_torchs_cache_have_no_report_and_that_is_said(monkeypatch, c
         assert ("all graphs came from torch's compile cache" in caplog.text) is bool(hits)
 
 
+def test_small_sizes_are_not_zero():
+    text = str(MemoryReport(kept=3 << 20, before=3 << 30, again=2, ms=0.25, peak=5 << 30))
+    assert text.startswith("keeps 3.00 MiB for the backward pass in place of 3.00 GiB, computes 2")
+
+
 def test_a_report_is_kept_once():
     forget()
     report = GraphReport("g")
@@ -99,12 +134,13 @@ GIVEN = re.compile(
 )
 
 
-def test_every_code_has_a_remedy():
+def test_every_code_has_a_remedy_and_every_remedy_a_use():
     paths = {p for folder in ("coda_inductor", "patterns") for p in (ROOT / folder).rglob("*.py")}
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths - READERS)
     given = {code for codes in GIVEN.findall(text) for code in codes if code}
     assert len(given) > 50
     assert given <= set(REMEDIES)
+    assert not [code for code in REMEDIES if f'"{code}"' not in text]
 
 
 def test_a_code_without_remedy_is_refused_at_birth():
