@@ -42,7 +42,8 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
     **{f"{name} training": functools.partial(worth_models.stock, name, worth_models.ALL)
        for name in FAMILIES},
 }  # fmt: skip
-#: ``compile_causal``: SDPA told to be causal, which some releases of transformers do by themselves.
+#: ``compile_causal``: SDPA without a mask, told to be causal where the model is (not ViT), as some
+#: releases of transformers do by themselves.
 #: ``compile_flex``: transformers' FlexAttention, where a mask comes from data.
 VARIANTS = ("compile", "compile_causal", "compile_flex", "coda")
 NO_CAUSAL = (*models.MASKED, "FP8 rowwise", *experts.CASES,

@@ -124,14 +124,15 @@ def chain(change):
 
 CHANGES = ["training", "serving", "eps", "limit", "no clamp", "another amax"]
 CHANGES += [f"serving, {how}" for how in ("limit", "wide", "turned", "no clamp", "float32 maximum")]
-CHANGES += ["training, float32 maximum"]
+CHANGES += ["training, float32 maximum", "float32 maximum of float64"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_chain_is_another_function(change):
     """The product is raised all the same: it needs no more than its scales."""
     needs_scaled_mm()
-    tensors = matrices()
+    a, b = matrices()
+    tensors = torch.randn(32, 64, dtype=torch.float64) if "float64" in change else a, b
     graph = aten_graph(chain(change), *tensors)
     record = run_pass(raise_fp8, graph)
     assert_bits(torch.fx.GraphModule({}, graph)(*tensors), chain(change)(*tensors))
