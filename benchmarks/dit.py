@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import environment, worth_models
 from .measure import Variants, kernel_times, peak_mib, register, relative_error, synchronize
@@ -116,7 +117,41 @@ def sd3_float8() -> Model:
     return worth_models.quantized(model), *inputs
 
 
-MODELS: dict[str, Callable[[], Model]] = {"flux": flux, "sd3": sd3, "qwen": qwen, "wan": wan}
+def ltx() -> Model:
+    """LTX-Video: 121 frames of 512 x 704, of which 16 x 16 x 22 tokens come; nothing was tuned."""
+    model = _of("ltx LTXVideoTransformer3DModel", num_layers=8)
+    return model, (), {
+        "return_dict": False, "num_frames": 16, "height": 16, "width": 22,
+        "hidden_states": _random(1, 5632, 128), "encoder_hidden_states": _random(1, 128, 4096),
+        "encoder_attention_mask": torch.ones(1, 128, dtype=torch.bool, device="cuda"),
+        "timestep": torch.full((1,), 500, device="cuda"),
+    }  # fmt: skip
+
+
+def z_image() -> Model:
+    """Z-Image, an image of 1024 x 1024 and 256 tokens of text; nothing was tuned."""
+    model = _of("z_image ZImageTransformer2DModel", n_layers=8)
+    return model, (), {
+        "return_dict": False, "x": [_random(16, 1, 128, 128)], "cap_feats": [_random(256, 2560)],
+        "t": _random(1).abs(),
+    }  # fmt: skip
+
+
+def hunyuan_video() -> Model:
+    """HunyuanVideo: 33 frames of 544 x 960; nothing was tuned."""
+    model = _of("hunyuan_video HunyuanVideoTransformer3DModel", num_layers=2, num_single_layers=4)
+    return model, (), {
+        "return_dict": False,
+        "hidden_states": _random(1, 16, 9, 68, 120), "encoder_hidden_states": _random(1, 256, 4096),
+        "encoder_attention_mask": torch.ones(1, 256, dtype=torch.bool, device="cuda"),
+        "pooled_projections": _random(1, 768), "guidance": _random(1),
+        "timestep": torch.full((1,), 500, device="cuda"),
+    }  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    make.__name__: make for make in (flux, sd3, qwen, wan, ltx, z_image, hunyuan_video)
+}
 
 
 def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) -> dict[str, Any]:
@@ -124,15 +159,14 @@ def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) 
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     variants = Variants()
-    wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
-            for n, x in inputs.items()}  # fmt: skip
-    want = copy.deepcopy(model).float()(**wide)[0]
+    wide = pytree.tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, inputs)
+    want = pytree.tree_leaves(copy.deepcopy(model).float()(**wide))[0]
     if how.float8:
         worth_models.quantized(model)
     for name in VARIANTS:
         register(name)
         call = torch.compile(model, backend={"compile": "inductor"}.get(name, name))
-        variants.add(name, lambda call=call: lambda: call(**inputs)[0])
+        variants.add(name, lambda call=call: lambda: pytree.tree_leaves(call(**inputs))[0])
     samples: dict[str, list[float]] = {name: [] for name in variants.calls}
     for turn in range(ROUNDS):
         for name in list(samples)[:: -1 if turn % 2 else 1]:
