@@ -3,8 +3,9 @@
 products, bytes at the rate of Inductor's elementwise kernels, and a start time.
 
 A fused kernel multiplies as fast as cuBLAS, except for the processors that its tiles leave idle.
-Its stores overlap with the next tile's multiplications, unless they take longer; its tile loads do
-not. It also takes at least the time to read its operands, with as many processors as it has tiles.
+Its stores and the epilogue's arithmetic overlap with the next tile's multiplications, unless they
+take longer (exact GELU and its gradient do, after a product over K = 1024); its tile loads do not.
+It also takes at least the time to read its operands, with as many processors as it has tiles.
 With few tiles cuBLAS splits K (an adapter of rank 16: 65 us for 29 us in cuBLAS, 8192 x 4096, an
 H100).
 
@@ -35,6 +36,15 @@ MARGIN = 1.02
 START_US = 6.0
 #: The share of the idle time at the end that counts, because cuBLAS has more tile sizes.
 IDLE = 0.2
+#: Instructions of an epilogue, one for each element of the output, that a processor issues in a
+#: microsecond: a quarter of its peak, since one warp a scheduler waits for its own results. Of
+#: GELU and its gradient in ViT-L, 12608 x 4096 x 1024 on an H200: 209 and 295 us, where the
+#: multiplications take 142 (`h200_vit.json`).
+EPILOGUE_RATE = 55e3
+#: Instructions of a step that are not one (``mainloop.math``).
+INSTRUCTIONS = {"sin": 30, "cos": 30, "erf": 22, "log1p": 22, "expm1": 22, "tanh": 12, "sigmoid": 10,
+                "div": 8, "exp": 5, "log": 5, "sqrt": 5, "rsqrt": 4, "exp2": 4, "log2": 4,
+                "reciprocal": 4, "neg": 0, "abs": 0}  # fmt: skip
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
 #: 70B widths (rules.md), so it is no gain unless a measurement shows one.
 ROTATION_BYTES = 6
@@ -60,7 +70,9 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     math_us *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
     read_us = _read_us(site.m, n * len(program.accs), site.k, gpu, program.fp8)
     read_us *= max(1.0, gpu.processors / _tiles(hint(site.m), n * len(program.accs)))
-    us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us)
+    steps_us = elements * sum(INSTRUCTIONS.get(step.op, 1) for step in program.steps)
+    steps_us /= EPILOGUE_RATE * gpu.processors
+    us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us, steps_us)
     loads += ROTATION_BYTES * bool(program.head)
     us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us
     if site.copied:  # read and written
