@@ -113,8 +113,8 @@ SHORT = row("short of memory", "8B widths, 8 layers, beside selective checkpoint
 EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
               "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
               "[grouped products](docs/experts.md)", above=True)  # fmt: skip
-LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW",
-           WHOLE, "8B lora causal 2x4096 adamw, 8B lora coda 2x4096 adamw")  # fmt: skip
+LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW, H100",
+           "h100_whole/results/{}", "8B lora causal 2x4096 adamw, 8B lora coda 2x4096 adamw")  # fmt: skip
 FLEX = "h200_masks_flex/families/{}-8192-training-bf16/variants/{{}}"
 
 
@@ -126,7 +126,7 @@ def table() -> list[Row]:
         SHORT,
         EXPERTS,
         LORA,
-        row("QLoRA", "the same on 4 bits (nf4); one sample each", WHOLE,
+        row("QLoRA", "the same on 4 bits (nf4), H200", WHOLE,
             "8B qlora causal 2x4096 adamw, 8B qlora coda 2x4096 adamw"),
         row("long prompts", "Llama 1B, prefill of 8192 tokens, H200",
             "h200_headline/results/Llama 1B prefill/{}", "compile_causal, coda", above=True),
