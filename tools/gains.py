@@ -114,7 +114,7 @@ EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
               "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
               "[grouped products](docs/experts.md)", above=True)  # fmt: skip
 LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW, H100",
-           "h100_whole/results/{}", "8B lora causal 2x4096 adamw, 8B lora coda 2x4096 adamw")  # fmt: skip
+           "h100_whole/results/8B lora {} 2x4096 adamw", "causal, coda")  # fmt: skip
 FLEX = "h200_masks_flex/families/{}-8192-training-bf16/variants/{{}}"
 
 

@@ -13,6 +13,7 @@ kernels', and as ``explain`` tells it for an H100, where nothing is too small to
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import json
@@ -34,17 +35,24 @@ WIDE: dict[str, dict[str, int]] = {
 
 def main() -> int:
     """Record, or compare two records; 1 if they differ."""
-    if sys.argv[1] == "--compare":
-        old, new = (json.loads(Path(path).read_text()) for path in sys.argv[2:4])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compare", type=Path, metavar="OLD.json")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("families", nargs="*")
+    options = parser.parse_args()
+    if options.compare:
+        old, new = (json.loads(path.read_text()) for path in (options.compare, options.file))
         lines = list(differences(old, new, ""))
         print("\n".join(lines) or "equal")
         return bool(lines)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     warnings.filterwarnings("ignore")
     families: Any = importlib.import_module("zoo.families").FAMILIES
-    out = Path(sys.argv[1])
+    out: Path = options.file
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    for name in sys.argv[2:] or [*families, *WIDE]:
+    for name in options.families or [*families, *WIDE]:
         if name not in found:
             print(name, file=sys.stderr, flush=True)
             found[name] = wide(**WIDE[name]) if name in WIDE else family(families[name])

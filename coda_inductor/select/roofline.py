@@ -42,9 +42,11 @@ IDLE = 0.2
 #: multiplications take 142 (`h200_vit.json`).
 EPILOGUE_RATE = 55e3
 #: Instructions of a step that are not one (``mainloop.math``).
-INSTRUCTIONS = {"sin": 30, "cos": 30, "erf": 22, "log1p": 22, "expm1": 22, "tanh": 12, "sigmoid": 10,
-                "div": 8, "exp": 5, "log": 5, "sqrt": 5, "rsqrt": 4, "exp2": 4, "log2": 4,
-                "reciprocal": 4, "neg": 0, "abs": 0}  # fmt: skip
+INSTRUCTIONS = {
+    "sin": 30, "cos": 30, "erf": 22, "log1p": 22, "expm1": 22, "tanh": 12, "sigmoid": 10, "div": 8,
+    "exp": 5, "log": 5, "sqrt": 5, "rsqrt": 4, "exp2": 4, "log2": 4, "reciprocal": 4,
+    "neg": 0, "abs": 0,
+}  # fmt: skip
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
 #: 70B widths (rules.md), so it is no gain unless a measurement shows one.
 ROTATION_BYTES = 6
@@ -70,8 +72,8 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     math_us *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
     read_us = _read_us(site.m, n * len(program.accs), site.k, gpu, program.fp8)
     read_us *= max(1.0, gpu.processors / _tiles(hint(site.m), n * len(program.accs)))
-    steps_us = elements * sum(INSTRUCTIONS.get(step.op, 1) for step in program.steps)
-    steps_us /= EPILOGUE_RATE * gpu.processors
+    instructions = elements * sum(INSTRUCTIONS.get(step.op, 1) for step in program.steps)
+    steps_us = instructions / (EPILOGUE_RATE * gpu.processors)
     us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us, steps_us)
     loads += ROTATION_BYTES * bool(program.head)
     us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us
