@@ -27,6 +27,7 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.program.scales import scaled
+from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.site import Site
 
@@ -50,6 +51,10 @@ INSTRUCTIONS = {
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
 #: 70B widths (rules.md), so it is no gain unless a measurement shows one.
 ROTATION_BYTES = 6
+#: Cost of each sum in an epilogue beyond two, as bytes per element. What the first two cost is left
+#: out, as is what Inductor's pass over columns takes beyond its bytes. The gradient of a LayerNorm
+#: has four: 34 and 67 us over cuBLAS in ViT-L, 12608 x 1024, whose loads take 6 and 12.
+FURTHER_SUM_BYTES = 5
 #: Speedup of cuBLAS's products in FP8 over 16 bits, scales included.
 FP8_RATE = 1.75
 #: Time of torch's products of experts relative to ours: 1.05 to 1.31 on an H100, for the shapes of
@@ -76,6 +81,8 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     steps_us = instructions / (EPILOGUE_RATE * gpu.processors)
     us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us, steps_us)
     loads += ROTATION_BYTES * bool(program.head)
+    sums = sum(reduce.combine == "add" for reduce in program.reduces)
+    loads += FURTHER_SUM_BYTES * max(0, sums - 2)
     us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us
     if site.copied:  # read and written
         copied = n * sum(site.copied) * WIDTHS[program.b_dtype]
@@ -111,10 +118,15 @@ def around_us(site: Site, gpu: Gpu) -> float:
     if program.routes[1] is not None or (program.grouped and site.terms > 1):
         traffic += 2 * site.k / site.n * WIDTHS[program.a_dtype]  # rows gathered, or concatenated
         launches += 1
-    separate = [r.value for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
-    if separate:  # one pass for all of them
-        sources = program.sources(separate)
-        traffic += _read(program, sources, terms)
+    exact = {step.name: step.args[0] for step in program.steps if step.op in ROUNDING.values()}
+    apart = [r for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
+    separate = {str(exact.get(reduce.value, reduce.value)) for reduce in apart}
+    if separate:  # one pass for all of them, which reads what is stored anyway
+        stored = {s.value: WIDTHS[s.dtype] for s in program.stores if s.value in separate}
+        traffic += sum(stored.values())
+        # A sum of products that an elementwise kernel reads as well is in memory, as one.
+        others = program.sources([value for value in separate if value not in stored])
+        traffic += _read(program, others, 1 if site.after else terms)
         launches += 1
     return hint(site.m) * site.n * traffic / gpu.bytes_per_us + launches * gpu.launch_us
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 from measured import site
-from programs import E4M3, fp8, kinds, parsed
+from programs import E4M3, fp8, kinds, legal, parsed
 
 from coda_inductor.select.choice import select
 from coda_inductor.select.device import H100, tables
 from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.roofline import (
+    FURTHER_SUM_BYTES,
     IDLE,
     START_US,
     around_us,
@@ -93,6 +94,30 @@ def test_arithmetic_hides_behind_the_next_tile_where_that_takes_longer():
         assert select(at, gated=True, store=Measurements(gpu)).how == how
     plain = parsed("bfloat16", "z:tile", "y mul acc z", "y")
     assert fused_us(long, gpu) == fused_us(replace(long, program=plain), gpu)
+
+
+def test_a_layer_norms_gradient_stays_where_its_four_sums_cost_more_than_they_save():
+    """ViT-L's fc1: 175 us on an H200, of which a kernel that runs anyway saves cuBLAS's 141."""
+    program = parsed(
+        "bfloat16", "x:tile w:row", "g mul acc w; gx mul g x; ax mul acc x", "g:float32 acc",
+        "c1:g:row:add c2:gx:row:add db:acc:col:add dw:ax:col:add",
+    )  # fmt: skip
+    gpu = next(gpu for name, gpu in tables(None).items() if "H200" in name)
+    norm = Site(program, 12608, 1024, 4096, after=frozenset({"out0"}))
+    assert select(norm, gated=True, store=Measurements(gpu)).refusal.code == "expected-slower"
+    two = replace(norm, program=replace(program, reduces=program.reduces[2:]))
+    assert fused_us(norm, gpu) - fused_us(two, gpu) == pytest.approx(
+        2 * FURTHER_SUM_BYTES * 12608 * 1024 / gpu.bytes_per_us
+    )
+
+
+def test_sums_of_what_is_stored_read_only_that():
+    ours, others = (
+        legal(parsed("bfloat16", "z:tile", "y mul acc z; t mul y z", "y", f"db:{value}:col:add"))
+        for value in "yt"
+    )
+    apart = [around_us(Site(program, M, N, K), H100) for program in (others, ours)]
+    assert apart[0] - apart[1] == pytest.approx(2 * M * N / BYTES)
 
 
 SCALED = "y0 mul acc inv_a; y mul y0 inv_b"
