@@ -76,6 +76,7 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
     """Expected microseconds of everything except products."""
     waits: dict[Node, int] = {}  # for how many kernels, one after the other
     traffic: defaultdict[int, dict[tuple[Node, bool], int]] = defaultdict(dict)
+    inlined: set[Node] = set()
     us = 0.0
     for node in graph.nodes:
         waits[node] = max((waits[n] + _apart(n) for n in node.all_input_nodes), default=0)
@@ -84,17 +85,21 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
             later = readers(node, may_view)[1]
             if not any(_apart(n) or n.op == "output" for n in later):
                 waits[node] = min((waits[n] for n in later), default=waits[node])
+                if len(node.all_input_nodes) == 1 and not waits[node]:
+                    inlined.add(node)  # recomputed by each kernel that reads it
     for node in graph.nodes:
         if _apart(node):
             us += _alone_us(node, gpu)
         elif node.op == "call_function" and node.all_input_nodes and not may_view(node):
             kernel = traffic[waits[node]]
             for read in node.all_input_nodes:
-                maker = base(read, may_view)
+                maker = base(read, lambda n: may_view(n) or n in inlined)
                 if maker.op == "placeholder" or waits[maker] < waits[node] or _apart(maker):
                     kernel[maker, False] = max(kernel.get((maker, False), 0), _read(node, read))
-            if any(waits[n] != waits[node] or _apart(n) or n.op == "output"
-                   for n in readers(node, may_view)[1]):  # fmt: skip
+            if node not in inlined and any(
+                waits[n] != waits[node] or _apart(n) or n.op == "output"
+                for n in readers(node, may_view)[1]
+            ):
                 kernel[node, True] = bytes_of(node)
     return us + sum(sum(k.values()) / gpu.bytes_per_us + gpu.launch_us for k in traffic.values())
 
