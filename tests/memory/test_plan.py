@@ -33,7 +33,7 @@ from coda_inductor.program import EpilogueProgram, verify
 from coda_inductor.runtime.op import OP
 
 D, ROWS, LAYERS = 32, 64, 3
-SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 
 
 def blocks(dropout=0.0, dtype=torch.float64):
@@ -205,7 +205,7 @@ def policy_of(every):
     return contexts
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 3])
 def test_a_policy_is_a_limit_of_memory(every):
     model, x = blocks(), inputs()
     want = gradients(model, model, x)
@@ -226,6 +226,7 @@ def test_checkpoints_without_a_policy_stay_as_they_are():
     assert kept(harness) <= LAYERS * ROWS * D * 8
 
 
+@pytest.mark.usefixtures("without_code")
 def test_dropout_draws_the_same_mask_in_both_passes():
     """The gradient of x of ``dropout(x W)`` at zeros of the output is zero: masks are one."""
     w = nn.Linear(D, D, bias=False)
@@ -243,7 +244,7 @@ def test_dropout_draws_the_same_mask_in_both_passes():
 
 
 def test_enabled_under_inductor():
-    model, x = blocks(dtype=torch.float32), inputs(torch.float32)
+    model, x = blocks(dtype=torch.float32)[:1], inputs(torch.float32)
     want = gradients(model, model, x)
     with coda_inductor.enabled(gate="always", memory=0.2):
         found = gradients(torch.compile(model), model, x)
@@ -264,6 +265,7 @@ class Own(CustomPartitionerFn):
         return "own"
 
 
+@pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("memory", [None, 0.3])
 def test_a_partitioner_of_the_user_comes_first(memory, caplog):
     """Then nothing of ours plans, and the option says so."""
@@ -292,7 +294,7 @@ def room(monkeypatch, room):
 def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
     before = None
     peak = trained(memory=1.0).report.memory.peak
-    for part in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8):
+    for part in (1.1, 1.0, 0.9, 0.8):
         room(monkeypatch, int(part * peak))
         said = trained(memory="1 GiB").report.memory
         assert said.peak <= part * peak
