@@ -134,8 +134,7 @@ def passed(family, n: int) -> Counted:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    (stack, (2, 4, 8)), (dense, (6, 12, 18)), (chain, (25, 50, 100)), (wide, (8, 16, 32)),
-    (fork, (8, 16, 32)),
+    (stack, (2, 8)), (dense, (6, 18)), (chain, (25, 100)), (wide, (8, 32)), (fork, (8, 32)),
 ])  # fmt: skip
 def test_steps_grow_as_n_log_n(family, sizes):
     passed(family, 2)  # what is loaded once
@@ -146,11 +145,11 @@ def test_steps_grow_as_n_log_n(family, sizes):
 
 def test_a_long_chain_is_one_epilogue():
     """With ``strict``: nothing recurses once an op."""
-    n = 1100  # more than Python recurses
+    n = 650  # of five ops each three: more than Python recurses
     harness = Harness(gate="always")
     x, function = torch.randn(4, D, requires_grad=True), chain(n)
     torch.testing.assert_close(harness.train(function, x), function(x))
-    assert len(harness.fused[0].absorbed) >= n
+    assert len(harness.fused[0].absorbed) > 1000
 
 
 def test_a_scope_follows_what_passes_put_in(monkeypatch):
