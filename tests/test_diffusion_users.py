@@ -40,8 +40,7 @@ def nothing(_model: nn.Module) -> None:
     pass
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
-@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize(("regional", "dynamic"), [(False, None), (True, True)])
 def test_adapters_and_resolutions(regional, dynamic):
     compiled = {}
     for kind in (Stock, Harness):

@@ -108,7 +108,8 @@ def run(command, environment):
     return ""
 
 bisect._run = run
-sys.exit(main(["bisect", sys.argv[1]]))
+for path in sys.argv[1:]:
+    assert not main(["bisect", path])
 """
 #: Gate and meaning differ for larger values than those that a pattern file is tried with.
 GATE = """
@@ -147,8 +148,12 @@ with torch.no_grad():
 
 
 def test_a_users_pattern_and_a_pass_that_are_wrong(tmp_path):
-    own, name = write(tmp_path, GATE), "`idioms` (pattern or counter `own_glu`)"
-    for patterns, said in (([own], name), ([], "`fuse`")):
-        path = write(tmp_path, SCRIPT.replace("PATTERNS", repr(patterns)), "script.py")
-        found = python("-c", FORKS, path)
+    wanted = {}
+    for patterns, said in (
+        ([write(tmp_path, GATE)], "`idioms` (pattern or counter `own_glu`)"), ([], "`fuse`"),
+    ):  # fmt: skip
+        script = SCRIPT.replace("PATTERNS", repr(patterns))
+        wanted[write(tmp_path, script, f"script_{len(wanted)}.py")] = said
+    found = python("-c", FORKS, *wanted)
+    for path, said in wanted.items():
         assert f"The pass {said} makes {path} fail" in found.stdout, found.stderr[-3000:]

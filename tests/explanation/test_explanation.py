@@ -232,11 +232,11 @@ def test_a_loss_on_meta_tensors_has_nothing_to_compare_with():
 
 def test_a_share_of_memory_is_planned_and_a_peak_is_not(warned):
     """Explain said of both that another partitioner was set."""
-    model, batch, how = llama(4), (_tokens(),), {"use_cache": False, "labels": _tokens()}
-    notes = explain(model, *batch, **how, options={"gate": "always", "memory": 0.4}).notes
+    model, how = llama(2), {"use_cache": False, "labels": _tokens()}
+    notes = explain(model, _tokens(), **how, options={"gate": "always", "memory": 0.4}).notes
     assert any(re.search(r"Memory: it keeps .* in place of .* tensors again", n) for n in notes)
     assert not warned()
-    explain(model, *batch, **how, options={"gate": "always", "memory": "1 GiB"})
+    explain(residual().bfloat16(), X, options={"gate": "always", "memory": "1 GiB"})
     (message,) = warned()
     assert "give explain a share from 0 to 1" in message
 
