@@ -2,8 +2,6 @@
 """Exported programs call aten ops: what fires in them is what fires in the model they came from.
 In-place ops on tensors that nothing else shares are read as plain ones; others stay in place."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -219,25 +217,3 @@ def test_a_mask_that_is_filled(make, region, monkeypatch):
     harness = check_gradients(attend, *heads(), torch.rand(T, T) > 0.5, gate="always")
     assert harness.counts["block_mask"] == (make is filled)
     assert ("an in-place op changes it" in reasons(harness)) == (make is filled_twice)
-
-
-def documented(hidden):
-    """As torch's documentation of SDPA writes its masks."""
-    bias = torch.zeros(T, T, dtype=torch.float64)
-    bias.masked_fill_(hidden, -math.inf)
-    return bias
-
-
-CONSTANTS = {
-    "masked_fill_": lambda n: documented(torch.ones(n, n, dtype=torch.bool).tril().logical_not()),
-    "two in a row": lambda n: documented(torch.ones(n, n, dtype=torch.bool)).triu_(1),
-    "tril_": lambda n: torch.ones(n, n, dtype=torch.bool).tril_(),
-}
-
-
-@pytest.mark.parametrize("how", CONSTANTS)
-def test_a_mask_of_constants(how):
-    def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=CONSTANTS[how](q.shape[2]))
-
-    assert check_gradients(attend, *heads()).counts["constant_mask"] == 1

@@ -158,6 +158,19 @@ def test_a_reshape_that_copies_nothing_is_a_view():
     assert targets == [aten.view.default] * 2 + [aten.reshape.default]
 
 
+def test_a_result_that_is_returned_again_keeps_its_gradient():
+    """A pass drops the detach, which only renames, so that the graph returns y twice."""
+
+    def function(x, w):
+        y = x @ w
+        return y.detach(), y.mT
+
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    _, ours = Harness().train(function, x, w)
+    have, want = (torch.autograd.grad(y.sin().sum(), (x, w)) for y in (ours, function(x, w)[1]))
+    torch.testing.assert_close(have, want)
+
+
 class Behind(nn.Module):
     """As adapters do it: attributes of the model inside are its own."""
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks made of constants become flags of SDPA; repeated heads become grouped ones."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,7 +63,26 @@ def like_mask(q):
     return low.type_as(q) + low.to(q).expand_as(q @ q.mT)
 
 
-@pytest.mark.parametrize("mask", [arange_mask, lowest_mask, packed_mask, like_mask])
+def documented(q, hidden):
+    """As torch's documentation of SDPA writes its masks, in place."""
+    bias = torch.zeros(q.shape[-2], q.shape[-2], dtype=q.dtype)
+    bias.masked_fill_(hidden, -math.inf)
+    return bias
+
+
+def whole(q):
+    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)
+
+
+CAUSAL = {
+    **{f.__name__: f for f in (arange_mask, lowest_mask, packed_mask, like_mask)},
+    "masked_fill_": lambda q: documented(q, whole(q).tril().logical_not()),
+    "two in a row": lambda q: documented(q, whole(q)).triu_(1),
+    "tril_": lambda q: whole(q).tril_(),
+}
+
+
+@pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
 def test_constant_causal_masks_become_a_flag(mask):
     harness = check_gradients(masked(mask), *[heads().requires_grad_() for _ in range(3)])
     assert harness.counts["constant_mask"] == 1
