@@ -188,13 +188,6 @@ def test_two_bad_passes(names, write, break_pass, warned):
     assert sorted(left_out(warned)) == sorted(names)
 
 
-def test_inference(break_pass, inner, warned):
-    break_pass("norm")
-    compare(grad=False)
-    assert left_out(warned) == ["norm"]
-    assert set(inner.asked) == {"forward", "forward refused"}
-
-
 def test_only_the_backward_graph(monkeypatch, inner, warned):
     """It is compiled when its forward graph cannot change any more, and runs op by op."""
 

@@ -132,7 +132,15 @@ def test_what_is_merged(name):
         assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
 
 
-@pytest.mark.parametrize("function", [
+def waited_for_twice(a, b, first):
+    """A caller may write to the second result."""
+    one = all_reduce(a, "sum", "0")
+    terms = [wait_tensor(one), reduced(b)]
+    return torch.add(*terms[:: 1 if first else -1]), wait_tensor(one)
+
+
+#: Functions of two tensors. A caller may write to a result, and so to one of two that are returned.
+APART = (
     lambda a, b: (reduced(a) + reduced(b, "max"),),
     lambda a, b: (reduced(a, "max") + reduced(b, "max"),),
     lambda a, b: (reduced(a) + reduced(b, group="1"),),
@@ -142,36 +150,23 @@ def test_what_is_merged(name):
     lambda a, b: (reduced(a) + b,),
     lambda a, b: (reduced(a) + reduced(b[:1]),),
     lambda a, b: (reduced(a) + reduced(b).t().reshape(M, N),),
-])  # fmt: skip
-def test_nothing_else_is_merged(function):
-    graph = aten_graph(function, *numbers((M, N), (M, N)))
+    lambda a, b: waited_for_twice(a, b, True),
+    lambda a, b: waited_for_twice(a, b, False),
+    lambda a, b: ((one := reduced(a)) + reduced(b), one.relu()),
+    lambda a, b: (gathered(a), gathered(a).view(-1)),
+)
+SUM = MERGED["as of q, k and v"][0]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "disabled"),
+    [*((f, ((M, N), (M, N)), []) for f in APART), (SUM, MATRICES, ["collective"])],
+)
+def test_nothing_else_is_merged(function, shapes, disabled):
+    graph = aten_graph(function, *numbers(*shapes))
     before = str(graph)
-    assert not run_pass(merge_collectives, graph).fired
+    assert not run_pass(merge_collectives, graph, disable=disabled).fired
     assert str(graph) == before
-
-
-def waited_for_twice(a, b, first):
-    """A caller may write to the second result."""
-    one = all_reduce(a, "sum", "0")
-    terms = [wait_tensor(one), reduced(b)]
-    return torch.add(*terms[:: 1 if first else -1]), wait_tensor(one)
-
-
-APART = {
-    "waited for twice, left": (lambda a, b: waited_for_twice(a, b, True), {}),
-    "waited for twice, right": (lambda a, b: waited_for_twice(a, b, False), {}),
-    "read elsewhere": (lambda a, b: ((one := reduced(a)) + reduced(b), one.relu()), {}),
-    "disabled": (lambda a, b: (reduced(a) + reduced(b),), {"disable": ["collective"]}),
-    # A caller may write to one of them.
-    "returned": (lambda a, b: (gathered(a), gathered(a).view(-1)), {}),
-}
-
-
-@pytest.mark.parametrize(("function", "options"), APART.values(), ids=APART)
-def test_what_stays_apart(function, options):
-    _, saved, left = merged(function, (M, N), (M, N), **options)
-    assert saved == 0
-    assert left[all_reduce] + left[all_gather_into_tensor] == 2
 
 
 @pytest.mark.parametrize("key", ["ac_graph_id", "recompute"])

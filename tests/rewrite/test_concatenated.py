@@ -16,8 +16,7 @@ aten = torch.ops.aten
 D, WIDE, STEP = WIDTH, 4 * WIDTH, 8
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("layers", "dynamic"), [(3, False), (1, True)])
 def test_single_blocks_concatenate_streams_once_and_no_columns(layers, dynamic):
     model = Blocks(Single, layers).double()
     harness = check(model, randn(1, 10, D), randn(1, 6, D), randn(1, D), dynamic=dynamic)

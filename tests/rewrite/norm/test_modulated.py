@@ -19,8 +19,7 @@ def norms(harness):
     return [n for n in harness.raised.nodes if n.target is layer_norm]
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("layers", "dynamic"), [(3, False), (1, True)])
 def test_all_norms_but_the_first_wait(layers, dynamic):
     harness = check(Blocks(Block, layers).double(), randn(1, 10, D), randn(1, D), dynamic=dynamic)
     assert harness.counts["modulated"] == len(norms(harness)) == 2 * layers
@@ -36,6 +35,13 @@ def modulated(change, eps=EPS):
         return F.linear(change(F.layer_norm(x, (D,), eps=eps), scale, shift), w)
 
     return function
+
+
+def explained(function, *shapes):
+    """What a call of bfloat16 tensors is expected to do on an H200."""
+    args = [torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+    with torch.no_grad():
+        return explain(function, *args, gpu="h200")
 
 
 TAKEN = {
@@ -85,21 +91,17 @@ def rms(x, weight, _bias):
     return F.rms_norm(x, (D,), weight, EPS)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("norm", "weights", "dynamic"), [
+    (rms, 0, False), (rms, 1, True), (layer, 1, False), (layer, 2, True),
+])  # fmt: skip
 @pytest.mark.parametrize(("batch", "kind"), [(1, "row"), (2, "batch")])
-@pytest.mark.parametrize("weights", [0, 1])
-def test_rms_norms(weights, batch, kind, dynamic):
-    """The shift meets the next product's weight, as R5's; nothing is subtracted from rows."""
-    counts, kinds = one_norm(rms, batch, vectors=weights, dynamic=dynamic)
-    assert counts["modulated"] == counts["rms_norm"] == 1
-    assert kinds == ["col", kind]  # rstd, offset
-
-
-@pytest.mark.parametrize("weights", [1, 2])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_norms_with_a_weight(weights, batch):
-    counts, _ = one_norm(layer, batch, vectors=weights)
-    assert counts["modulated"] == counts["layer_norm"] == 1
+def test_norms_with_a_weight_or_without(norm, weights, dynamic, batch, kind):
+    """The shift meets the next product's weight, as R5's. Nothing is subtracted from rows for
+    RMSNorm."""
+    counts, kinds = one_norm(norm, batch, vectors=weights, dynamic=dynamic)
+    name = "rms_norm" if norm is rms else "layer_norm"
+    assert counts["modulated"] == counts[name] == 1
+    assert norm is layer or kinds == ["col", kind]  # rstd, offset
 
 
 def test_a_gate_behind_a_norm_stays_a_gate():
@@ -129,10 +131,7 @@ def test_a_bias_behind_rms_norm_costs_a_read_of_the_weights():
             n = F.rms_norm(x, (d,)) * scale[:, None]
             return x, F.linear(n + shift[:, None] if shifted else n, w).cumsum(1)
 
-        shapes = (batch, m // batch, d), (d, d), (batch, d), (batch, d)
-        with torch.no_grad():
-            args = [torch.empty(*s, device="meta", dtype=torch.bfloat16) for s in shapes]
-            found = explain(function, *args, gpu="h200")
+        found = explained(function, (batch, m // batch, d), (d, d), (batch, d), (batch, d))
         return "rms_norm" in found.sites[-1].patterns
 
     assert waits(2, shifted=True)
@@ -140,8 +139,7 @@ def test_a_bias_behind_rms_norm_costs_a_read_of_the_weights():
     assert not waits(16, shifted=True)
 
 
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("last", "dynamic"), [(True, True), (True, False), (False, False)])
 def test_a_stream_that_lies_column_by_column(dynamic, last):
     """It is copied once, unless the caller would see other strides."""
     norm = nn.LayerNorm(D) if last else nn.Identity()
@@ -175,15 +173,12 @@ def test_a_product_that_a_kernel_reads_anyway_is_fused_only_where_that_is_expect
         n = F.layer_norm(x, (d,)) * (1 + scale) + shift
         return x, F.rms_norm(F.linear(n, w), (d,)).cumsum(1)
 
-    shapes = (1, m, d), (d, d), (1, 1, d), (1, 1, d)
-    args = [torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
-    with torch.no_grad():
-        first, last = explain(function, *args, gpu="h200").sites
+    first, last = explained(function, (1, m, d), (d, d), (1, 1, d), (1, 1, d)).sites
     assert "layer_norm" in first.patterns
     assert last.refusal.code == "expected-slower"
 
 
-@pytest.mark.parametrize(("rows", "dynamic"), [(256, False), (300, False), (300, True)])
+@pytest.mark.parametrize(("rows", "dynamic"), [(300, False), (256, True)])
 def test_vectors_of_a_batch(rows, dynamic):
     """All norms but the first wait, and gates are rows of a batch; not of fewer than a tile has."""
     harness = check(Blocks(Block, 2).double(), randn(2, rows, D), randn(2, D), dynamic=dynamic)
@@ -233,10 +228,7 @@ def test_weights_are_read_again_for_each_row_of_a_batch():
             x = x + F.linear(F.layer_norm(x, (d,)), w)
             return x, F.linear(F.layer_norm(x, (d,)) * scale[:, None], w).cumsum(1)
 
-        shapes = (batch, m // batch, d), (d, d), (batch, d)
-        with torch.no_grad():
-            args = [torch.empty(*s, device="meta", dtype=torch.bfloat16) for s in shapes]
-            found = explain(function, *args, gpu="h200")
+        found = explained(function, (batch, m // batch, d), (d, d), (batch, d))
         return "layer-norm-slower" not in {why.code for why in found.near_misses}, [
             "layer_norm" in site.patterns for site in found.sites
         ]
