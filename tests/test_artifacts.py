@@ -15,24 +15,35 @@ from coda_inductor.mainloop import availability, environment
 from coda_inductor.select import measurements
 
 ROOT = Path(__file__).resolve().parents[1]
+#: A step in a fork for each cache folder, with artifacts in it or, if there are none, into it.
 STEP = """
-import json, pathlib, sys, torch
+import json, os, pathlib, sys, torch
+import torch._inductor.compile_fx
+from apart import apart
 from torch._dynamo.utils import counters
 from zoo.layers import D, whole
+
 import coda_inductor
 
-artifacts = pathlib.Path(sys.argv[1])
-if artifacts.exists():
-    torch.compiler.load_cache_artifacts(artifacts.read_bytes())
-torch.manual_seed(0)
-model, x = whole(), torch.randn(4, D)
-loss = torch.compile(model, backend="coda")(x).sum()
-loss.backward()
-if not artifacts.exists():
-    artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
-graphs = counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
-print(json.dumps([coda_inductor.__version__, *graphs,
-                  counters["aot_autograd"]["autograd_cache_hit"], loss.item()]))
+
+def step(folder, artifacts):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder + "/inductor"
+    os.environ["CODA_CACHE_DIR"] = folder + "/coda"
+    if artifacts.exists():
+        torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+    torch.manual_seed(0)
+    model, x = whole(), torch.randn(4, D)
+    loss = torch.compile(model, backend="coda")(x).sum()
+    loss.backward()
+    if not artifacts.exists():
+        artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
+    of = counters["inductor"]
+    print(json.dumps([coda_inductor.__version__, of["fxgraph_cache_hit"], of["fxgraph_cache_miss"],
+                      counters["aot_autograd"]["autograd_cache_hit"], loss.item()]))
+
+
+for folder in sys.argv[2:]:
+    apart(step, folder, pathlib.Path(sys.argv[1]))
 """
 
 
@@ -48,22 +59,21 @@ def test_artifacts_are_found_and_another_version_is_not(tmp_path):
     (line,) = [x for x in init.read_text().splitlines() if x.startswith("__version__")]
     init.write_text(init.read_text().replace(line, '__version__ = "9.9"'))
 
-    def step(caches, artifacts, source=ROOT):
+    def steps(artifacts, *folders, source=ROOT):
         environment = {
             "PYTHONPATH": f"{source}:{ROOT / 'tests'}",
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches / "inductor"),
-            "CODA_CACHE_DIR": str(tmp_path / caches / "coda"),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
             "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         }
-        done = python("-c", STEP, tmp_path / artifacts, cwd=tmp_path, **environment)
-        return json.loads(done.stdout.splitlines()[-1])
+        folders = [tmp_path / folder for folder in folders]
+        done = python("-c", STEP, tmp_path / artifacts, *folders, cwd=tmp_path, **environment)
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
-    version, *first, loss = step("one", "artifacts")
+    ((version, *first, loss),) = steps("artifacts", "one")
     assert first == [0, 2, 0]  # forward and backward
-    assert step("one", "others", other) == ["9.9", 0, 2, 0, loss]
-    assert step("two", "artifacts") == [version, 2, 0, 1, loss]
-    assert step("one", "artifacts") == [version, 2, 0, 1, loss]  # after the other version
+    assert steps("others", "one", source=other) == [["9.9", 0, 2, 0, loss]]
+    # In other folders, and in the first ones after the other version.
+    assert steps("artifacts", "two", "one") == [[version, 2, 0, 1, loss]] * 2
 
 
 @pytest.mark.parametrize("library", ["quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"])
