@@ -24,10 +24,6 @@ def region(x):
     return checkpoint(net, x, use_reentrant=False)
 
 
-def total(x):
-    return net(x).sum()
-
-
 def vjp(function):
     def both(x):
         y, back = torch.func.vjp(function, x)
@@ -45,7 +41,7 @@ TRANSFORMS = {
     ),
     "jacfwd": (torch.func.jacfwd, net),
     "vmap": (torch.func.vmap, net),
-    "grad": (torch.func.grad, total),
+    "grad": (torch.func.grad, lambda x: net(x).sum()),
     "vmap_of_jvp": (
         lambda f: lambda x: torch.func.vmap(f)(x, DX),
         lambda x, dx: torch.func.jvp(net, (x,), (dx,)),

@@ -48,16 +48,8 @@ def split_norm(between):
     return function
 
 
-def positional_inplace(x, h):
-    F.relu(x, True)
-
-
 def item_assignment(x, h):
     x[:, 0] = 3.0
-
-
-def out_argument(x, h):
-    torch.mul(x, 2, out=x)
 
 
 def region(function, *args):
@@ -73,9 +65,9 @@ torch.library.register_fake("coda_test::double", lambda x: None, lib=LIBRARY)
 MUTATIONS = {
     "method": lambda x, h: x.mul_(2),
     "through a view": lambda x, h: x[0].add_(1),
-    "positional": positional_inplace,
+    "positional": lambda x, h: F.relu(x, True),
     "item": item_assignment,
-    "out=": out_argument,
+    "out=": lambda x, h: torch.mul(x, 2, out=x),
     "foreach": lambda x, h: torch._foreach_mul_([x], 2.0),
     "custom op": lambda x, h: torch.ops.coda_test.double(x),
     "its overload": lambda x, h: torch.ops.coda_test.double.default(x),
@@ -130,12 +122,9 @@ def wide_norm_then(x, w, labels):
     return y + x.add_(1)
 
 
-def loss_then(x, w, labels):
-    z = x * w
-    return F.cross_entropy(z, labels) + z.mul_(2)
-
-
-@pytest.mark.parametrize("function", [wide_norm_then, loss_then])
+@pytest.mark.parametrize("function", [
+    wide_norm_then, lambda x, w, labels: F.cross_entropy(z := x * w, labels) + z.mul_(2),
+], ids=["norm", "loss"])  # fmt: skip
 def test_gradients_where_the_input_of_an_idiom_changes_behind_it(function):
     """Eager keeps a wide copy, or a log-softmax; the op would keep what is changed."""
 

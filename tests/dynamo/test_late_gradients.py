@@ -88,20 +88,14 @@ def changed_cap(head, h, labels):
     return loss_of(logits, labels), logits
 
 
-def cast_before_its_cap(head, h, labels):
-    logits = 2 * torch.tanh(head(h).float() / 2)
-    return loss_of(logits, labels), logits
-
-
-def capped_by_a_tensor(head, h, labels):
-    cap = h.detach().abs().amax()
-    logits = torch.tanh(head(h) / cap) * cap
-    return loss_of(logits, labels), logits
-
-
 OTHERS = {
-    **{f.__name__: f for f in (changed_before_its_cap, changed_cap, cast_before_its_cap)},
-    "capped_by_a_tensor": capped_by_a_tensor,
+    **{f.__name__: f for f in (changed_before_its_cap, changed_cap)},
+    "cast_before_its_cap": lambda head, h, labels: (
+        loss_of(z := 2 * torch.tanh(head(h).float() / 2), labels), z
+    ),
+    "capped_by_a_tensor": lambda head, h, labels: (
+        loss_of(z := torch.tanh(head(h) / (cap := h.detach().abs().amax())) * cap, labels), z
+    ),
     "only_logits": lambda head, h, labels: (labels.sum().double(), head(h)),
     "bent_cap": lambda head, h, labels: (
         loss_of(z := head(h), labels) + (bent := 2 * torch.tanh(z / 3)).sum(), bent

@@ -21,15 +21,10 @@ def unfolded(z):
     return z.view(*z.shape[:-1], 2, H)
 
 
-def indexed(z):
-    both = unfolded(z)
-    return both[..., 0, :], both[..., 1, :]
-
-
 CUTS = {
     "chunk": lambda z: z.chunk(2, -1),
     "unbind": lambda z: unfolded(z).unbind(-2),
-    "index": indexed,
+    "index": lambda z: ((both := unfolded(z))[..., 0, :], both[..., 1, :]),
     "slices": lambda z: (z[..., :H], z[:, :, H:]),
 }
 

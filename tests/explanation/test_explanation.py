@@ -13,6 +13,7 @@ import transformers as hf
 from harness import Harness, Stock
 from torch import nn
 from torch._dynamo.utils import counters
+from zoo.heads import Head
 from zoo.layers import Gated, Mlp
 
 import coda_inductor
@@ -207,21 +208,12 @@ def site(**fields):
 
 def test_a_loss_on_meta_tensors_has_nothing_to_compare_with():
     """Torch has no gradient of it there: without our passes the backward pass is empty."""
-
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.head = nn.Linear(64, 128), nn.Linear(128, 256)
-
-        def forward(self, x, labels):
-            return F.cross_entropy(self.head(F.gelu(self.up(x))), labels)
-
     said = {}
     for device in ("cpu", "meta"):
         x = torch.zeros(32, 64, device=device)
         labels = torch.zeros(32, dtype=torch.int64, device=device)
-        model = Classifier().to(device).bfloat16()
-        said[device] = explain(model, x.bfloat16(), labels, options={"gate": "always"})
+        head = Head(F.cross_entropy, torch.bfloat16, width=64, vocabulary=256).to(device)
+        said[device] = explain(head, x.bfloat16(), labels, options={"gate": "always"})
     assert said["cpu"].comparable
     assert "memory traffic" in said["cpu"].summary
     assert not said["meta"].comparable

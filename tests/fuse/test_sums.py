@@ -99,18 +99,17 @@ def test_the_gate_is_told_what_is_copied_at_every_call(widths, joined, monkeypat
     assert joined in seen
 
 
-def all_pairs(x, y, v, w):
-    """Additive attention: every row of one product plus every row of the other."""
-    pairs = (x @ v.t())[:, None, :] + (y @ w.t())[None, :, :]
-    return pairs.tanh(), pairs.sum((0, 1)), pairs.amax((0, 1))
-
-
 NO_SUMS = {
     "other reader": lambda x, y, v, w: (torch.relu((p := x @ v.t()) + y @ w.t()), p),
     "own double": lambda x, y, v, w: torch.relu((p := x @ v.t()) + p) + y @ w.t(),
     "difference": lambda x, y, v, w: torch.relu(x @ v.t() - y @ w.t()),
     "broadcast": lambda x, y, v, w: torch.relu(x @ v.t() + y[:1] @ w.t()),
-    "all pairs": all_pairs,
+    # Additive attention: every row of one product plus every row of the other.
+    "all pairs": lambda x, y, v, w: (
+        (pairs := (x @ v.t())[:, None, :] + (y @ w.t())[None, :, :]).tanh(),
+        pairs.sum((0, 1)),
+        pairs.amax((0, 1)),
+    ),
     "two dtypes": lambda x, y, v, w: torch.relu(
         (x.bfloat16() @ v.bfloat16().t()).float() + y.float() @ w.float().t()
     ),
@@ -128,11 +127,6 @@ def test_what_is_no_plain_sum_does_not_join(name, monkeypatch):
     assert all(len(terms) == 1 for terms in calls(harness))
 
 
-def gate_up(x, gate, up):
-    h = x.sin()
-    return F.linear(h, gate).sigmoid() * F.linear(h, up)
-
-
 def qkv(x, q, k, v):
     h = torch.tanh(x)
     q, k, v = F.linear(h, q), F.linear(h, k), F.linear(h, v)
@@ -140,10 +134,11 @@ def qkv(x, q, k, v):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(
-    ("function", "widths", "terms"),
-    [(gate_up, (HIDDEN, HIDDEN), [HIDDEN, HIDDEN]), (qkv, (D, 8, 8), [D + 8 + 8])],
-)
+@pytest.mark.parametrize(("function", "widths", "terms"), [
+    (lambda x, gate, up: F.linear(h := x.sin(), gate).sigmoid() * F.linear(h, up),
+     (HIDDEN, HIDDEN), [HIDDEN, HIDDEN]),
+    (qkv, (D, 8, 8), [D + 8 + 8]),
+])  # fmt: skip
 def test_gradient_of_a_tensor_behind_linears(function, widths, terms, dynamic, monkeypatch):
     """Gradients of one width, and of two."""
     leave_custom_ops(monkeypatch)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from zoo.layers import VOCABULARY, Block, Decoder
+from zoo.layers import VOCABULARY, Block, Decoder, Gated
 
 from coda_inductor.backend import coda
 
@@ -194,13 +194,7 @@ def test_double_backward_is_a_clear_error_and_training_and_evaluation_go_on(with
 
 def test_rows_of_a_nested_tensor():
     """Its number of rows has a hint that is no number."""
-    norm, gate, up, down = (nn.RMSNorm(D), *(nn.Linear(D, D, bias=False) for _ in range(3)))
-
-    def layer(x):
-        h = norm(x)
-        return x + down(F.silu(gate(h)) * up(h))
-
-    parts = [torch.randn(rows, D) for rows in (3, 5)]
+    layer, parts = Gated(D, D), [torch.randn(rows, D) for rows in (3, 5)]
     found, harness = [], Harness()
     for call in (torch.compile(layer, backend=harness), layer):
         x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
@@ -235,19 +229,17 @@ def test_a_loss_of_a_nested_tensors_values(late, monkeypatch):
 
 def test_rows_that_only_a_value_counts():
     """The sizes of the result's gradient are symbols that nothing in the forward pass computes."""
-    norm, gate, up, down = (nn.RMSNorm(D), *(nn.Linear(D, D, bias=False) for _ in range(3)))
+    layer = Gated(D, D)
 
-    def layer(x, count):
+    def of_rows(x, count):
         rows = count.item()
         torch._check(rows >= 2)
         torch._check(rows <= 16)
-        x = x.narrow(0, 0, rows)
-        h = norm(x)
-        return x + down(F.silu(gate(h)) * up(h))
+        return layer(x.narrow(0, 0, rows))
 
     data, found, harness = torch.randn(16, D), [], Harness()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        for call in (torch.compile(layer, backend=harness), layer):
+        for call in (torch.compile(of_rows, backend=harness), of_rows):
             x = data.clone().requires_grad_()
             call(x, torch.tensor(5)).sum().backward()
             found.append({"x": x.grad})

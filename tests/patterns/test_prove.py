@@ -196,16 +196,14 @@ def test_pattern_that_is_wrong_is_refused(name, by):
     assert said in str(caught.value)
 
 
-def one_point(gate, up):
-    return torch.where(gate >= 0, up, 0)
-
-
 def test_numbers_are_compared_at_zero_and_where_both_sides_are_finite():
     def pattern(meaning, *idioms):
         return Pattern(name="mine", meaning=meaning, idioms=idioms)
 
+    one_point = (lambda gate, up: torch.where(gate > 0, up, 0),
+                 lambda gate, up: torch.where(gate >= 0, up, 0))  # fmt: skip
     with pytest.raises(PatternError, match="they differ"):
-        compare(pattern(lambda gate, up: torch.where(gate > 0, up, 0), one_point))
+        compare(pattern(*one_point))
     compare(pattern(lambda x: torch.log(x) + 0, lambda x: 2 * torch.log(torch.sqrt(x))))
     with pytest.raises(PatternError, match="neither side is a real number"):
         compare(pattern(lambda x: torch.log(-x * x), lambda x: torch.sqrt(-x * x - 1)))

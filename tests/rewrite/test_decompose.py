@@ -104,17 +104,13 @@ def viewed(x):
     return x.sin().view(24).cos()
 
 
-def sorted_cosines(x):
-    values, indices = x.sort()
-    return values.cos(), indices
-
-
 #: Name -> (a function, the number of the checkpoint that its cosine lies in, where the rest lies in
 #: 0, and node -> tag after the pass).
 CASES = {
     "a view is saved as what it views": (viewed, 1, {"sin": SAVED, "view": None, "cos": AGAIN}),
     "one of several outputs takes the call and the others with it": (
-        sorted_cosines, 1, {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
+        lambda x: ((found := x.sort())[0].cos(), found[1]), 1,
+        {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
     ),
     "no later block reads": (viewed, 0, dict.fromkeys(("sin", "view", "cos"), AGAIN)),
     "no view is left to torch": (lambda x: x.sin().cos(), 1, {"sin": AGAIN, "cos": AGAIN}),
@@ -193,14 +189,9 @@ def permute(x, dims=(1, 0)):
     return torch.ops.aten.permute.default(x, list(dims))
 
 
-def also_once(a, b):
-    once = permute(a @ b)
-    return permute(once).float(), once
-
-
 TRANSPOSED = {
     "twice": (lambda a, b: (permute(permute(a @ b)).float(),), 0),
-    "read between": (also_once, 1),
+    "read between": (lambda a, b: (permute(once := permute(a @ b)).float(), once), 1),
     "once": (lambda a, b: (permute(permute(a.sin() @ b), [0, 1]) * 2,), 2),
     "no product": (lambda a, b: (permute(permute((a @ b).sin())) * 2,), 2),
     "three dimensions": (lambda a, b: (permute((a @ b).unsqueeze(0), [1, 2, 0]) * 2,), 1),

@@ -175,10 +175,6 @@ def both(x, cos, sin):
     return x * cos + turned * sin, turned
 
 
-def uneven(x, cos, sin):
-    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
-
-
 def view_without_gradient(x, cos, sin):
     """The rotation would have that one's gradient, for both."""
     with torch.no_grad():
@@ -215,7 +211,10 @@ OTHERS = {
     "laid out anew": (laid_out_anew, (B, 4, H, D), (4, 4), ""),
     "view without gradient": (view_without_gradient, HEADS, SMALL, ""),
     "read elsewhere": (both, HEADS, (T, 1, D), "intermediate-used"),
-    "unequal parts": (uneven, HEADS, (T, 1, D), "rotary-width"),
+    "unequal parts": (
+        lambda x, cos, sin: x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin,
+        HEADS, (T, 1, D), "rotary-width",
+    ),
     "narrow tables": (llama, HEADS, (1, T, 1), "rotary-width"),
     "another shape": (llama, ONE, (B, T, D), "idiom-form"),
     "complex, another shape": (own_turns, ONE, (B, T, D // 2), "idiom-form"),

@@ -63,30 +63,24 @@ def sites(harness, name):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_epilogues_make_the_maxima(recipe):
+def test_epilogues_scale_first_and_make_the_maxima(recipe):
     harness = compiled(recipe)
     (forward,) = [s for s in sites(harness, "layers.0.gate + up") if s.role == "forward"]
     rows_and_columns = 2 if recipe == "rowwise" else 1
     assert forward.absorbed.count("amax") == rows_and_columns
     assert forward.program.paired
+    assert forward.program.fast
     down = sites(harness, "layers.0.down")
     assert down[0].absorbed.count("amax") == 1  # behind the residual, for the norm that waits
     assert "mean" in down[0].absorbed
     gradient = next(s for s in down if s.role == "input gradient")
     assert gradient.absorbed.count("amax") == 2 * rows_and_columns  # of gate's gradient and of up's
     assert sum(s.role == "weight gradient" for s in harness.report.sites) == 6
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_scales_are_the_first_thing_that_an_epilogue_does(recipe):
-    harness = compiled(recipe)
-    (site,) = [s for s in sites(harness, "0.gate + up") if s.role == "forward"]
-    kinds = {o.name: o.kind for o in site.program.operands}
-    scales = [step for step in site.program.steps if {"acc0", "acc1"} & set(step.args)]
+    kinds = {o.name: o.kind for o in forward.program.operands}
+    scales = [step for step in forward.program.steps if {"acc0", "acc1"} & set(step.args)]
     assert [step.op for step in scales] == ["mul", "mul"]
     first = "scalar" if recipe == "tensorwise" else "col"
     assert {kinds[arg] for step in scales for arg in step.args if arg in kinds} == {first}
-    assert site.program.fast
     backward = [s.program for s in harness.fused if s.role != "forward"]
     assert backward
     assert not any(program.fast for program in backward)
@@ -95,16 +89,12 @@ def test_scales_are_the_first_thing_that_an_epilogue_does(recipe):
     assert dtypes == {(wide, "float8_e4m3fn")}
 
 
-def test_a_product_that_only_has_its_scales_is_cublas():
-    """Which multiplies with them: nothing is saved."""
+def test_what_cublas_scales_and_sums_that_are_not_joined():
+    """A product that only has its scales saves nothing: cuBLAS multiplies with them. Terms of a sum
+    have different scales, so that the second one reads the first."""
     harness = compiled("rowwise", layers=1)
     assert not [s for s in harness.report.sites if s.fused and s.role == "weight gradient"]
     assert harness.counts["epilogue"] == 0
-
-
-def test_sums_of_scaled_products_are_not_joined():
-    """Their scales differ: the second reads the first."""
-    harness = compiled("rowwise", layers=1)
     (up,) = [s for s in sites(harness, "layers.0.up") if s.role == "input gradient"]
     assert up.absorbed[0] == "add"
     assert "tile" in {o.kind for o in up.program.operands}

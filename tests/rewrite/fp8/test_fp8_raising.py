@@ -141,12 +141,13 @@ def test_another_chain_is_another_function(change):
     assert codes(record) == (set() if same else {"fp8-cast"})
 
 
-def test_a_scale_for_the_result_stays():
+def test_a_scale_for_the_result_stays_and_so_does_a_product_without_scales():
     def function(a, b, one):
         return aten._scaled_mm(a.to(E4M3), b.to(E4M3).t(), one, one, None, one, torch.bfloat16)
 
     record = run_pass(raise_fp8, aten_graph(function, *matrices(), torch.ones(())))
     assert codes(record) == {"fp8-form"}
+    assert not refused(raise_fp8, lambda a, b: a.to(E4M3).float() @ b.float().t(), *matrices())
 
 
 @pytest.mark.parametrize("name", ["fp8_quantize", "fp8_product"])
@@ -169,10 +170,6 @@ def test_a_scale_of_another_tensor_is_read_as_it_is(alike, count):
     graph = aten_graph(function, *matrices(), torch.randn(32, 64, dtype=torch.bfloat16))
     run_pass(raise_fp8, graph)
     assert len(graph.find_nodes(op="call_function", target=aten.amax.default)) == count - 2
-
-
-def test_a_graph_without_scaled_products_is_left_alone():
-    assert not refused(raise_fp8, lambda a, b: a.to(E4M3).float() @ b.float().t(), *matrices())
 
 
 M, N, K = 32, 48, 64

@@ -28,11 +28,6 @@ def norm(x, w, gamma):
     return F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
 
 
-def shared_weight(x, w, gamma, a, b):
-    n = norm(x, w, gamma)
-    return F.linear(n, a).sin() + F.linear(n, b) + F.linear(n, a + 0).cos() * F.linear(n, a)
-
-
 def residual(x, w, gamma, a):
     x = x + F.linear(x, w)
     return x + F.linear(F.rms_norm(x, (D,), gamma, EPS), a).sin()
@@ -79,7 +74,12 @@ CASES = {
         behind(lambda n, a, bias, b: F.linear(n, a, bias) * F.linear(n, b).tanh()),
         (UP, (HIDDEN,), UP), 1,
     ),
-    "shared weight": (shared_weight, (UP, UP), 1),
+    "shared weight": (
+        behind(lambda n, a, b: (
+            F.linear(n, a).sin() + F.linear(n, b) + F.linear(n, a + 0).cos() * F.linear(n, a)
+        )),
+        (UP, UP), 1,
+    ),
     "product read twice": (
         behind(lambda n, a: ((z := F.linear(n, a)).sin() * z.cumsum(0), z)), (UP,), 1,
     ),
