@@ -3,8 +3,7 @@
 
 operands     how a tensor from outside covers the tile
 region       what an epilogue absorbs, and its program
-grow         grow a GEMM's epilogue
-grower       nodes are absorbed one by one, in the order of the graph, or taken back
+grow         grow a GEMM's epilogue: absorb nodes in the order of the graph, or take them back
 tile         ops of the graph become steps on the tile
 fit          a region that needs too much shared memory gives up nodes
 stores       which values leave the tile

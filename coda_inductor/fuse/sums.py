@@ -22,14 +22,7 @@ from torch.fx import Node
 from coda_inductor.fuse import columns
 from coda_inductor.fuse.region import Region, in_place
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.gemms import (
-    Legal,
-    addends,
-    gemm_inputs,
-    producer,
-    routes_of,
-    terms,
-)
+from coda_inductor.graph.gemms import Legal, addends, gemm_inputs, producer, routes_of, terms
 from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same

@@ -13,13 +13,7 @@ from torch.fx import Node
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import heads, operands
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.gemms import (
-    bias_of,
-    bias_of_groups,
-    producer,
-    scales_of,
-    unscaled,
-)
+from coda_inductor.graph.gemms import bias_of, bias_of_groups, producer, scales_of, unscaled
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
@@ -42,7 +36,7 @@ from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
 Bans = dict[Node, Refusal]
-#: A call of a recursion that ``unrolled`` runs.
+#: A call of a recursion that ``unroll`` runs.
 _Lowering = Generator[Any, Any, Refusal | None]
 
 

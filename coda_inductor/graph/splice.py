@@ -17,13 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from coda_inductor.compat import (
-    schema,
-    select_decomp_table,
-    storage,
-    tree_flatten,
-    tree_unflatten,
-)
+from coda_inductor.compat import schema, select_decomp_table, storage, tree_flatten, tree_unflatten
 from coda_inductor.graph.edit import META_KEYS, evaluate, fake_mode, insertions
 from coda_inductor.graph.nodes import fake
 
