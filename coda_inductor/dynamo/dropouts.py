@@ -65,7 +65,7 @@ def multiply_masks(graph: Graph, record: Record) -> None:
         for node in [n for n in body.graph.nodes if op_name(n) == "dropout"]:
             call = read(node)
             layers = [user for user in node.users if _low_rank(user, node)]
-            if call is None or not layers or _inactive(call):
+            if call is None or not layers or call["training"] is False or call["p"] == 0:
                 continue
             why = _refusal(call, layers, record, hazards)
             if dual is not None:
@@ -95,11 +95,6 @@ def _low_rank(layer: Node, dropout: Node) -> bool:
         return False
     rank, width = map(hint, weight.shape)
     return 0 < rank <= LOW_RANK and LOW_RANK_RATIO * rank <= width
-
-
-def _inactive(call: Call) -> bool:
-    """Does this dropout keep every element?"""
-    return call["training"] is False or call["p"] == 0
 
 
 def _refusal(call: Call, layers: list[Node], record: Record, hazards: Hazards) -> Refusal | None:

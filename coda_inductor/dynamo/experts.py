@@ -179,12 +179,13 @@ def _raise_up(
         routed.append(route)
     put = Put(product)
     x = put.cast(x, fake(a).dtype)
-    for gemm in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
+    twins = [n for n in a.users if _twin(n, product, a, offs, hazards)]
+    for gemm in (product, *twins):
         _open_bias(gemm, route, offs, hazards, whole=whole)
     if whole:
         _unmask(product, pairs, offs)
     halves = half_readers(product)
-    twins = [] if halves else [n for n in a.users if _twin(n, product, a, offs, hazards)][:1]
+    twins = [] if halves else twins[:1]
     for twin in twins:
         _hoist(_operands(twin)[1], product)  # type: ignore[index]
     weights = [b, *(_operands(n)[1] for n in twins)]  # type: ignore[index]
@@ -215,7 +216,7 @@ def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, wh
     and not to ``product`` itself. Then a gate that reads both halves can be in one tile. ``whole``
     as in :func:`_raise_up`."""
     call = called(only_reader(product), "add")
-    if call is None or call.get("alpha") not in (None, 1):
+    if call is None:
         return
     total, rows = call.node, call["other"] if call["input"] is product else call["input"]
     match = route.pairs.bias(rows)

@@ -176,12 +176,12 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
 
 def _meet(halves: dict[Node, int]) -> bool:
     """Does an elementwise op depend on both halves?"""
-    lower, upper = (closure([n for n in halves if halves[n] == i], _behind) for i in (0, 1))
-    return not lower.keys().isdisjoint(upper)
 
+    def reach(half: int) -> dict[Node, None]:
+        nodes = [node for node, index in halves.items() if index == half]
+        return closure(nodes, lambda n: filter(_elementwise, n.users))
 
-def _behind(node: Node) -> list[Node]:
-    return [user for user in node.users if _elementwise(user)]
+    return not reach(0).keys().isdisjoint(reach(1))
 
 
 def _elementwise(node: Node) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +10,8 @@ from torch.fx import Node
 
 from coda_inductor.graph.gemms import routes_of
 from coda_inductor.graph.nodes import fake, label
-from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.sizes import classify
 from coda_inductor.program.dtypes import FLOATS
-from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.program.operands import KINDS
 from coda_inductor.refusal import Refusal, refuse
 
@@ -31,27 +29,6 @@ def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
     if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
         return refuse("kernel-form", f"more than {MAX_VECTORS} vector operands")
     return None
-
-
-def classify(shape: tuple, full: tuple) -> str | None:
-    """The operand kind of a tensor of ``shape`` broadcast against ``full`` = (*lead, N).
-
-    Returns None if it broadcasts over only some leading dimensions. The exception is the first one:
-    then each row of a batch has a vector, and must be as large as a kernel's tiles.
-    """
-    if len(shape) > len(full):
-        return None
-    padded = (1,) * (len(full) - len(shape)) + tuple(shape)
-    if all(same(size, 1) for size in padded):
-        return "scalar"
-    if same(padded[-1], full[-1]) and all(same(size, 1) for size in padded[:-1]):
-        return "row"
-    is_batch = same(padded, (full[0], *[1] * (len(full) - 2), full[-1]))
-    if is_batch and hint(math.prod(full[1:-1])) >= LEAST_PART:
-        return "batch"
-    if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
-        return "col"
-    return "tile" if same(padded, full) else None
 
 
 def wider(node: Node, anchor: Node) -> bool:

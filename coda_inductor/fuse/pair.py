@@ -29,7 +29,7 @@ from coda_inductor.graph.nodes import arguments, aten, fake, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.vocabulary import LOWERINGS
-from coda_inductor.graph.walk import back_to, base, readers
+from coda_inductor.graph.walk import back_to, base, closure, readers
 from coda_inductor.refusal import Refused
 
 
@@ -75,18 +75,16 @@ def _regions(anchor: Node, scope: Scope, bans: Bans) -> Iterator[Region]:
 
 def _meets(anchor: Node, scope: Scope) -> bool:
     """May an epilogue combine the product of ``anchor`` with one that is not computed from it?"""
-    products, todo, visited = scope.products(anchor), [anchor], {anchor}
-    while todo:
-        for user in todo.pop().users:
-            if user in visited or not scope.same_side(user, anchor):
-                continue
-            if not (user.target in LOWERINGS or renames_or_casts(user)):
-                continue
-            if scope.products(user) & ~products:
-                return True
-            visited.add(user)
-            todo.append(user)
-    return False
+
+    def meets(node: Node) -> bool:
+        return bool(scope.products(node) & ~scope.products(anchor))
+
+    def absorbed(node: Node) -> bool:
+        fits = node.target in LOWERINGS or renames_or_casts(node)
+        return fits and scope.same_side(node, anchor)
+
+    step = closure([anchor], lambda n: () if meets(n) else filter(absorbed, n.users))
+    return any(map(meets, step))
 
 
 def _readers(a: Node) -> set[Node]:

@@ -25,7 +25,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sides import Scope
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import classify, same
 from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Emit, Value
 from coda_inductor.graph.walk import back_to, base, source
 from coda_inductor.program import OPS, Reduce, Step
@@ -206,7 +206,7 @@ class Tile:
             if self._value(n) is None and constant(n) is None and isinstance(fake(n), torch.Tensor):
                 tile = source(n)
                 lone = tile not in tiles and bias_of_groups(n, self.anchor, self.n) is None
-                if lone and self._misfit(tile) and operands.classify(fake(n).shape, full) == "tile":
+                if lone and self._misfit(tile) and classify(fake(n).shape, full) == "tile":
                     new.add(tile)
         return new
 
@@ -302,7 +302,7 @@ class Tile:
             return value
         if (literal := constant(arg)) is not None:
             return literal
-        kind = operands.classify(fake(arg).shape, full)
+        kind = classify(fake(arg).shape, full)
         assert kind is not None, "checked by operands.refusal"
         return self.region.operand(through(arg), kind)
 

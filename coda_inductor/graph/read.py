@@ -119,9 +119,11 @@ def change(node: Node, **new: Any) -> None:
 
 
 def called(node: Any, *ops: str) -> Call | None:
-    """The call of ``node`` if it calls one of ``ops``; else None."""
+    """The call of ``node`` if it calls one of ``ops``; else None. A sum with a factor ``alpha`` is
+    another op."""
     call = read(node)
-    return call if call is not None and call.op in ops else None
+    plain = call is not None and call.op in ops and call.get("alpha") in (None, 1)
+    return call if plain else None
 
 
 def op_name(node: Any) -> str:

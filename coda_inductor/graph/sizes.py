@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from coda_inductor.program.ir import LEAST_PART
 
 
 def same(left: Any, right: Any) -> bool:
@@ -34,3 +37,24 @@ def hint(size) -> int:
         return int(size)
     value = size.node.hint if size.node.has_hint() else None
     return value if isinstance(value, int) else 8192
+
+
+def classify(shape: tuple, full: tuple) -> str | None:
+    """The operand kind of a tensor of ``shape`` broadcast against ``full`` = (*lead, N).
+
+    Returns None if it broadcasts over only some leading dimensions. The exception is the first one:
+    then each row of a batch has a vector, and must be as large as a kernel's tiles.
+    """
+    if len(shape) > len(full):
+        return None
+    padded = (1,) * (len(full) - len(shape)) + tuple(shape)
+    if all(same(size, 1) for size in padded):
+        return "scalar"
+    if same(padded[-1], full[-1]) and all(same(size, 1) for size in padded[:-1]):
+        return "row"
+    is_batch = same(padded, (full[0], *[1] * (len(full) - 2), full[-1]))
+    if is_batch and hint(math.prod(full[1:-1])) >= LEAST_PART:
+        return "batch"
+    if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
+        return "col"
+    return "tile" if same(padded, full) else None

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
@@ -70,7 +70,7 @@ def _hand(node: Node, home: Body, body: Body, inputs: Placeholders) -> Node:
     if (body, node) not in inputs:
         assert body.around is not None, "home is an outer graph"
         outside = _hand(node, home, body.around, inputs)
-        regions = [n for n in body.around.graph.nodes if _calls(n, body.module)]
+        regions = [n for n in body.around.graph.nodes if body.module in subgraphs(n).values()]
         last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
         with body.graph.inserting_after(last):
             inside = inputs[body, node] = body.graph.placeholder(f"coda_{outside.name}")
@@ -78,10 +78,6 @@ def _hand(node: Node, home: Body, body: Body, inputs: Placeholders) -> Node:
         for region in regions:
             region.args = (*region.args, outside)
     return inputs[body, node]
-
-
-def _calls(node: Node, module: GraphModule) -> bool:
-    return node.op == "call_function" and module in subgraphs(node).values()
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
         mask, home = home.outer[mask], home.around
     if home.around is not None and mask.op == "placeholder":
         return refuse("mask-region", "it is passed to a region that is called several times")
-    if _is_written(mask, home.graph):
+    if any(node > mask and writes_to(node, (mask,)) for node in home.graph.nodes):
         return refuse("mask-mutated", "an in-place op changes it")
     tensor = fake(mask)
     if tensor.dim() >= 3 and tensor.shape[-3] > 1 and tensor.stride(-3):
@@ -189,11 +185,6 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
     if math.prod(site.lengths) * (len(tensor) if tensor.dim() == 4 else 1) >= INDICES:
         return refuse("mask-form", f"it has more than {INDICES} elements")
     return site
-
-
-def _is_written(mask: Node, graph: Graph) -> bool:
-    """May an op change ``mask`` in place after its creation?"""
-    return any(node > mask and writes_to(node, (mask,)) for node in graph.nodes)
 
 
 def _too_small(group: list[_Site], record: Record) -> Refusal | None:

@@ -94,7 +94,7 @@ def _is_column(node: Any, rows: Any, columns: Any) -> bool:
 def _args(node: Any, op: str) -> list[Any]:
     """The operands of ``node`` if it is a plain call of ``op``; else empty."""
     call = called(node, op)
-    if call is None or call.get("alpha") not in (None, 1) or call.get("rounding_mode") is not None:
+    if call is None or call.get("rounding_mode") is not None:
         return []
     return [call[name] for name in ("input", "other") if name in call.args]
 

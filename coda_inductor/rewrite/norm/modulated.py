@@ -23,7 +23,6 @@ batch with fewer rows than a kernel's tile (``program.ir``).
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -34,10 +33,9 @@ from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import DENSE
 from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
-from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.sizes import classify, same
 from coda_inductor.graph.walk import only_reader, parts, readers
 from coda_inductor.program.dtypes import HALF
-from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import statistics_dtype
 from coda_inductor.semantic.norms import biased_rms_norm, layer_norm, rms_norm
@@ -81,9 +79,7 @@ def _by_row(y: Node, op: str) -> tuple[Node | None, Node | None]:
     value per column; else (None, None)."""
     reader = only_reader(y, renames_or_casts)
     call = called(reader, op)
-    if reader is None or call is None or call.get("alpha") not in (None, 1):
-        return None, None
-    if not same(fake(reader).shape, fake(y).shape):
+    if reader is None or call is None or not same(fake(reader).shape, fake(y).shape):
         return None, None
     vectors = [v for v in reader.all_input_nodes if _is_vector(fake(v), fake(y))]
     return (reader, vectors[0]) if len(vectors) == 1 else (None, None)
@@ -94,7 +90,7 @@ def _wide(put: Put, vector: Node) -> Node:
     call = called(vector, "add")
     if call is None or fake(vector).dtype not in HALF or not isinstance(call["input"], Node):
         return vector
-    if isinstance(call["other"], Node) or call.get("alpha") not in (None, 1):
+    if isinstance(call["other"], Node):
         return vector
     return put.add(put.cast(call["input"], torch.float32), call["other"])
 
@@ -102,15 +98,7 @@ def _wide(put: Put, vector: Node) -> Node:
 def _is_vector(v: Any, y: torch.Tensor) -> bool:
     """Does ``v`` have one value per column of ``y``, or one for each batch, and no more bits than
     the norm computes in?"""
-    shape = y.shape
     if not isinstance(v, torch.Tensor) or not v.is_floating_point():
         return False
-    if v.dtype == torch.float64 != y.dtype:
-        return False
-    if not 0 < v.dim() <= len(shape):
-        return False
-    batch, *tokens, width = (*[1] * (len(shape) - v.dim()), *v.shape)
-    if not same(width, shape[-1]) or not all(same(size, 1) for size in tokens):
-        return False
-    large = hint(math.prod(shape[1:-1])) >= LEAST_PART
-    return same(batch, 1) or (large and same(batch, shape[0]))
+    narrow = v.dtype == y.dtype or v.dtype != torch.float64
+    return narrow and classify(v.shape, y.shape) in ("row", "batch")
