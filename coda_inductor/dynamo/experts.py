@@ -4,7 +4,7 @@
 Before (x (T, d), ids (T, k), w (T, k), W13 (E, 2f, d), W2 (E, d, f))::
 
     _, perm = torch.sort(ids.reshape(-1))                 # or argsort
-    offs = torch.cumsum(torch.histc(ids, E, 0, E - 1), 0, dtype=torch.int32)    # or bincount
+    offs = torch.cumsum(torch.histc(ids, E, 0, E - 1), 0, dtype=torch.int32)
     g, u = grouped_mm(x[perm // k], W13.mT, offs=offs).chunk(2, -1)
     y = grouped_mm(silu(g) * u, W2.mT, offs=offs) * w.reshape(-1)[perm, None]
     out = y[perm.argsort()].view(T, k, d).sum(1)          # or scatter_add, index_add, bmm
@@ -63,17 +63,17 @@ def raise_experts(graph: Graph, record: Record) -> None:
                 record.refuse("experts", locate(node), refuse("experts-loop", text))
             continue
         hazards = Hazards(body.graph)
-        routed: list[_Route] = []
+        routes: dict[Node, _Route] = {}  # by the ends of the groups
         for node in products:
             if node.users and (match := _rows_of(node)) is not None:
                 pairs = match[-1]
                 hazards.writes = [w for w in hazards.writes if not pairs.empties(w)]
                 whole = any(find_sum(p, pairs) for p in products if _ends(p) is _ends(node))
-                _raise_up(match, routed, hazards, record, whole=whole)
+                _raise_up(node, match, routes, hazards, record, whole=whole)
         for node in products:
             if not is_erased(node):
-                _raise_down(node, routed, hazards, record)
-        offsets = {ends: pairs.offsets for pairs in routed for ends in pairs.pairs.offs}
+                _raise_down(node, routes, hazards, record)
+        offsets = {ends: route.offsets for ends, route in routes.items()}
         for node in products:
             if not is_erased(node) and node.users:
                 _raise_alone(node, offsets, hazards)
@@ -96,15 +96,19 @@ def _loops(node: Node) -> bool:
 class _Route:
     """Pairs in the order of their experts: ``pairs`` as read, and the results of ``route``."""
 
-    def __init__(self, pairs: Pairs, experts: int):
+    def __init__(self, pairs: Pairs):
         self.pairs = pairs
         put = Put(pairs.perm)
-        route = put(ROUTE, pairs.ids, experts, pairs.top_k)
+        route = put(ROUTE, pairs.ids, pairs.experts, pairs.top_k)
         self.rows, self.perm, self.inverse, self.offsets = (
             put(operator.getitem, route, i) for i in range(4)
         )
         pairs.perm.replace_all_uses_with(put.cast(self.perm, fake(pairs.perm).dtype))
         pairs.perm = self.perm
+
+
+#: Operands of a product whose rows are gathered, the gather, its source, and the pairs.
+_Rows = tuple[tuple[Node, Node, Node], Node, Node, Pairs]
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node] | None:
@@ -124,9 +128,9 @@ def _ends(product: Node) -> Node | None:
     return None if operands is None else operands[2]
 
 
-def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
-    """For a product with gathered rows: the product, the source of the rows (in the product's
-    dtype), the group ends, and the pairs. None for others."""
+def _rows_of(product: Node) -> _Rows | None:
+    """For a product with gathered rows: its operands, the gather, its source, and the pairs. None
+    for others."""
     if (operands := _operands(product)) is None:
         return None
     a, b, offs = operands
@@ -144,7 +148,7 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     m = fake(pairs.ids).shape[0]
     rows = same(fake(x).shape[0] * pairs.top_k, m)
     rows = rows and same(fake(a).shape, (m, fake(x).shape[1]))
-    return (product, gather, x, pairs) if counted and rows else None
+    return (operands, gather, x, pairs) if counted and rows else None
 
 
 def _gather_source(call: Call) -> tuple[Node, Node] | None:
@@ -158,8 +162,9 @@ def _gather_source(call: Call) -> tuple[Node, Node] | None:
 
 
 def _raise_up(
-    match: tuple[Node, Node, Node, Pairs],
-    routed: list[_Route],
+    product: Node,
+    match: _Rows,
+    routes: dict[Node, _Route],
     hazards: Hazards,
     record: Record,
     *,
@@ -167,32 +172,27 @@ def _raise_up(
 ) -> None:
     """Replace a product, and the next one of the same rows with a similar weight, by
     ``experts_up``. ``whole``: it is later summed by token, so rows without expert are not read."""
-    product, gather, x, pairs = match
-    a, b, offs = _operands(product)  # type: ignore[misc]
+    (a, b, offs), gather, x, pairs = match
     if _changed({pairs.perm, offs}, hazards) or hazards.between((gather, product)):
         why = refuse("mutation", "memory or a mode changes between its sort and its product")
         record.refuse("experts", locate(product), why)
         return
-    route = next((r for r in routed if r.pairs.perm is pairs.perm), None)
-    if route is None:
-        route = _Route(pairs, fake(b).shape[0])
-        routed.append(route)
+    route = _Route(pairs)
+    routes.setdefault(offs, route)
     put = Put(product)
     x = put.cast(x, fake(a).dtype)
-    twins = [n for n in a.users if _twin(n, product, a, offs, hazards)]
+    twins = {n: w for n in a.users if (w := _twin_weight(n, product, hazards)) is not None}
     for gemm in (product, *twins):
         _open_bias(gemm, route, offs, hazards, whole=whole)
     if whole:
         _unmask(product, pairs, offs)
     halves = half_readers(product)
-    twins = [] if halves else twins[:1]
-    for twin in twins:
-        _hoist(_operands(twin)[1], product)  # type: ignore[index]
-    weights = [b, *(_operands(n)[1] for n in twins)]  # type: ignore[index]
-    routes = route.rows, route.inverse, route.offsets
-    call = put(experts_up, x, *routes, weights, pairs.top_k, 2 if halves else 1)
-    _take_parts(put, call, halves or {node: i for i, node in enumerate((product, *twins))})
-    route.pairs.offs.add(offs)
+    gemms = [(product, b), *twins.items()][: 1 if halves else 2]
+    for _, weight in gemms:
+        _hoist(weight, product)
+    weights, rows = [weight for _, weight in gemms], (route.rows, route.inverse, route.offsets)
+    call = put(experts_up, x, *rows, weights, pairs.top_k, 2 if halves else 1)
+    _take_parts(put, call, halves or {node: i for i, (node, _) in enumerate(gemms)})
 
 
 def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
@@ -287,17 +287,19 @@ def _sum_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
     return put("squeeze", put(torch.bmm, put("unsqueeze", weights, 1), rows), 1)
 
 
-def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> bool:
-    """Is ``node`` a product of the same rows whose weight can be computed before ``product``?"""
-    if node is product or node < product or op_name(node) not in _PRODUCTS:
-        return False
+def _twin_weight(node: Node, product: Node, hazards: Hazards) -> Node | None:
+    """The weight of ``node`` if it is a later product of the same rows as ``product``, and the
+    weight can be computed before that; else None."""
+    if not product < node or op_name(node) not in _PRODUCTS:
+        return None
     operands, target = _operands(node), _operands(product)
-    if operands is None or target is None or operands[0] is not a or operands[2] is not offs:
-        return False
+    if operands is None or target is None or operands[::2] != target[::2]:
+        return None
     w, v = fake(operands[1]), fake(target[1])
     fits = same(w.shape, v.shape) and same(w.stride(), v.stride()) and w.dtype == v.dtype
     source = base(operands[1], lambda n: n > product and _derives_weight(n))
-    return fits and source < product and not hazards.between((product, node))
+    before = fits and source < product and not hazards.between((product, node))
+    return operands[1] if before else None
 
 
 def _derives_weight(node: Node) -> bool:
@@ -313,10 +315,10 @@ def _hoist(node: Node, before: Node) -> None:
     before.prepend(node)
 
 
-def _raise_down(node: Node, routed: list[_Route], hazards: Hazards, record: Record) -> None:
+def _raise_down(node: Node, routes: dict[Node, _Route], hazards: Hazards, record: Record) -> None:
     """Replace a product of sorted rows and their sum by token by ``experts_down``."""
     operands = _operands(node)
-    route = next((r for r in routed if operands and operands[2] in r.pairs.offs), None)
+    route = None if operands is None else routes.get(operands[2])
     if route is None or operands is None:
         return
     a, b, _ = operands
@@ -334,9 +336,9 @@ def _raise_down(node: Node, routed: list[_Route], hazards: Hazards, record: Reco
     w = sum_.weights
     if w is not None and fake(w).dim() != 2:
         w = put("view", w, -1, route.pairs.top_k)
-    routes = route.rows, route.perm, route.inverse, route.offsets
+    rows = route.rows, route.perm, route.inverse, route.offsets
     dtype = fake(sum_.node).dtype
-    out = put(experts_down, a, w, *routes, b, route.pairs.top_k, dtype)
+    out = put(experts_down, a, w, *rows, b, route.pairs.top_k, dtype)
     if sum_.bias is not None:
         out = put(operator.add, out, _sum_biases(put, sum_.bias, w, route.pairs))
     out = put.cast(out, dtype)

@@ -42,6 +42,7 @@ from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
 from coda_inductor.matching import Hazards, bodies, erase, normalize
+from coda_inductor.matching.normalize import is_last
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
@@ -138,8 +139,7 @@ def _near(product: Node) -> list[Node]:
 def _units(product: Node) -> list[Node]:
     """The gated linear units (``F.glu``) that read the columns of ``product``."""
     units = [node for node in product.users if op_name(node) == "glu"]
-    last = (-1, fake(product).dim() - 1)
-    return [node for node in units if arguments(node)["dim"] in last]
+    return [node for node in units if is_last(arguments(node)["dim"], product)]
 
 
 def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> None:

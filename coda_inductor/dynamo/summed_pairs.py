@@ -9,7 +9,7 @@ added to the row of their token; they are weighted before or after.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,13 +39,12 @@ def _passes(node: Node) -> bool:
 @dataclass
 class Pairs:
     """The pairs of one block: ``ids`` (M,), the expert of each pair; ``perm``, the node that sorts
-    them; the number of experts, and the group ends that were checked to belong to them."""
+    them; the number of experts, if they are ``counted``."""
 
     ids: Node
     perm: Node
     top_k: int
     experts: int = 0
-    offs: set[Node] = field(default_factory=set)
 
     @staticmethod
     def of(index: Any) -> Pairs | None:
@@ -196,7 +195,7 @@ class Sum:
 
     def _step(self, user: Node | None) -> bool:
         call = read(user)
-        if user is None or call is None:
+        if user is None or call is None or call.get("alpha") not in (None, 1):
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
@@ -218,8 +217,7 @@ class Sum:
         """Is it a bias of each row's expert, while rows are sorted and not weighted yet? After a
         mask it is refused, because pairs without an expert would get a bias too."""
         bias = self.pairs.bias(call["other"] if call["input"] is self.node else call["input"])
-        early = not (self.back or self.emptied or self.bias or self.weights)
-        if not early or call.get("alpha") not in (None, 1):
+        if self.back or self.emptied or self.bias or self.weights:
             return False
         self.bias = None if bias is None else bias[0]
         return self.bias is not None
@@ -277,12 +275,9 @@ class Sum:
     def _scatter_add(self, call: Call) -> bool:
         """Are rows added to the row of their token?"""
         onto, index = call["input"], call["index"]
-        plain = call.get("alpha") in (None, 1) and call["dim"] in (0, -2)
-        if self.back or not plain or call["source"] is not self.node:
+        if self.back or call["dim"] not in (0, -2) or call["source"] is not self.node:
             return False
-        if not by_row(index, self.node):
-            return False
-        if tokens(index) != (self.pairs.perm, self.pairs.top_k):
+        if not by_row(index, self.node) or tokens(index) != (self.pairs.perm, self.pairs.top_k):
             return False
         zeros = op_name(onto) in ("zeros", "zeros_like", "new_zeros") and len(onto.users) == 1
         self.onto, self.done = None if zeros else onto, True

@@ -57,8 +57,7 @@ class Constants:
         if node in self.changed:
             return refuse("mask-mutated", "an in-place op changes it")
         if node in self._outer and self._outer_constants is not None:
-            elsewhere = refuse("mask-form", "it comes from outside of the graph")
-            return self._outer_constants._why.get(self._outer[node], elsewhere)
+            return self._outer_constants._why[self._outer[node]]
         value = fake(node)
         sizes = value.shape if isinstance(value, torch.Tensor) else [value]
         symbolic = any(isinstance(size, _SYMBOLS) for size in sizes)
