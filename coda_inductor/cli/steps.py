@@ -63,10 +63,10 @@ def check_file(path: Path) -> Iterator[Result]:
 
 
 def _try(pattern: Pattern, path: str) -> Iterator[Result]:
-    runs = [f for f in pattern.idioms if cannot_run(pattern, f) is None]
-    for idiom in pattern.idioms:
-        if idiom not in runs:
-            why = cannot_run(pattern, idiom) or ""
+    reasons = {idiom: cannot_run(pattern, idiom) for idiom in pattern.idioms}
+    runs = [idiom for idiom, why in reasons.items() if why is None]
+    for idiom, why in reasons.items():
+        if why is not None:
             outcome = "skip" if pattern.meaning is None else "fail"
             yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
     steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
@@ -88,7 +88,7 @@ def _error_text(error: Exception) -> str:
 
 def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
     """Check that GEMMs absorb the idiom and that the rewritten graph is the same function."""
-    trial, eager = try_out(pattern, path, idiom, dtype=torch.float64)
+    trial = try_out(pattern, path, idiom, dtype=torch.float64)
     name = idiom.__name__
     text = "found in its example" if trial.raised == 1 else f"found {trial.raised} times, not once"
     yield _result(pattern, f"match {name}", trial.raised == 1, text)
@@ -98,8 +98,8 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
         why = "nothing was rewritten, so there is nothing to compare"
         yield Result(pattern.name, f"float64 {name}", "skip", why)
         return
-    error = max(map(_distance, trial.results, eager.results))
-    text = f"output and {len(eager.results) - 1} gradients within {error:.1e}"
+    error = max(map(_distance, trial.results, trial.eager))
+    text = f"output and {len(trial.eager) - 1} gradients within {error:.1e}"
     yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
 
 
@@ -128,7 +128,7 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     """Show the epilogue programs in bfloat16 and the source of their kernels. Check that GEMMs move
     no more bytes and absorb no fewer ops than with the pattern disabled, when its ops are plain
     ones. An equal number of bytes is a note: the pattern saves nothing."""
-    trial, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
+    trial = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))
         for site in trial.sites
@@ -141,7 +141,7 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
         why = "an op's rewrite saves work outside of GEMMs, which this check does not count"
         yield Result(pattern.name, "plan", "skip", why if listings else text)
         return
-    bare, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
+    bare = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
     worse = trial.traffic > bare.traffic or (trial.left and trial.absorbed < bare.absorbed)
     texts = (f"GEMMs move {t.traffic} bytes and absorb {t.absorbed} ops" for t in (trial, bare))
     text = "; without the pattern ".join(texts)

@@ -11,7 +11,7 @@ and a GEMM reads the result::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,15 +81,17 @@ def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
 
 @dataclass
 class Trial:
-    """The result of one run: output, gradients, and the work of the passes. ``left``: the pattern's
-    aten ops that no GEMM absorbed; ``refused``: the near misses of the report."""
+    """One run: the output and the gradients, rewritten (``results``) and ``eager``, and the work of
+    the passes. ``left``: the pattern's aten ops that no GEMM absorbed; ``refused``: the near misses
+    of the report."""
 
     results: list[Tensor]
-    raised: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
-    sites: list[SiteReport] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    eager: list[Tensor]
+    raised: int
+    counts: dict[str, int]
+    sites: list[SiteReport]
+    left: list[str]
+    refused: list[str]
 
     @property
     def traffic(self) -> int:
@@ -109,9 +111,8 @@ def try_out(
     *,
     dtype: torch.dtype,
     disable: tuple[str, ...] = (),
-) -> tuple[Trial, Trial]:
-    """(rewritten, eager): output and gradients of the example with ``idiom``, in ``dtype``. The
-    names in ``disable`` are disabled.
+) -> Trial:
+    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled.
 
     Raises:
         CodaError: whatever fails inside the passes.
@@ -124,8 +125,8 @@ def try_out(
     counters["coda"].clear()
     results = step(torch.compile(model, backend=backend), model, x, dy)
     report, counts = backend.record.report, dict(counters["coda"])
-    result = counts, report.sites, backend.left, report.near_misses
-    return Trial(results, backend.raised, *result), Trial(step(model, model, x, dy))
+    work = backend.raised, counts, report.sites, backend.left, report.near_misses
+    return Trial(results, step(model, model, x, dy), *work)
 
 
 def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:

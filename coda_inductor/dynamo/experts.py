@@ -245,8 +245,7 @@ def _hidden(node: Node, ends: Node) -> bool:
         multiplied = op_name(reader) in _PRODUCTS and _ends(reader) is ends
         return [] if multiplied else list(reader.users)
 
-    nodes = closure([node], readers)
-    return not any(n.op == "output" or mutates(n) for n in nodes)
+    return not any(n.op == "output" or mutates(n) for n in closure([node], readers))
 
 
 def _changed(nodes: set[Node], hazards: Hazards) -> bool:

@@ -108,8 +108,7 @@ def _halves(product: Node) -> dict[Node, int]:
 
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
     """The nodes that select columns of ``product``, each with (start, stop, step)."""
-    near = _near(product)
-    calls = [call for n in near if (call := normalize(n)) and call.op == "columns"]
+    calls = [call for n in _near(product) if (call := normalize(n)) and call.op == "columns"]
     return {c.node: (c["start"], c["stop"], c["step"]) for c in calls if c["input"] is product}
 
 

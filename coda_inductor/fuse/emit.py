@@ -172,8 +172,7 @@ def _sizes(node: Node, region: Region) -> list[Any]:
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     for view in region.values:
-        makes_shape = op_name(view) == "view" and same(fake(view).shape, shape)
-        if makes_shape:
+        if op_name(view) == "view" and same(fake(view).shape, shape):
             return list(arguments(view)["size"])
     text = f"no view in the region makes the symbolic shape {tuple(shape)}"
     raise Refused(refuse("symbolic-shape", text))

@@ -288,8 +288,7 @@ class Tile:
         value = self._operand(arg, full)
         if not isinstance(arg, Node) or not isinstance(value, str):
             return value
-        logical = node.target in LOGICAL
-        wants_bool = logical or name == "condition"
+        wants_bool = node.target in LOGICAL or name == "condition"
         is_bool = fake(arg).dtype == torch.bool
         if is_bool and not wants_bool:
             return self._emit("where", value, 1.0, 0.0)

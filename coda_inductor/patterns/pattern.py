@@ -118,15 +118,13 @@ class Pattern:
         if self.arguments is not None or self.result is not None:
             raise PatternError(f"pattern {self.name}: arguments and result go with op, not meaning")
         signature = Signature(self.meaning)
-        self._set(
-            idioms=tuple(self.idioms) or (self.meaning,),
-            op=op_of(self.name, self.meaning, self.gradient),
-            arguments=signature.arguments,
-            conditions=(signature.condition, *self.conditions),
-        )
-
-    def _set(self, **fields: Any) -> None:
-        for name, item in fields.items():
+        derived = {
+            "idioms": tuple(self.idioms) or (self.meaning,),
+            "op": op_of(self.name, self.meaning, self.gradient),
+            "arguments": signature.arguments,
+            "conditions": (signature.condition, *self.conditions),
+        }
+        for name, item in derived.items():
             object.__setattr__(self, name, item)  # it is frozen
 
     @property

@@ -41,9 +41,8 @@ from coda_inductor.semantic.dropout import BACKWARD
 _SMALLER = 8
 
 
-def unburden(graph: Graph, record: Record) -> None:
+def unburden(graph: Graph, _record: Record) -> None:
     """Scale results of low-rank products, not inputs, and add low-rank terms last, in place."""
-    del record
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
         _scale_products(node)
     for node in [n for n in graph.nodes if addends(n)]:
@@ -76,7 +75,7 @@ def _full_rank_first(total: Node) -> None:
     reader = only_reader(total)
     if reader is not None and addends(reader) and _joins(total, reader):
         return  # a part of a longer sum
-    terms = _terms(total, total)
+    terms = _terms(total)
     products = [t for t in terms if base(t).target is aten.mm.default]
     full = [t for t in products if not low_rank(base(t))]  # a term may occur several times
     mixed = len(full) < len(products) or any(map(_dropped, terms))
@@ -94,10 +93,10 @@ def _dropped(term: Node) -> bool:
     return any(n.target is BACKWARD for n in base(term).all_input_nodes)
 
 
-def _terms(node: Node, total: Node) -> list[Node]:
-    """The terms of the sum ``node``, from left to right."""
+def _terms(total: Node) -> list[Node]:
+    """The terms of the sum ``total``, from left to right."""
     terms: list[Node] = []
-    todo = addends(node)[::-1]
+    todo = addends(total)[::-1]
     while todo:
         term = todo.pop()
         if (inner := addends(term)) and len(term.users) == 1 and _joins(term, total):
@@ -111,5 +110,4 @@ def _joins(part: Node, total: Node) -> bool:
     """May the sum ``part``, which only ``total`` reads, be computed at any position in ``total``? A
     node with one reader lies on its reader's side of the graph."""
     a, b = fake(part), fake(total)
-    same_kind = a.dtype == b.dtype and a.shape == b.shape
-    return same_kind and checkpoint(part) == checkpoint(total)
+    return a.dtype == b.dtype and a.shape == b.shape and checkpoint(part) == checkpoint(total)

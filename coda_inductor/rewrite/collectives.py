@@ -145,8 +145,7 @@ def _resharding(node: Node) -> tuple[Node, int, int, int] | None:
     if node.target is not aten.cat.default or len(node.users) != 1:
         return None
     tensors = arguments(node)["tensors"]
-    wholes = {n for part in tensors for n in part.all_input_nodes}
-    whole = next(iter(wholes), node)
+    whole = next((n for part in tensors for n in part.all_input_nodes), node)
     if whole.target is not aten.split.Tensor or len(whole.users) != len(tensors):
         return None
     if parts(whole) != dict(enumerate(tensors)):

@@ -57,8 +57,6 @@ from coda_inductor.semantic.rotary import each_column, rotate, rotate_heads, tur
 #: Views of any layout.
 _VIEWS = ("unsqueeze", "expand", "permute")
 
-_CONTIGUOUS = torch.contiguous_format
-
 #: A tensor to rotate: rows (..., H * d); the same as heads (..., H, d); and their permutation.
 Layout = tuple[Node, Node, list[int]]
 #: Tables, which all layers share, by their sources.
@@ -93,8 +91,7 @@ def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
     if (why := record.plan.legal(gemm)) is not None:
         return why.excused().within(f"{label(gemm)} is not fused: {{}}")
     if not record.plan.absorbs(gemm, rows, scope):
-        text = f"an op between it and {label(gemm)} cannot be in an epilogue"
-        return refuse("no-gemm", text)
+        return refuse("no-gemm", f"an op between it and {label(gemm)} cannot be in an epilogue")
     return rows, heads, list(order)
 
 
@@ -140,12 +137,11 @@ def _any_layout(node: Node) -> bool:
     todo = [node]
     for alias in todo:
         for user in alias.users:
-            name = str(user.target)
+            name, call = str(user.target), called(user, "clone")
+            copies = call is not None and call["memory_format"] == torch.contiguous_format
             if op_name(user) in _VIEWS:
                 todo.append(user)
-            elif (call := called(user, "clone")) and call["memory_format"] == _CONTIGUOUS:
-                continue
-            elif "scaled_dot_product" not in name and "flex_attention" not in name:
+            elif not copies and "scaled_dot_product" not in name and "flex_attention" not in name:
                 return False
     return not leaves(node)
 

@@ -63,8 +63,7 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
             for user in _backward_readers(node, scope):
                 if _compares(user, scope):
                     continue
-                copy = _copy(graph, node, bases, copies, first)
-                user.replace_input_with(node, copy)
+                user.replace_input_with(node, _copy(graph, node, bases, copies, first))
     stable_topological_sort(graph)  # readers that need no tangent may be before the copies
 
 

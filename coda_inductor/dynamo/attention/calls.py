@@ -82,8 +82,7 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
         if mask is not None and record.enabled("constant_mask"):
             verdict = _verdict(node, arguments, constants, verdicts)
             if isinstance(verdict, Refusal):
-                why = verdict.within("its mask stays: {}")
-                record.refuse("constant_mask", locate(node), why)
+                record.refuse("constant_mask", locate(node), verdict.within("its mask stays: {}"))
             else:
                 arguments["attn_mask"] = None
                 arguments["is_causal"] = verdict == CAUSAL

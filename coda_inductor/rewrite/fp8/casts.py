@@ -96,7 +96,7 @@ def _expand(nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None
             replace_parts(node, splice(node, quantize_by_rows, [x, rows, call["dims"], *kind]))
         return
     put = Put(x if x.op == "call_function" else nodes[0], nodes[0])
-    scale = scales(put, nodes, source, in_epilogue=absorbed, forward=x not in scope.graded)
+    scale = scales(put, calls, source, in_epilogue=absorbed, forward=x not in scope.graded)
     groups: dict[tuple, list[Node]] = {}
     for node, call in calls.items():
         key = (node in scope.forward, node in scope.graded, checkpoint(node), call["divides"])

@@ -54,9 +54,8 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
         return None
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
-    others = [read for read in reads if read[0] not in casts]
-    others += [read for cast in casts for read in _reads(cast)]
-    others = [read for read in others if read[0] not in nodes]
+    reads += [read for cast in casts for read in _reads(cast)]
+    others = [read for read in reads if read[0] not in {*casts, *nodes}]
     why = _refusal(norm, others, scope, record)
     if why is not None:
         record.refuse(spec.name, locate(norm), why)
@@ -99,8 +98,7 @@ def _refusal(
         return refuse("disabled", f"options['disable'] names {name}")
     for user, read in others:
         if user in scope.forward or user.op != "call_function":
-            text = f"{label(user)} reads it, no linear layer does"
-            return refuse("norm-read-elsewhere", text)
+            return refuse("norm-read-elsewhere", f"{label(user)} reads it, no linear layer does")
         if fake(read).dim() != 2:
             return refuse("norm-reshaped", f"{label(user)} changes its rows")
     return input_refusal(norm, scope, record)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
 from coda_inductor.semantic.fp8 import KIND, scale_of
@@ -48,12 +49,11 @@ class Source:
 
 
 def scales(
-    put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, forward: bool
+    put: Put, calls: dict[Node, dict[str, Any]], source: Source, *, in_epilogue: bool, forward: bool
 ) -> dict[Node, Node]:
-    """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
-    0-dim. ``put`` inserts the nodes. ``in_epilogue``: a GEMM's epilogue computes the source;
-    ``forward``: the forward pass has it."""
-    calls = {node: arguments(node) for node in nodes}
+    """The scale of each quantization of ``source``, given with their arguments: float32, (M, 1),
+    (1, K) or 0-dim. ``put`` inserts the nodes. ``in_epilogue``: a GEMM's epilogue computes the
+    source; ``forward``: the forward pass has it."""
     kinds = {tuple(call["dims"]) for call in calls.values()}
     maxima = _maxima(put, source, kinds, in_epilogue=in_epilogue)
     by_key: dict[str, Node] = {}

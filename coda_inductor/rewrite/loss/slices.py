@@ -158,8 +158,7 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
     exp(logits - b)``. It is ``a`` if b is a log-sum-exp of the logits too."""
     dtype = fake(lse).dtype
     a, b = (put.cast(put.reshape(n, [-1]), dtype) for n in (a, b))
-    shift = put(aten.exp.default, put.sub(lse, b))
-    return put.mul(a, shift)
+    return put.mul(a, put(aten.exp.default, put.sub(lse, b)))
 
 
 def _sums_rows(node: Node, columns: Any) -> bool:

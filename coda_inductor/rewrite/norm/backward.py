@@ -52,19 +52,31 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
     norm.h.all_input_nodes[0].meta[NO_RECOMPUTE] = products is not None
-    scaled = _Scaled(norm)
+    wide, scaled = fake(norm.flat).dtype, dict[Node, Node]()
+
+    def scale(dz: Node, reader: Node) -> Node:
+        """``dz`` times the row scale, inserted once for ``reader`` and all other readers."""
+        if (key := base(dz)) not in scaled:
+            put = Put(reader)
+            zs = put.mul(put.cast(dz, wide), norm.flat)
+            scaled[key] = put.cast(zs, fake(dz).dtype)
+        return scaled[key]
+
     old = [n for gemm in (*uses.wgrads, *uses.dgrads) for n in gemm.all_input_nodes]
-    for wgrad, n_is_left in uses.wgrads.items():
-        _weight_gradient(wgrad, n_is_left, norm, scaled)
+    for wgrad, n_is_left in uses.wgrads.items():  # n.T @ dz, or dz.T @ n
+        a, b = gemm_inputs(wgrad)
+        zs = scale(b if n_is_left else base(a, is_transpose), wgrad)
+        left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
+        change(wgrad, input=Put(wgrad).transpose(left), mat2=right)
     early = uses.early
     for dgrad in uses.dgrads if early else ():
-        change(dgrad, input=scaled(gemm_inputs(dgrad)[0], dgrad))
+        change(dgrad, input=scale(gemm_inputs(dgrad)[0], dgrad))
     if (backward := uses.backward) is not None:
         results = _gradients(backward, norm, early, products if early else None)
         for i, part in parts(backward).items():
             part.replace_all_uses_with(results[i])
         old += backward.users
-    reorder(list(scaled.cache.values()))  # a wgrad may stand before the dgrad, or after it
+    reorder(list(scaled.values()))  # a wgrad may stand before the dgrad, or after it
     prune(old)
 
 
@@ -73,31 +85,6 @@ def _at_hand(z: Node, scope: Scope) -> bool:
     attention reads their rotations."""
     _, users = readers(z, lambda u: renames(u) or u.target is aten.permute.default)
     return any(user not in scope.forward for user in users)
-
-
-class _Scaled:
-    """Inserts dz times the row scale once for each dz; readers of dz then read it."""
-
-    def __init__(self, norm: Deferred):
-        self.norm, self.wide = norm, fake(norm.flat).dtype
-        self.cache: dict[Node, Node] = {}
-
-    def __call__(self, dz: Node, reader: Node) -> Node:
-        """Insert ``dz * scale`` for ``reader``, or return the earlier one."""
-        if (key := base(dz)) not in self.cache:
-            put = Put(reader)
-            zs = put.mul(put.cast(dz, self.wide), self.norm.flat)
-            self.cache[key] = put.cast(zs, fake(dz).dtype)
-        return self.cache[key]
-
-
-def _weight_gradient(wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled) -> None:
-    """Rewrite ``n.T @ dz`` (or ``dz.T @ n`` if n is on the right) as a product of h and zs."""
-    left, right = gemm_inputs(wgrad)
-    dz = right if n_is_left else base(left, is_transpose)
-    zs = scaled(dz, wgrad)
-    left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
-    change(wgrad, input=Put(wgrad).transpose(left), mat2=right)
 
 
 def _gradients(

@@ -112,11 +112,10 @@ def _scaled(put: Put, gemm: Node, norm: Deferred, scope: Scope) -> Node:
     if shift is not None:
         z = put.sub(z, put.mul(shift, colsum))
     z = put.mul(z, scale)
-    if parts is not None:
-        z = put.add(z, offset) if offset is not None else z
-        z, offset = put.reshape(z, [-1, fake(product).shape[1]]), None
     if offset is not None:
         z = put.add(z, offset)
+    if parts is not None:
+        z = put.reshape(z, [-1, fake(product).shape[1]])
     if bias_of(gemm) is not None and not plain_bias(gemm):
         z = _biased(put, gemm, z)
     return put.cast(z, fake(gemm).dtype)
