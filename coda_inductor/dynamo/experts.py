@@ -39,7 +39,7 @@ from coda_inductor.dynamo.summed_pairs import Pairs, by_row, find_sum
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, is_cast, is_erased, locate, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import same, same_layout
 from coda_inductor.graph.walk import base, chain, closure, only_reader
 from coda_inductor.matching import Hazards, bodies, erase, memory, mutates
 from coda_inductor.matching.guards import written_nodes
@@ -294,8 +294,7 @@ def _twin_weight(node: Node, product: Node, hazards: Hazards) -> Node | None:
     operands, target = _operands(node), _operands(product)
     if operands is None or target is None or operands[::2] != target[::2]:
         return None
-    w, v = fake(operands[1]), fake(target[1])
-    fits = same(w.shape, v.shape) and same(w.stride(), v.stride()) and w.dtype == v.dtype
+    fits = same_layout(fake(operands[1]), fake(target[1]))
     source = base(operands[1], lambda n: n > product and _derives_weight(n))
     before = fits and source < product and not hazards.between((product, node))
     return operands[1] if before else None

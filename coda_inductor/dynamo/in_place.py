@@ -36,7 +36,7 @@ from coda_inductor.compat import HigherOrderOperator
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import is_torch, read
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import same_layout
 from coda_inductor.matching import bodies, changes_mode, memory
 from coda_inductor.record import Record
 
@@ -116,6 +116,4 @@ def _same_result(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) 
     if any(fake(n) is None for n in node.all_input_nodes):
         return False
     with mode:
-        have = run(*torch.fx.node.map_arg(call, fake))
-    like = have.dtype == want.dtype and same(tuple(have.shape), tuple(want.shape))
-    return like and same(have.stride(), want.stride())
+        return same_layout(run(*torch.fx.node.map_arg(call, fake)), want)

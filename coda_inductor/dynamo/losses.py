@@ -58,12 +58,13 @@ def respell_losses(graph: Graph, record: Record) -> None:
         hazards = Hazards(body.graph)
         for node in list(body.graph.nodes):
             call = read(node) if op_name(node) in _READ else None
-            if call is not None and not record.enabled("cross_entropy"):
+            if call is None:
+                continue
+            if not record.enabled("cross_entropy"):
                 return
-            if call is not None and call.op != "cross_entropy":
-                call = read(_respell_gather(call, hazards))
-            if call is not None:
-                _respell(call, hazards)
+            loss = node if call.op == "cross_entropy" else _respell_gather(call, hazards)
+            if (plain_loss := normalize(loss)) is not None:
+                _respell(plain_loss, hazards)
 
 
 def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
@@ -106,22 +107,15 @@ def _all_rows(
 
 def _respell(loss: Call, hazards: Hazards) -> None:
     """Replace a loss without the last row of each sequence, or with classes in the second
-    dimension, by the loss of all rows."""
-    if not _targets_classes(loss):
+    dimension, by the loss of all rows, if the targets are classes."""
+    tensors, ignored = plain(loss["input"], loss["target"]), loss["ignore_index"]
+    if tensors is None or tensors[1].dtype != torch.int64 or not isinstance(ignored, int):
         return
     logits, chain = _classes_second(loss["input"]), ()
     if logits is None:
         logits, chain = _without_last_row(loss)
     if logits is not None and not hazards.between((loss["input"], *chain, loss.node)):
         _replace(loss, logits, chain)
-
-
-def _targets_classes(loss: Call) -> bool:
-    """Are the targets classes and the options numbers, without weights?"""
-    tensors = plain(loss["input"], loss["target"])
-    bare = all(loss[key] is None for key in ("weight", "size_average", "reduce"))
-    classes = tensors is not None and tensors[1].dtype == torch.int64
-    return classes and bare and isinstance(loss["ignore_index"], int)
 
 
 def _classes_second(node: Node) -> Node | None:

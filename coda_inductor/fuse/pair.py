@@ -27,7 +27,7 @@ from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import arguments, aten, fake, renames_or_casts
 from coda_inductor.graph.sides import Scope
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import same, same_layout
 from coda_inductor.graph.vocabulary import LOWERINGS
 from coda_inductor.graph.walk import back_to, base, closure, readers
 from coda_inductor.refusal import Refused
@@ -66,7 +66,7 @@ def _regions(anchor: Node, scope: Scope, bans: Bans) -> Iterator[Region]:
     for other in sorted(n for n in _readers(a) if anchor < n):
         match = fast_accumulation(other) == fast_accumulation(anchor)
         match = match and routes_of(other) == routes_of(anchor) and scope.same_side(anchor, other)
-        match = match and _same_layout(b, gemm_inputs(other)[1])
+        match = match and same_layout(fake(b), fake(gemm_inputs(other)[1]))
         if not match or anchor in back_to(anchor, [other]):  # by its weight: A is the same
             continue
         with contextlib.suppress(Refused):
@@ -96,11 +96,6 @@ def _readers(a: Node) -> set[Node]:
 
 def _views(node: Node) -> bool:
     return node.target is aten.view.default
-
-
-def _same_layout(left: Node, right: Node) -> bool:
-    x, y = fake(left), fake(right)
-    return same(x.shape, y.shape) and same(x.stride(), y.stride()) and x.dtype == y.dtype
 
 
 def _meet(region: Region, scope: Scope) -> bool:

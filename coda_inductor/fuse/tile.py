@@ -17,6 +17,7 @@ from coda_inductor.graph.gemms import bias_of, bias_of_groups, producer, scales_
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
+    axis_of,
     constant,
     fake,
     label,
@@ -227,16 +228,8 @@ class Tile:
 
     def _reduction(self, node: Node) -> Refusal | None:
         axis_text = f"{words_for(node)} does not reduce one row or column of the tile"
-        (source,) = node.all_input_nodes
-        dims = arguments(node).get("dim", [-1])
-        value = self.region.values.get(source)
-        cast = arguments(node).get("dtype") is not None
-        if value is None or not isinstance(dims, (list, tuple)) or cast:
-            return refuse("not-on-tile", axis_text)
-        rank = fake(source).dim()
-        axes = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
-        axis = "row" if axes == [rank - 1] else "col" if axes == [*range(rank - 1)] else None
-        if axis is None or (axis == "col" and node.target is aten.mean.dim):
+        axis, value = axis_of(node), self.region.values.get(node.all_input_nodes[0])
+        if value is None or axis is None or (axis == "col" and node.target is aten.mean.dim):
             return refuse("not-on-tile", axis_text)
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             text = f"{words_for(node)} is not a reduction of floating values"

@@ -187,6 +187,17 @@ def is_transpose(node: Any) -> bool:
     )
 
 
+def axis_of(reduction: Node) -> str | None:
+    """What a reduction folds, in its input's dtype: "row", the last dimension; "col", all others;
+    None for other dimensions."""
+    args, rank = arguments(reduction), fake(reduction.all_input_nodes[0]).dim()
+    dims = args.get("dim", [-1])
+    if not isinstance(dims, (list, tuple)) or args.get("dtype") is not None:
+        return None
+    axes = sorted(d % rank for d in dims) or [*range(rank)]  # no dims: all of them
+    return "row" if axes == [rank - 1] else "col" if axes == [*range(rank - 1)] else None
+
+
 def is_zeros(node: Any) -> bool:
     """Does ``node`` create a tensor of zeros?"""
     full = isinstance(node, Node) and node.target is aten.full.default

@@ -30,6 +30,12 @@ def same_strides(left: Tensor, right: Tensor) -> bool:
     return all(same(n, 1) or same(a, b) for n, a, b in sizes)
 
 
+def same_layout(left: Tensor, right: Tensor) -> bool:
+    """Have two tensors certainly one dtype, one shape and one layout?"""
+    shapes = same(left.shape, right.shape) and same(left.stride(), right.stride())
+    return shapes and left.dtype == right.dtype
+
+
 def hint(size) -> int:
     """A concrete value for a size that may be symbolic; 8192 if it has no hint, or one that is no
     number (the rows of a nested tensor)."""

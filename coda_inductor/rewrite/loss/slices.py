@@ -39,6 +39,7 @@ from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
+    axis_of,
     bytes_of,
     fake,
     is_transpose,
@@ -86,7 +87,7 @@ def _slice(node: Node) -> Refusal | None:
     factors = {p: gemm_inputs(p) for p in products if p.target is aten.mm.default}
     dgrads = [p for p, (left, _) in factors.items() if left in names]
     wgrads = [p for p, (left, _) in factors.items() if left in transposed]
-    sums = [p for p in products if _sums_rows(p, columns)]
+    sums = [p for p in products if _is_bias_gradient(p, columns)]
     for product in products:
         if product not in (*dgrads, *wgrads, *sums):
             returned = any(is_tangent(base(n)) for n in product.all_input_nodes)
@@ -161,12 +162,8 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
     return put.mul(a, put(aten.exp.default, put.sub(lse, b)))
 
 
-def _sums_rows(node: Node, columns: Any) -> bool:
+def _is_bias_gradient(node: Node, columns: Any) -> bool:
     """Is ``node`` a bias's gradient: the sum of each of the ``columns`` columns of a gradient?"""
-    if node.target is not aten.sum.dim_IntList or arguments(node)["dtype"] is not None:
+    if node.target is not aten.sum.dim_IntList or axis_of(node) != "col":
         return False
-    args = arguments(node)
-    source = fake(args["input"])
-    rank = source.dim()
-    dims = sorted(d % rank for d in args["dim"] or ())
-    return dims != [] and dims == [*range(rank - 1)] and same(source.shape[-1], columns)
+    return same(fake(node.all_input_nodes[0]).shape[-1], columns)
