@@ -44,7 +44,7 @@ from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
 from coda_inductor.graph.nodes import arguments, fake, is_cast, locate, plain
 from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, erase, forward_mode
+from coda_inductor.matching import Hazards, bodies, forward_mode, replace
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -170,7 +170,5 @@ def _replace(
     if len(layers) > 1:
         cut = put(torch.split, product, fake(layers[0]).shape[-1], -1)
         results = [put(getitem, cut, i) for i in range(len(layers))]
-    for dropout, layer, result in zip(dropouts, layers, results, strict=True):
-        layer.replace_all_uses_with(result)
-        layer.graph.erase_node(layer)
-        erase(dropout)
+    for layer, result in zip(layers, results, strict=True):
+        replace(layer, result)

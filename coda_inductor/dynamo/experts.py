@@ -41,7 +41,7 @@ from coda_inductor.graph.nodes import fake, is_cast, is_erased, locate, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same, same_layout
 from coda_inductor.graph.walk import base, chain, closure, only_reader
-from coda_inductor.matching import Hazards, bodies, erase, memory, mutates
+from coda_inductor.matching import Hazards, bodies, memory, mutates, replace
 from coda_inductor.matching.guards import written_nodes
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -199,16 +199,14 @@ def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
     """Replace each node of ``numbers`` by the result of ``call`` that has the node's number."""
     parts = [put(operator.getitem, call, i) for i in numbers.values()]
     for node, part in zip(numbers, parts, strict=True):
-        node.replace_all_uses_with(part)
-        erase(node)
+        replace(node, part)
 
 
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
     """Drop masks that set rows without an expert to zero: these rows are not read."""
     for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
         node.meta["example_value"] = fake(user)  # of which what reads it is recorded as a view
-        user.replace_all_uses_with(node)
-        erase(user)
+        replace(user, node)
 
 
 def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, whole: bool) -> None:
@@ -234,8 +232,7 @@ def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, wh
         if parts:
             part, bias = put(operator.getitem, part, which), put_rows(operator.getitem, bias, which)
         new = put(operator.add, part, put_rows(group_rows, bias, match[1], route.offsets))
-        node.replace_all_uses_with(new)
-        erase(node)
+        replace(node, new)
 
 
 def _hidden(node: Node, ends: Node) -> bool:
@@ -344,6 +341,5 @@ def _raise_down(node: Node, routes: dict[Node, _Route], hazards: Hazards, record
         out = put(operator.add, sum_.onto, out)
     if not same(fake(out).shape, fake(sum_.node).shape):
         out = put("reshape", out, fake(sum_.node).shape)
-    sum_.node.replace_all_uses_with(out)
-    erase(sum_.node)
+    replace(sum_.node, out)
     record.fire("experts")

@@ -37,10 +37,10 @@ from coda_inductor.matching import (
     Hazards,
     Match,
     bodies,
-    erase,
     first_match,
     forward_mode,
     match_ops,
+    replace,
     writes_to,
 )
 from coda_inductor.patterns import Pattern
@@ -205,6 +205,5 @@ def _replace(pattern: Pattern, match: Match) -> None:
     if pattern.result is not None:
         new = put(operator.getitem, new, pattern.result)
     new.meta = dict(root.meta)  # views of it are recorded as views of this value
-    root.replace_all_uses_with(new)
-    erase(root)
+    replace(root, new)
     logger.debug("raise: %s at %s", pattern.name, new.name)

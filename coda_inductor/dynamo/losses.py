@@ -43,7 +43,7 @@ from coda_inductor.graph.nodes import fake, is_cast, is_view, plain
 from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
-from coda_inductor.matching import Hazards, bodies, erase, normalize
+from coda_inductor.matching import Hazards, bodies, normalize, replace
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
@@ -75,8 +75,7 @@ def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
     put = Put(node)
     options = {"ignore_index": _NOTHING, "reduction": "none"}
     loss = _all_rows(put, logits, put("flatten", index), fake(softmax).dtype, options)
-    node.replace_all_uses_with(put("view_as", put("neg", loss), index))
-    erase(node)
+    replace(node, put("view_as", put("neg", loss), index))
     return loss
 
 
@@ -175,5 +174,4 @@ def _replace(loss: Call, logits: Node, chain: tuple[Node, ...]) -> None:
         result = put("view_as", result, classes)
         if chain:
             result = put("flatten", put(operator.getitem, result, (Ellipsis, slice(None, -1))))
-    node.replace_all_uses_with(result)
-    erase(node)
+    replace(node, result)

@@ -41,7 +41,7 @@ from coda_inductor.graph.nodes import arguments, fake, locate, plain
 from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
-from coda_inductor.matching import Hazards, bodies, erase, normalize
+from coda_inductor.matching import Hazards, bodies, normalize, replace
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
@@ -153,8 +153,7 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
         if safe and _splits(product, halves, plan, record):
             parts = _split(product)
             for node, index in halves.items():
-                node.replace_all_uses_with(parts[index])
-                erase(node)
+                replace(node, parts[index])
 
 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
@@ -214,5 +213,4 @@ def _expand(product: Node, unit: Node) -> None:
             return
     put = Put(unit)
     gate = _chunk(put, product, -1)
-    unit.replace_all_uses_with(put(operator.mul, gate[0], put(torch.sigmoid, gate[1])))
-    unit.graph.erase_node(unit)
+    replace(unit, put(operator.mul, gate[0], put(torch.sigmoid, gate[1])))

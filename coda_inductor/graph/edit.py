@@ -192,6 +192,12 @@ def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure)
         node.graph.erase_node(node)
 
 
+def replace(old: Node, new: Node, keeps: Callable[[Node], bool] = Node.is_impure) -> None:
+    """Let all readers of ``old`` read ``new``, except ``new`` itself, and ``prune`` ``old``."""
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    prune([old], keeps)
+
+
 def separate_results(graph: Graph) -> None:
     """Give each result that ``graph`` returns again a tensor of its own, for a graph that runs op
     by op. Autograd marks tensors, not positions: ``[y.detach(), y]``, which a pass made one tensor,

@@ -14,10 +14,10 @@ from coda_inductor.matching.bodies import Body, bodies
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
-    erase,
     forward_mode,
     memory,
     mutates,
+    replace,
     writes_to,
 )
 from coda_inductor.matching.hazards import Hazards
@@ -25,7 +25,7 @@ from coda_inductor.matching.match import Flat, Idiom, Match, first_match, match_
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
-    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "erase",
-    "first_match", "forward_mode", "match_ops", "memory", "mutates", "normalize", "value",
-    "writes_to",
+    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode",
+    "first_match", "forward_mode", "match_ops", "memory", "mutates", "normalize", "replace",
+    "value", "writes_to",
 ]  # fmt: skip

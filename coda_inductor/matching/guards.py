@@ -18,7 +18,7 @@ from coda_inductor.compat import (
     storage,
     tree_leaves,
 )
-from coda_inductor.graph.edit import prune
+from coda_inductor.graph import edit
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
@@ -104,10 +104,10 @@ def changes_mode(node: Node) -> bool:
     return getattr(node.target, "__name__", "") in _STATE
 
 
-def erase(node: Node) -> None:
-    """Erase ``node`` if it has no readers, and then each node that only erased nodes read. Nodes
-    that change memory stay."""
-    prune([node], mutates)
+def replace(node: Node, new: Node) -> None:
+    """Let all readers of ``node`` read ``new``. Erase ``node``, and then each node that only erased
+    nodes read; nodes that change memory stay."""
+    edit.replace(node, new, mutates)
 
 
 def _bases(node: Node) -> set[Node]:

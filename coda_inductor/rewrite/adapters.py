@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import addends, gemm_inputs, low_rank
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import checkpoint
@@ -63,11 +63,9 @@ def _scale_products(scaled: Node) -> None:
         once = mm and sum(factor in names for factor in gemm_inputs(product)) == 1
         if not once or hint(fake(product).numel()) > limit:
             return
-    scaled.replace_all_uses_with(x)
+    replace(scaled, x)
     for product in products:
-        times = Put(product, product.next).mul(product, number)
-        product.replace_all_uses_with(times, delete_user_cb=lambda user, own=times: user is not own)
-    prune([scaled])
+        replace(product, Put(product, product.next).mul(product, number))
 
 
 def _full_rank_first(total: Node) -> None:
@@ -84,8 +82,7 @@ def _full_rank_first(total: Node) -> None:
     first, *rest = full + [t for t in terms if t not in full]
     for term in rest:
         first = Put(total).add(first, term)
-    total.replace_all_uses_with(first)
-    prune([total])
+    replace(total, first)
 
 
 def _dropped(term: Node) -> bool:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias, producer
 from coda_inductor.graph.nodes import arguments, aten, fake, locate
 from coda_inductor.graph.sides import Scope
@@ -108,15 +108,11 @@ def _split(gemm: Node, parts: list[Node]) -> None:
     for part in parts:
         ends.append(ends[-1] + fake(part).shape[-1])
     order = sorted(range(len(parts)), key=lambda i: ends[i] - ends[i + 1])
-    total = None
-    for i in order:
-        width = ends[i + 1] - ends[i]
-        a = put.reshape(parts[i], [-1, width])
-        b = put(aten.slice.Tensor, weight, 0, ends[i], ends[i + 1])
-        if total is None:
-            bias = bias_of(gemm)
-            total = put(gemm.target, *(() if bias is None else (bias,)), a, b)
-        else:
-            total = put.add(total, put(aten.mm.default, a, b))
-    gemm.replace_all_uses_with(total)
-    prune([gemm])
+    left = [put.reshape(parts[i], [-1, ends[i + 1] - ends[i]]) for i in order]
+    right = [put(aten.slice.Tensor, weight, 0, ends[i], ends[i + 1]) for i in order]
+    first, *others = zip(left, right, strict=True)
+    bias = bias_of(gemm)
+    total = put(gemm.target, *(() if bias is None else (bias,)), *first)
+    for pair in others:
+        total = put.add(total, put(aten.mm.default, *pair))
+    replace(gemm, total)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_index_put, unsafe_masked_index_put_accumulate
-from coda_inductor.graph.edit import prune
+from coda_inductor.graph.edit import replace
 from coda_inductor.graph.gemms import addends
 from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, is_zeros
 from coda_inductor.graph.sizes import hint, same
@@ -54,8 +54,7 @@ def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (lookup := _lookup(node)) is not None and record.enabled("embedding_backward"):
             old, args = lookup
-            old.replace_all_uses_with(splice(old, _gradient, args))
-            prune([old])
+            replace(old, splice(old, _gradient, args))
             record.fire("embedding_backward")
 
 

@@ -23,7 +23,7 @@ import operator
 
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.edit import Put, prune, replace
 from coda_inductor.graph.gemms import addends, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.read import op_name
@@ -81,5 +81,4 @@ def _merge_terms(total: Node, terms: list[Node]) -> None:
     put = Put(total)
     a = put(aten.cat.default, [gemm_inputs(t)[0] for t in terms], 1)
     b = put(aten.permute.default, arguments(split)["input"], [0, 2, 1])
-    total.replace_all_uses_with(put(grouped_mm, a, b, *routes_of(terms[0])))
-    prune([total])
+    replace(total, put(grouped_mm, a, b, *routes_of(terms[0])))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import (
     arguments,
@@ -127,8 +127,7 @@ def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
     new = put(aten.view.default, rotated, [*lead, *fake(heads).shape[-2:]])
     if order != sorted(order):
         new = put(aten.permute.default, new, order)
-    root.replace_all_uses_with(new)
-    prune([root, heads])
+    replace(root, new)
     return None
 
 

@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import remove_noop_ops
-from coda_inductor.graph.edit import prune
+from coda_inductor.graph.edit import replace
 from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose
 from coda_inductor.graph.read import change
@@ -33,12 +33,10 @@ def remove_noops(graph: Graph, _record: Record) -> None:
     for back in graph.find_nodes(op="call_function", target=aten.permute.default):
         _, *turns = chain(back, is_transpose)
         if len(turns) > 1 and turns[1].target in TRACED:
-            back.replace_all_uses_with(turns[1])
-            prune([back])
+            replace(back, turns[1])
     for joined in graph.find_nodes(op="call_function", target=aten.cat.default):
         if (whole := _whole(joined)) is not None and not leaves(joined):
-            joined.replace_all_uses_with(whole)
-            prune([joined])
+            replace(joined, whole)
     _ask_inputs(graph)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_leaves
-from coda_inductor.graph.edit import Put, evaluate
+from coda_inductor.graph.edit import Put, evaluate, replace
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sizes import same, same_strides
 from coda_inductor.record import Record
@@ -58,7 +58,7 @@ def _by_rows(x: Node) -> bool:
 def _copy(start: Node) -> None:
     put = Put(start, start.next)
     copy = put(aten.clone.default, start, memory_format=torch.contiguous_format)
-    start.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    replace(start, copy)
     before, node = {copy: fake(copy)}, copy.next
     while node.op != "output":
         if node.op == "call_function" and not before.keys().isdisjoint(node.all_input_nodes):
@@ -69,8 +69,7 @@ def _copy(start: Node) -> None:
     if not before.keys().isdisjoint(node.all_input_nodes):
         for changed, value in before.items():
             changed.meta["val"] = value
-        copy.replace_all_uses_with(start)
-        start.graph.erase_node(copy)
+        replace(copy, start)
 
 
 def _same_strides(new: object, old: object) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_flatten
-from coda_inductor.graph.edit import Put
+from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, renames_or_casts
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import only_reader, readers
@@ -48,8 +48,7 @@ def keep_tables(graph: Graph, _record: Record) -> None:
         table = _end(node)
         if table.target is KEEP or not _is_shared(table):
             continue
-        copy = Put(table, table.next)(KEEP, table)
-        table.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        replace(table, Put(table, table.next)(KEEP, table))
 
 
 def _end(node: Node) -> Node:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import Scope
@@ -72,8 +72,7 @@ def defer(norm: Node, uses: Uses, scope: Scope) -> tuple[Deferred, list[Product]
     products: dict[Node, Node] = {}
     for gemm in uses.gemms:
         products[gemm] = _scaled(Put(gemm, pattern=pattern), gemm, deferred, scope)
-        gemm.replace_all_uses_with(products[gemm])
-        prune([gemm])
+        replace(gemm, products[gemm])
     if gradients is None:
         return deferred, None
     # The order in which epilogues add their parts up, and so the keys of programs, hang on it.

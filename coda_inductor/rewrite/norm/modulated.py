@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import DENSE
 from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
@@ -65,8 +65,7 @@ def take_vectors(graph: Graph, record: Record) -> None:
         op = biased_rms_norm if norm.target is rms_norm and vectors[1] else norm.target
         vectors = vectors[:1] if op is rms_norm else vectors
         new = put(op, args["x"], *vectors, args["eps"], fake(last).dtype)
-        last.replace_all_uses_with(put(operator.getitem, new, 0))
-        prune([last])
+        replace(last, put(operator.getitem, new, 0))
         record.fire("modulated")
 
 
