@@ -75,12 +75,12 @@ def multiply_masks(graph: Graph, record: Record) -> None:
                 continue
             weight = fake(arguments(layers[0])["weight"])
             x = _source(call["input"], layers[0], hazards)
-            groups[x, call["p"], weight.shape[0], weight.dtype].append(node)
+            groups[x, call["p"], weight.shape[0], weight.dtype].append(layers[0])
         seeds: dict[torch.device, Node] = {}
         number = 0  # of masks
-        for (x, p, rank, _), dropouts in groups.items():
+        for (x, p, rank, _), layers in groups.items():
             most = max(1, min(MOST, LOW_RANK // max(16, rank)))
-            for part in _batches(dropouts, most, hazards):
+            for part in _batches(layers, most, hazards):
                 _replace(x, p, part, seeds, number)
                 number += len(part)
                 record.fire("adapter_dropout", len(part))
@@ -138,26 +138,21 @@ def _source(x: Node, layer: Node, hazards: Hazards) -> Node:
     return x
 
 
-def _layer(dropout: Node) -> Node:
-    return next(iter(dropout.users))
-
-
-def _batches(dropouts: list[Node], most: int, hazards: Hazards) -> list[Sequence[Node]]:
-    """Groups of ``dropouts`` whose layers one op may compute, at the group's first layer."""
-    layers = [_layer(node) for node in dropouts]
-    weights = [arguments(layer)["weight"] for layer in layers]
-    movable = all(weight < layers[0] for weight in weights)
-    if not movable or not hazards.private(layers) or hazards.between([*dropouts, *layers]):
+def _batches(layers: list[Node], most: int, hazards: Hazards) -> list[Sequence[Node]]:
+    """Groups of ``layers`` that one op may compute, at the group's first layer."""
+    calls = [arguments(layer) for layer in layers]
+    movable = all(call["weight"] < layers[0] for call in calls)
+    nodes = [*(call["input"] for call in calls), *layers]
+    if not movable or not hazards.private(layers) or hazards.between(nodes):
         most = 1
-    return [dropouts[i : i + most] for i in range(0, len(dropouts), most)]
+    return [layers[i : i + most] for i in range(0, len(layers), most)]
 
 
 def _replace(
-    x: Node, p: float, dropouts: Sequence[Node], seeds: dict[torch.device, Node], first: int
+    x: Node, p: float, layers: Sequence[Node], seeds: dict[torch.device, Node], first: int
 ) -> None:
-    """Insert the op before the first layer of ``dropouts``, and let it replace all of them;
+    """Insert the op before the first of ``layers``, and let it replace them and their dropouts;
     ``first``: the number of its first mask."""
-    layers = [_layer(node) for node in dropouts]
     put, like = Put(layers[0]), fake(layers[0])
     if like.device not in seeds:
         start = next(n for n in layers[0].graph.nodes if n.op != "placeholder")

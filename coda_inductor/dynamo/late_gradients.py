@@ -79,17 +79,15 @@ class _Late(torch.autograd.Function):
         return None, dh, dw, db, None
 
 
-def _linear(h, w, b):
-    return F.linear(h, w, b)
-
-
-def _soft_capped(h, w, b, cap):
-    return torch.tanh(F.linear(h, w, b) / cap) * cap
-
-
 @functools.cache
 def _heads() -> tuple[Idiom, ...]:
-    return Idiom(_soft_capped), Idiom(_linear)
+    def linear(h, w, b):
+        return F.linear(h, w, b)
+
+    def soft_capped(h, w, b, cap):
+        return torch.tanh(linear(h, w, b) / cap) * cap
+
+    return Idiom(soft_capped), Idiom(linear)
 
 
 def separate(graph: Graph, record: Record) -> None:

@@ -48,14 +48,6 @@ def bytes_plain(anchor: Node) -> int:
 
 
 def _partials(region: Region, config: str) -> int:
-    m, n, _ = region.shape
-    tile = Config.parse(config)
-    total = 0
-    for reduce in dict.fromkeys(region.reduces.values()):
-        rows, columns = hint(m), n
-        if reduce.axis == "row":
-            columns = -(-n // tile.tile_n)
-        else:
-            rows = -(-rows // tile.tile_m)
-        total += rows * columns * _PARTIAL
-    return total
+    (m, n, _), tile = region.shape, Config.parse(config)
+    tiles = {"row": hint(m) * -(-n // tile.tile_n), "col": -(-hint(m) // tile.tile_m) * n}
+    return _PARTIAL * sum(tiles[reduce.axis] for reduce in {*region.reduces.values()})

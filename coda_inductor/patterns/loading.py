@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from coda_inductor.errors import PatternError
-from coda_inductor.log import logger, say_once
+from coda_inductor.log import say_once
 from coda_inductor.patterns.compare import compare
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.source import Source, read, run
@@ -110,19 +110,15 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
         PatternError: with ``strict``, as :func:`load_file`; or a file of ``extra`` does not exist.
     """
     loaded = _load_all(files(extra), strict=strict)
-    for name, places in _twins(loaded):
-        say_once(f"{name!r} is the name of {len(places)} patterns, which counters and the option "
-                 f"'disable' cannot tell apart: {', '.join(places)}")  # fmt: skip
-    return tuple(itertools.chain(*loaded.values()))
-
-
-def _twins(loaded: Mapping[Path, tuple[Pattern, ...]]) -> list[tuple[str, list[str]]]:
-    """Each name that several patterns have, with the files of these patterns."""
     places: dict[str, list[str]] = {}
     for path, patterns in loaded.items():
         for pattern in patterns:
             places.setdefault(pattern.name, []).append(str(path))
-    return [(name, files) for name, files in places.items() if len(files) > 1]
+    for name, paths in places.items():
+        if len(paths) > 1:
+            say_once(f"{name!r} is the name of {len(paths)} patterns, which counters and the "
+                     f"option 'disable' cannot tell apart: {', '.join(paths)}")  # fmt: skip
+    return tuple(itertools.chain(*loaded.values()))
 
 
 def _load_all(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Pattern, ...]]:
@@ -133,13 +129,8 @@ def _load_all(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Patter
         except PatternError as error:
             if strict:
                 raise
-            _warn_once(str(error))
+            say_once(f"{error}. The file is left out; the others are used")
     return patterns
-
-
-@functools.lru_cache(maxsize=256)
-def _warn_once(error: str) -> None:
-    logger.warning("%s. The file is left out; the others are used", error)
 
 
 def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:

@@ -64,14 +64,10 @@ def _ask_inputs(graph: Graph) -> None:
     queries = graph.find_nodes(op="call_function", target=aten.sym_size.int)
     if not queries:
         return
-    inputs = [
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(fake(node), Tensor) and not is_tangent(node)  # the forward pass has none yet
-    ]
     sizes = [
         (node, dim, size)
-        for node in inputs
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(fake(node), Tensor) and not is_tangent(node)  # the forward pass has none yet
         for dim, size in enumerate(fake(node).shape)
         if isinstance(size, SymInt)
     ]

@@ -14,6 +14,7 @@ import coda_inductor
 from coda_inductor import PatternError, options, patterns
 from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
+from coda_inductor.log import forget_warnings
 from coda_inductor.options import parse
 from coda_inductor.patterns import loading
 from coda_inductor.patterns.compare import compare
@@ -44,8 +45,8 @@ def write(path: Path, name: str = "mine", factor: float = 2.0, text: str = GATE)
 def fresh(monkeypatch):
     """No files of other tests."""
     monkeypatch.setattr(loading, "_registered", {})
-    for cached in (loading._load, loading._warn_once):
-        cached.cache_clear()
+    loading._load.cache_clear()
+    forget_warnings()
 
 
 def names(found) -> list[str]:
