@@ -44,6 +44,7 @@ from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
 from coda_inductor.graph.nodes import arguments, fake, is_cast, locate, plain
 from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import widens
 from coda_inductor.matching import Hazards, bodies, forward_mode, replace
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
@@ -130,11 +131,10 @@ def _source(x: Node, layer: Node, hazards: Hazards) -> Node:
     """The tensor that the op reads for ``layer``, whose input is ``x`` under a mask. A cast is
     skipped if the op rounds to the same numbers."""
     while is_cast(x):
-        before, dtype = x.all_input_nodes[0], fake(x).dtype
-        exact = torch.promote_types(fake(before).dtype, dtype) == dtype
-        if not (exact or dtype == fake(layer).dtype) or hazards.between([x, layer]):
+        exact = widens(x) or fake(x).dtype == fake(layer).dtype
+        if not exact or hazards.between([x, layer]):
             break
-        x = before
+        x = x.all_input_nodes[0]
     return x
 
 

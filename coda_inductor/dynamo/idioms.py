@@ -178,12 +178,11 @@ def _fake(arg: object) -> object:
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     """The reason if the op's result, for recorded fake values, is unlike the idiom's; or None."""
     want = fake(match.root)
-    mode = getattr(want, "fake_mode", None)
-    if not isinstance(want, torch.Tensor) or mode is None:
-        if isinstance(want, torch.Tensor):
-            text = f"it is computed on a {type(want).__name__}, which only torch's own ops support"
-            return refuse("distributed-tensor", text)
+    if not isinstance(want, torch.Tensor):
         return refuse("idiom-form", "no fake value is recorded")
+    if (mode := getattr(want, "fake_mode", None)) is None:
+        text = f"it is computed on a {type(want).__name__}, which only torch's own ops support"
+        return refuse("distributed-tensor", text)
     with mode:
         have = pattern.call(*map(_fake, pattern.arguments(match)))
     for name in ("dtype", "shape", "device"):

@@ -95,11 +95,16 @@ def source(node: Node) -> Node:
     return base(node, _renames_or_widens)
 
 
-def _renames_or_widens(node: Node) -> bool:
+def widens(node: Any) -> bool:
+    """Is ``node`` a cast that keeps all numbers as they are?"""
     if not is_cast(node):
-        return renames(node)
+        return False
     before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
     return torch.promote_types(before, after) == after
+
+
+def _renames_or_widens(node: Node) -> bool:
+    return renames(node) or widens(node)
 
 
 def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.nodes import fake, is_cast, is_view
-from coda_inductor.graph.walk import base, chain
+from coda_inductor.graph.walk import base, chain, widens
 from coda_inductor.matching.normalize import COMMUTATIVE, literal_call, normalize
 
 
@@ -121,7 +121,7 @@ class Idiom:
     def _parameter(self, name: str, target: Any, match: Match) -> bool:
         # A cast to a wider dtype before the idiom belongs to it (x.float()); one to a narrower
         # dtype is the user's rounding of an input and stays.
-        *casts, target = chain(target, _widens)
+        *casts, target = chain(target, widens)
         match.casts.update(dict.fromkeys(casts))
         if name in match.bound:
             return _same(match.bound[name], target, match.twins)
@@ -149,12 +149,3 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
             return False
         twins[left, right] = None
     return True
-
-
-def _widens(node: Any) -> bool:
-    if not is_cast(node):
-        return False
-    source, result = fake(node.all_input_nodes[0]), fake(node)
-    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
-        return False
-    return torch.promote_types(source.dtype, result.dtype) == result.dtype
