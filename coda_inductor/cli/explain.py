@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what the backend does with a model: a table, and with --out a page.
-
-The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
-MODULE:FUNCTION, where the function returns (model, args) or (model, args,
-kwargs). The model is not run, and --hf models take no memory, so that any size
-can be explained on any machine.
-"""
+"""Say what the backend does with a model of any size, on any machine: a table,
+and with --out a page."""
 
 from __future__ import annotations
 

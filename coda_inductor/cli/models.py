@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a command is about: a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
-MODULE:FUNCTION, where the function returns (model, args) or (model, args, kwargs)."""
+"""The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
+MODULE:FUNCTION, where the function returns (model, args) or (model, args,
+kwargs). It is not run, and --hf models take no memory."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that name a model."""
+    """Declare the options that name a model, and describe them."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = f"{parser.description}\n\n{__doc__}"
     parser.add_argument("target", nargs="?", help="FILE.py:FUNCTION or MODULE:FUNCTION")
     parser.add_argument("--hf", metavar="FAMILY",
                         help="a language model's model_type, e.g. llama")  # fmt: skip

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure kernels of a model on this GPU, before the model is compiled.
 
-The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
-MODULE:FUNCTION, where the function returns (model, args) or (model, args,
-kwargs). As in explain, the model is not run, and --hf models take no memory.
 One layer is enough (--set num_hidden_layers=1). The measurements are kept in
 the cache folder and used for every model with such layers. Without a model,
 the command measures what earlier compilations on this machine had no time to
