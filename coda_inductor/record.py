@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx import Node
 
 from coda_inductor.debug import DebugFolder
+from coda_inductor.graph.nodes import locate
 from coda_inductor.log import logger
 from coda_inductor.options import Options
 from coda_inductor.refusal import Refusal
@@ -90,10 +92,11 @@ class Record:
         if times:
             self.fired[name] += times
 
-    def refuse(self, what: str, where: str, why: Refusal) -> None:
-        """Note that ``what`` at ``where`` stays as it is."""
-        logger.debug("%s at %s refused: %s", what, where, why.text)
-        self.report.refusals.append(why.at(what, where))
+    def refuse(self, what: str, where: Node | str, why: Refusal) -> None:
+        """Note that ``what`` at ``where``, a node or a name, stays as it is."""
+        place = where if isinstance(where, str) else locate(where)
+        logger.debug("%s at %s refused: %s", what, place, why.text)
+        self.report.refusals.append(why.at(what, place))
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import inductor_config
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
-from coda_inductor.graph.nodes import arguments, fake, is_cast, locate, plain
+from coda_inductor.graph.nodes import arguments, fake, is_cast, plain
 from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import widens
@@ -72,7 +72,7 @@ def multiply_masks(graph: Graph, record: Record) -> None:
             if dual is not None:
                 why = refuse("idiom-form", f"{dual} uses forward-mode differentiation")
             if why is not None:
-                record.refuse("adapter_dropout", locate(layers[0]), why)
+                record.refuse("adapter_dropout", layers[0], why)
                 continue
             weight = fake(arguments(layers[0])["weight"])
             x = _source(call["input"], layers[0], hazards)

@@ -37,7 +37,7 @@ from torch.fx import Graph, Node
 from coda_inductor.dynamo.packed import column_readers, half_readers
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, find_sum
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, is_cast, is_erased, locate, plain
+from coda_inductor.graph.nodes import fake, is_cast, is_erased, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same, same_layout
 from coda_inductor.graph.walk import base, chain, closure, only_reader
@@ -60,7 +60,7 @@ def raise_experts(graph: Graph, record: Record) -> None:
         if not products:
             for node in filter(_loops, body.graph.nodes):
                 text = "a Python loop over experts breaks the graph: each expert runs alone"
-                record.refuse("experts", locate(node), refuse("experts-loop", text))
+                record.refuse("experts", node, refuse("experts-loop", text))
             continue
         hazards = Hazards(body.graph)
         routes: dict[Node, _Route] = {}  # by the ends of the groups
@@ -175,7 +175,7 @@ def _raise_up(
     (a, b, offs), gather, x, pairs = match
     if _changed({pairs.perm, offs}, hazards) or hazards.between((gather, product)):
         why = refuse("mutation", "memory or a mode changes between its sort and its product")
-        record.refuse("experts", locate(product), why)
+        record.refuse("experts", product, why)
         return
     route = _Route(pairs)
     routes.setdefault(offs, route)
@@ -320,12 +320,12 @@ def _raise_down(node: Node, routes: dict[Node, _Route], hazards: Hazards, record
     sum_ = find_sum(node, route.pairs)
     if sum_ is None:
         text = "the sum of its rows by token has an unsupported form"
-        record.refuse("experts", locate(node), refuse("experts-sum", text))
+        record.refuse("experts", node, refuse("experts-sum", text))
         return
     inputs = [n for n in (sum_.weights, sum_.onto) if n is not None and n.op != "placeholder"]
     if hazards.between((node, *inputs), sum_.node):
         why = refuse("mutation", "memory or a mode changes between its product and its sum")
-        record.refuse("experts", locate(node), why)
+        record.refuse("experts", node, why)
         return
     put = Put(sum_.node)
     w = sum_.weights

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor import patterns
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, is_erased, locate
+from coda_inductor.graph.nodes import fake, is_erased
 from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import same_strides
 from coda_inductor.log import logger, warn_once
@@ -88,7 +88,7 @@ def _raise(
                 warn_once(f"pattern {pattern.name}", why.text)
             logger.debug("traceback", exc_info=True)
         if why is not None:
-            record.refuse(pattern.name, locate(root), why)
+            record.refuse(pattern.name, root, why)
         elif match is not None:
             _replace(pattern, match)
             fired = True

@@ -37,7 +37,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import arguments, fake, locate, plain
+from coda_inductor.graph.nodes import arguments, fake, plain
 from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
@@ -168,7 +168,7 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
     training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
     why = plan.takes(*pair) or plan.split_loses(pair[0], training)
     if why is not None:
-        record.refuse("packed projection", locate(product), why)
+        record.refuse("packed projection", product, why)
     return why is None
 
 

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias, producer
-from coda_inductor.graph.nodes import arguments, aten, fake, locate
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain
@@ -50,7 +50,7 @@ def add_products(graph: Graph, record: Record) -> None:
         if not any(map(producer, parts)):
             continue
         if (why := _refusal(gemm, parts, scope, record)) is not None:
-            record.refuse("concatenated", locate(gemm), why)
+            record.refuse("concatenated", gemm, why)
             continue
         _split(gemm, parts)
         record.fire("concatenated")

@@ -34,16 +34,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, replace
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.nodes import (
-    arguments,
-    aten,
-    fake,
-    is_cast,
-    label,
-    locate,
-    may_view,
-    renames,
-)
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, label, may_view, renames
 from coda_inductor.graph.read import called, op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same, same_strides
@@ -72,7 +63,7 @@ def rotate_rows(graph: Graph, record: Record) -> None:
         layout = _layout(arguments(node)["x"], scope, record)
         why = layout if isinstance(layout, Refusal) else _rewrite(node, layout, cache)
         if why is not None:
-            record.refuse("rotary", locate(node), why)
+            record.refuse("rotary", node, why)
         scope.refresh()
 
 

@@ -40,7 +40,7 @@ from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, locate, plain
+from coda_inductor.graph.nodes import fake, plain
 from coda_inductor.matching import Body, Hazards, bodies, forward_mode, writes_to
 from coda_inductor.matching.bodies import subgraphs
 from coda_inductor.program.dtypes import HALF
@@ -114,7 +114,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
                 continue
             result = _refusal(call, arguments, dual) or _site(call, arguments, body)
             if isinstance(result, Refusal):
-                record.refuse(NAME, locate(call), result)
+                record.refuse(NAME, call, result)
             else:
                 groups.setdefault((result.mask, *result.lengths), []).append(result)
     inputs: Placeholders = {}
@@ -123,7 +123,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             _rewrite(group, inputs, record)
         else:
             for site in group:
-                record.refuse(NAME, locate(site.call), why)
+                record.refuse(NAME, site.call, why)
 
 
 def _refusal(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:

@@ -38,7 +38,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.graph.edit import Put, run
-from coda_inductor.graph.nodes import fake, locate
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import called, kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Body, Hazards, bodies, writes_to
@@ -82,7 +82,7 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
         if mask is not None and record.enabled("constant_mask"):
             verdict = _verdict(node, arguments, constants, verdicts)
             if isinstance(verdict, Refusal):
-                record.refuse("constant_mask", locate(node), verdict.within("its mask stays: {}"))
+                record.refuse("constant_mask", node, verdict.within("its mask stays: {}"))
             else:
                 arguments["attn_mask"] = None
                 arguments["is_causal"] = verdict == CAUSAL
@@ -204,7 +204,7 @@ def grouped(
     after = [node for node in hazards.writes if node > call]
     if hazards.between((*between, call)) or any(writes_to(node, sources) for node in after):
         text = "heads stay repeated: an in-place op or a mode change affects the repeated tensor"
-        record.refuse("grouped_heads", locate(call), refuse("heads-mutated", text))
+        record.refuse("grouped_heads", call, refuse("heads-mutated", text))
         return None
     record.fire("grouped_heads")
     return [Put(call)("transpose", node, 1, 2) if swapped else node for node, swapped, _ in pair]

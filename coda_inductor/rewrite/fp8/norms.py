@@ -30,7 +30,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import arguments, fake, is_cast, label, locate
+from coda_inductor.graph.nodes import arguments, fake, is_cast, label
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.record import Record
@@ -58,7 +58,7 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     others = [read for read in reads if read[0] not in {*casts, *nodes}]
     why = _refusal(norm, others, scope, record)
     if why is not None:
-        record.refuse(spec.name, locate(norm), why)
+        record.refuse(spec.name, norm, why)
         return None
     put = Put(norm, pattern=(spec.name, norm.name))
     deferred = statistics(put, norm, fake(result).dtype)

@@ -43,7 +43,6 @@ from coda_inductor.graph.nodes import (
     is_cast,
     is_transpose,
     label,
-    locate,
     renames,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
@@ -64,7 +63,7 @@ def raise_fp8(graph: Graph, record: Record) -> None:
     for node in products:
         product = _product(node)
         if isinstance(product, Refusal):
-            record.refuse("fp8", locate(node), product)
+            record.refuse("fp8", node, product)
         else:
             _raise(node, product, factors)
             record.fire("fp8_product", node.target is aten_scaled_mm)
@@ -210,7 +209,7 @@ class _Factors:
             return
         self.refused.add(q)
         text = f"{label(q)} casts to FP8 in another way than torchao's dynamic scaling"
-        self.record.refuse("fp8", locate(q), refuse("fp8-cast", text))
+        self.record.refuse("fp8", q, refuse("fp8-cast", text))
 
 
 def _layout(node: Node) -> tuple[Node, bool, bool]:

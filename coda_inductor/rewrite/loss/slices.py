@@ -44,7 +44,6 @@ from coda_inductor.graph.nodes import (
     fake,
     is_transpose,
     label,
-    locate,
     may_view,
     renames_or_casts,
 )
@@ -69,7 +68,7 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
         off = not record.enabled(name)
         why = refuse("disabled", f"options['disable'] names {name}") if off else _slice(node)
         if why is not None:
-            record.refuse(name, locate(node), why)
+            record.refuse(name, node, why)
         else:
             record.fire(name)
 

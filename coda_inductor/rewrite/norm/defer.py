@@ -53,7 +53,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
             logger.debug("analysing %s failed", norm.name, exc_info=True)
             result = failed(error)
         if isinstance(result, Refusal):
-            record.refuse(name, locate(norm), result)
+            record.refuse(name, norm, result)
             means.stays(norm)
             continue
         x = arguments(norm)["x"]  # the norm is gone after this
