@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tensor from outside covers the M x N tile: tile, row, col or scalar."""
+"""Which tensors from outside the epilogue of a GEMM can read, and how many."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
     if tensor.device != fake(anchor).device:
         text = f"{label(node)} is on {tensor.device}, the GEMM on {fake(anchor).device}"
         return refuse("operand-device", text)
-    kind = classify(tensor.shape, full)
-    if kind is not None and KINDS[kind].columns and routes_of(anchor)[0] is not None:
-        return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
-    if kind is None:
+    if (kind := classify(tensor.shape, full)) is None:
         text = f"{label(node)} broadcasts over part of the leading dimensions"
         return refuse("operand-broadcast", text)
+    if KINDS[kind].columns and routes_of(anchor)[0] is not None:
+        return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
     return None

@@ -13,13 +13,24 @@ Valid for every sum of products of one shape; the sum is then rounded once inste
 Two terms of equal K are read in place (``mainloop.readings.join``). Others must be concatenated.
 That pays if elementwise kernels write the left operands anyway, so that only the weights are
 copied, or if such kernels at least read them, as for the gradients of q, k and v.
+
+Each left operand is written to its columns by its own kernel. Inductor compiles an ``aten.cat`` of
+elementwise parts to one kernel in which every element of the result evaluates every part, under a
+mask. For the gradients of q, k and v, two of which are rotated back, that took 189 us in a layer of
+Llama 1B (8192 tokens, H200); its traffic takes 30 us.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.fx import Node
 
-from coda_inductor.fuse import columns
+from coda_inductor.compat import ConcatKernel, register_lowering
 from coda_inductor.fuse.region import Region, in_place
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import Legal, addends, gemm_inputs, producer, routes_of, terms
@@ -27,6 +38,26 @@ from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import back_to, base, readers
+from coda_inductor.semantic.define import opaque
+
+
+def _columns(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts), 1)
+
+
+#: (M, K1), (M, K2), ... -> (M, K1 + K2 + ...), contiguous.
+COLUMNS = opaque("columns(Tensor[] parts) -> Tensor", _columns, _columns)
+
+
+@functools.cache
+def install() -> None:
+    """Let Inductor write each part directly to its place, from now on."""
+
+    def lower(parts: Sequence[Any]) -> Any:
+        return type(parts[0])(ConcatKernel.create(parts, 1))  # a TensorBox, as a lowering returns
+
+    if ConcatKernel:
+        register_lowering(COLUMNS, type_promotion_kind=None)(lower)
 
 
 def find_sum(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
@@ -91,8 +122,8 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     if region.in_place:
         return left, right
     put = Put(region.anchors[-1], before)
-    columns.install()
-    a, b = put(columns.COLUMNS, left), put(aten.cat.default, right, 0)
+    install()
+    a, b = put(COLUMNS, left), put(aten.cat.default, right, 0)
     between, end = back_to(min(left), left), 0
     for part in left:
         start, end = end, end + fake(part).shape[1]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that may be symbolic: are they equal for certain, and about how large are they?"""
+"""Sizes that may be symbolic: are they equal for certain, about how large are they, and how does a
+shape cover another one?"""
 
 from __future__ import annotations
 

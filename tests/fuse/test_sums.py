@@ -10,7 +10,7 @@ from checking import Weights, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
 from torch._inductor.utils import run_and_get_code
 
-from coda_inductor.fuse import columns
+from coda_inductor.fuse import sums
 from coda_inductor.graph.edit import reorder
 from coda_inductor.mainloop import availability
 from coda_inductor.plan import Plan
@@ -185,10 +185,10 @@ def test_a_cycle_is_an_error_and_no_endless_loop():
 
 def test_inductor_writes_each_part_where_it_belongs():
     """A kernel for each, none for all: that one would evaluate every part of every element."""
-    columns.install()
+    sums.install()
 
     def function(x, y):
-        return columns.COLUMNS([x * 2, y.sin(), x + 1])
+        return sums.COLUMNS([x * 2, y.sin(), x + 1])
 
     x, y = randn(6, 8), randn(6, 4)
     output, (code,) = run_and_get_code(torch.compile(function, dynamic=False), x, y)
