@@ -8,10 +8,12 @@ pass has then run and cannot change. Every op of a graph, ours included, also ru
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from coda_inductor.compat import (
@@ -24,11 +26,29 @@ from coda_inductor.compat import (
 from coda_inductor.errors import FallbackError
 from coda_inductor.falls import cause
 from coda_inductor.graph.edit import separate_results
+from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.read import op_name
 from coda_inductor.log import logger, warn_once
 
 
 def _no_caches() -> AbstractContextManager[None]:
     return inductor_config.patch(force_disable_caches=True)
+
+
+def _share_draws(graph: Graph) -> None:
+    """Compile ops by themselves, in place, if they draw from a seed that the forward pass and the
+    backward pass have in common: both must draw the same numbers, and in eager an op ignores its
+    seed."""
+    for node in graph.nodes:
+        if op_name(node) in ("inductor_random", "inductor_randint"):
+            seed = arguments(node)["seed"]
+            names = (seed, *seed.all_input_nodes)
+            if any(n.op == "placeholder" or any(u.op == "output" for u in n.users) for n in names):
+                node.target = torch.compile(functools.partial(_call, node.target))
+
+
+def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
 
 
 def compiler(
@@ -72,6 +92,7 @@ def compiler(
             warn_once(f"{name}, {part},", text, to="one op at a time, which is slower")
             logger.debug("traceback", exc_info=True)
             separate_results(original)
+            _share_draws(original)
             return make_boxed_func(GraphModule(gm, original).forward)
 
     return compile_graph
