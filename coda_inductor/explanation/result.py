@@ -185,12 +185,13 @@ class Explanation:
     def __str__(self) -> str:
         table = sites_table(self.sites, self.gpu)
         summary = self.summary.replace("; ", "\n  ")
-        lines, codes = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table], set()
-        for site in self.advised.values():
-            advice = site[0].remedy.text
-            lines += ["", f"{locations(site)}: {common_text(site)}"]
-            lines += [f"  -> {'As above.' if advice in codes else advice}"]
-            codes.add(advice)
+        lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table]
+        same: dict[str, list[str]] = {}  # reasons by what to do about them
+        for misses in self.advised.values():
+            reasons = same.setdefault(misses[0].remedy.text, [])
+            reasons.append(f"{locations(misses)}: {common_text(misses)}")
+        for advice, reasons in same.items():
+            lines += ["", *reasons, f"  -> {advice}"]
         return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
 
     def __repr__(self) -> str:

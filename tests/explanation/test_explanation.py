@@ -141,6 +141,8 @@ def test_float16_norms_are_near_misses_with_the_option_as_remedy():
     assert "options={'fp16_norms': True}" in str(found)
     for text in (str(found), words(page)):  # also where there is nothing to do
         assert all(group[0].remedy.text in text for group in found.advised.values())
+    remedies = [line for line in str(found).splitlines() if line.startswith("  ->")]
+    assert len(remedies) == len({*remedies}), "reasons with the same remedy stand together"
 
 
 def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
