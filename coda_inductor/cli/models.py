@@ -140,8 +140,9 @@ def cache_note(model: Callable[..., Any]) -> list[str]:
     used = getattr(getattr(model, "config", None), "use_cache", None)
     if not isinstance(used, bool) or not speaks(model):
         return []
-    text = f"It is called with use_cache={used}, as its config says, on which it depends whether "
-    text += f"transformers makes a causal mask. --set use_cache={not used} explains the other call."
+    text = f"The call has use_cache={used}, as its config says. Some versions of "
+    text += "transformers make a causal mask for one value and not for the other: "
+    text += f"--set use_cache={not used} explains the other call."
     return [text]
 
 

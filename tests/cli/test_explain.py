@@ -79,7 +79,7 @@ def test_use_cache_is_what_the_config_says(cached, monkeypatch, tmp_path, capsys
     assert outputs == [cached is not False]
     printed = capsys.readouterr().out
     for text in (printed, page.read_text(encoding="utf-8")):
-        assert f"It is called with use_cache={cached is not False}, as its config says" in text
+        assert f"The call has use_cache={cached is not False}, as its config says" in text
     assert ("attention reads a mask" in printed) == (cached is False)
 
 
