@@ -49,7 +49,7 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
     if "kernels" not in logged and (reason := no_kernels(gm, inputs, options)) is not None:
         _tell(
             "kernels",
-            f"no GEMM becomes a kernel here: {reason}. Results are correct, and as fast as "
+            f"no GEMM becomes a kernel here: {reason}. Results are correct, and the speed is "
             "torch.compile's. options={'reference': True} runs what would be fused as plain torch "
             "ops, without this warning",
         )
