@@ -9,6 +9,7 @@ pass has then run and cannot change. Every op of a graph, ours included, also ru
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,6 +29,7 @@ from coda_inductor.falls import cause
 from coda_inductor.graph.edit import separate_results
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.read import op_name
+from coda_inductor.graph.walk import closure
 from coda_inductor.log import logger, warn_once
 
 
@@ -41,9 +43,12 @@ def _share_draws(graph: Graph) -> None:
     seed."""
     for node in graph.nodes:
         if op_name(node) in ("inductor_random", "inductor_randint"):
-            seed = arguments(node)["seed"]
-            names = (seed, *seed.all_input_nodes)
-            if any(n.op == "placeholder" or any(u.op == "output" for u in n.users) for n in names):
+            origins = closure([arguments(node)["seed"]], lambda n: n.all_input_nodes)
+            # From torch 2.15 on, passes share the state of a generator that a seed is drawn from.
+            parts = [u for n in origins for u in n.users if u.target is operator.getitem]
+            if any(n.op == "placeholder" for n in origins) or any(
+                user.op == "output" for n in (*origins, *parts) for user in n.users
+            ):
                 node.target = torch.compile(functools.partial(_call, node.target))
 
 
