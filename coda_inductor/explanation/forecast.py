@@ -93,9 +93,12 @@ def _others_us(graph: Graph, gpu: Gpu) -> float:
         elif node.op == "call_function" and node.all_input_nodes and not may_view(node):
             kernel = traffic[waits[node]]
             for read in node.all_input_nodes:
-                maker = base(read, lambda n: may_view(n) or n in inlined)
+                near = base(read, may_view)
+                maker = base(near, lambda n: may_view(n) or n in inlined)
+                tensor = read if maker is near else maker
                 if maker.op == "placeholder" or waits[maker] < waits[node] or _apart(maker):
-                    kernel[maker, False] = max(kernel.get((maker, False), 0), _read(node, read))
+                    size = _read(node, tensor)
+                    kernel[maker, False] = max(kernel.get((maker, False), 0), size)
             if node not in inlined and any(
                 waits[n] != waits[node] or _apart(n) or n.op == "output"
                 for n in readers(node, may_view)[1]

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.layers import Attention, Gated, Lora, Spelled
 
 from benchmarks import environment, headline, models, worth_models
 from coda_inductor import explain
-from coda_inductor.explanation.forecast import ERROR
+from coda_inductor.explanation.forecast import ERROR, _others_us
 from coda_inductor.lowering.driver import _Planner
 from coda_inductor.refusal import refuse
+from coda_inductor.select.device import H100
 
 QUICK = ("Llama 8B, 4 layers, prefill", "phi3-8192-forward-bf16")
 #: Masks that hide blocks, which a forecast does not know, and what torchao converts on a GPU only;
@@ -193,3 +195,20 @@ def test_each_site_beside_an_unknown_norm_pays(norm, rank, training, off, foreca
         left = forecast(norm, rank, training, off)
         assert all(site.site != name or not site.fused for site in left.sites)
         assert found.ms[1] <= left.ms[1] + LAUNCH, f"{name} costs {found.ms[1] - left.ms[1]:.4f} ms"
+
+
+def test_what_is_recomputed_is_not_written_for_each_kernel_that_reads_it():
+    """From a saved tensor: each kernel applies functions of one tensor where it reads it."""
+
+    def backward(saved, tangent, up, down):
+        wide = torch.erf(torch.ops.prims.convert_element_type(saved, torch.float32))
+        gradient = tangent @ up
+        return wide.bfloat16().t() @ tangent, (gradient * wide).bfloat16() @ down
+
+    shapes = ((4096, 2048), (4096, 512), (512, 2048), (2048, 512))
+    inputs = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes]
+    graph = make_fx(backward, tracing_mode="fake")(*inputs).graph
+    tile = 4096 * 2048 * 2
+    # It is read twice, the product once; two results in 16 bits are written.
+    expected = 5 * tile / H100.bytes_per_us + 2 * H100.launch_us
+    assert _others_us(graph, H100) == pytest.approx(expected)
