@@ -4,7 +4,8 @@
 ``python -m benchmarks dit OUT.json [MODEL ...]`` takes diffusers' own models, with the widths of
 the real ones, fewer layers and random weights; diffusers must be importable (its Python files on
 ``PYTHONPATH`` suffice). For each model: ms of a call, the peak MiB beside weights and inputs, the
-error against float32, what fused, and with ``--profile`` the largest kernels. ``--float8`` is
+error against float32, what fused, and with ``--profile`` the largest kernels. ``--no-reorder``
+switches Inductor's search for an order of kernels with a low peak off. ``--float8`` is
 torchao's dynamic FP8, scaled by rows.
 
 ``python -m coda_inductor tune benchmarks.dit:flux`` measures the sites of one first, or
@@ -165,7 +166,9 @@ def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) 
         worth_models.quantized(model)
     for name in VARIANTS:
         register(name)
-        call = torch.compile(model, backend={"compile": "inductor"}.get(name, name))
+        order = {"reorder_for_peak_memory": not how.no_reorder}
+        backend = {"compile": "inductor"}.get(name, name)
+        call = torch.compile(model, backend=backend, options=order)
         variants.add(name, lambda call=call: lambda: pytree.tree_leaves(call(**inputs))[0])
     samples: dict[str, list[float]] = {name: [] for name in variants.calls}
     for turn in range(ROUNDS):
@@ -189,6 +192,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("models", nargs="*", help=", ".join(MODELS))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--float8", action="store_true")
+    parser.add_argument("--no-reorder", action="store_true", help="keep the graph's order")
     options = parser.parse_args(arguments)
     out: dict[str, Any] = {"environment": environment.describe(["dit", *arguments])}
     for name in options.models or MODELS:
