@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="a language model's model_type, e.g. llama")  # fmt: skip
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
-    parser.add_argument("--batch", type=positive, help="sequences, by default 1 (--hf)")
+    parser.add_argument("--batch", type=positive, help="sequences, by default 1, or 2048 tokens (--hf)")
     parser.add_argument("--dtype", choices=_DTYPES, help="of --hf models, by default bfloat16")
     parser.add_argument("--train", action="store_true", help="forward and backward")
     parser.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
@@ -119,26 +119,31 @@ def _hugging_face(
             f"--set {unknown[0]}: {type(config).__name__} has no such value; it has "
             f"{', '.join(sorted(settings))}"
         )
+    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING  # BERT has a causal head too
+    head = "MaskedLM" if masked and not config.is_encoder_decoder else "CausalLM"
     with torch.device("meta"):
         try:
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
         except ValueError:
             model = transformers.AutoModel.from_config(config)
     model = model.to(getattr(torch, arguments.dtype or _DTYPES[0])).train(arguments.train)
     with contextlib.suppress(RuntimeError):
         model = model.to_empty(device="cpu")
         model.tie_weights()
+        for indices in (b for b in model.buffers() if not b.is_floating_point()):
+            indices.zero_()  # a model with a graph break runs, and looks them up
     device = next(model.parameters()).device
     most = getattr(config, "max_position_embeddings", None) or 2048
-    tokens = tokens or min(2048, most - most % 8)
-    ids = torch.zeros((arguments.batch or 1, tokens), dtype=torch.long, device=device)
+    length = tokens or min(2048, most - most % 8)
+    batch = arguments.batch or (1 if tokens else max(1, 2048 // length))
+    ids = torch.zeros((batch, length), dtype=torch.long, device=device)
     return model, (ids,), {"labels": ids} if arguments.train and speaks(model) else {}
 
 
 def cache_note(model: Callable[..., Any]) -> list[str]:
     """A sentence that says with which ``use_cache`` a language model is called; else empty."""
     used = getattr(getattr(model, "config", None), "use_cache", None)
-    if not isinstance(used, bool) or not speaks(model):
+    if not isinstance(used, bool) or not speaks(model) or "MaskedLM" in type(model).__name__:
         return []
     text = f"The call has use_cache={used}, as its config says. Some versions of "
     text += "transformers make a causal mask for one value and not for the other: "
@@ -155,7 +160,7 @@ def positive(text: str) -> int:
 
 def speaks(model: Callable[..., Any]) -> bool:
     """Is it a language model, which reads tokens and returns logits?"""
-    return any(part in type(model).__name__ for part in ("CausalLM", "LMHead"))
+    return any(part in type(model).__name__ for part in ("CausalLM", "LMHead", "MaskedLM"))
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -127,6 +127,18 @@ def test_a_page_that_cannot_be_written_is_a_message(target, capsys):
     assert "error: the page cannot be written" in found.err
 
 
+def test_an_encoder_has_its_own_head_and_a_batch_that_counts(capsys):
+    """BERT once got a causal head, whose warning broke the graph: it ran, with indices that nobody
+    had set. Its 512 tokens alone were too few for any kernel."""
+    sizes = [word for size in SIZES[:-1] for word in ("--set", size)]
+    command = ["explain", "--hf", "bert", *sizes, "--set", "max_position_embeddings=64", "--train"]
+    assert main([*command, "--gpu", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "BertForMaskedLM on cpu: " in printed
+    assert "2048 x 64 x 64" in printed
+    assert "use_cache" not in printed
+
+
 def test_an_error_of_another_model_has_a_hint(capsys):
     assert main(["explain", "--hf", "vit", "--set", "num_hidden_layers=1"]) == 1
     assert HINT in capsys.readouterr().err
