@@ -199,6 +199,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "FP8 rowwise": functools.partial(float8, "rowwise"),
     "FP8 tensorwise": functools.partial(float8, "tensorwise"),
     "LoRA": lora,
+    "LoRA 8B": functools.partial(lora, "8B", layers=6, dropout=0.1),
     "FSDP2 blocks": fsdp,
     "BERT": functools.partial(stock, "bert", layers=8),
     "ViT": functools.partial(stock, "vit", layers=8),
