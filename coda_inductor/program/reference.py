@@ -166,7 +166,8 @@ def _load(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[st
 
 def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
     """For each accumulator whose only reader is a step that adds a bias: (that step, the position
-    of the bias). ``addmm`` rounds once where a product and a sum round twice."""
+    of the bias). ``addmm`` rounds once where a product and a sum round twice; in float32 only the
+    step's origin tells them apart, because no cast lies between the two."""
     rows = {
         operand.name: i
         for i, operand in enumerate(program.operands)
@@ -177,7 +178,8 @@ def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
     for acc in program.accs:
         readers = [step for step in program.steps if acc in step.args]
         i = next((rows[a] for step in readers for a in step.names if a in rows), None)
-        if i is not None and [step.op for step in readers] == ["add"] and acc not in read:
+        one = program.a_dtype != "float32" or any("addmm" in step.origin for step in readers)
+        if one and i is not None and [step.op for step in readers] == ["add"] and acc not in read:
             biases[acc] = readers[0].name, i
     return biases
 

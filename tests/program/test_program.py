@@ -257,6 +257,17 @@ def test_an_unfused_product_and_its_bias_are_rounded_once():
     assert torch.equal(z, torch.addmm(v, a, b) * torch.addmm(w, a, c))
 
 
+def test_a_float32_sum_is_rounded_as_its_origin_rounds():
+    """A step's origin tells ``addmm`` from a product and a sum: the gradient of a tied weight with
+    one row had other bits under ``numerics="eager"``."""
+    a, b, w = torch.randn(32, 1).t(), torch.randn(32, 16), torch.randn(16)
+    summed = program("y add acc w", "w:row:float32", "y:float32", dtype="float32")
+    step = replace(summed.steps[0], origin="aten.addmm (bias)")
+    for made, want in ((summed, a @ b + w), (replace(summed, steps=(step,)), torch.addmm(w, a, b))):
+        (y,) = reference.run(made, [a], [b], [w], exact=False)
+        assert torch.equal(y, want)
+
+
 def test_an_unfused_fp8_product_is_rounded_behind_its_scales():
     (a, b), r, w = factors(E4M3, E5M2), torch.rand(24) + 0.5, torch.rand(32) + 0.5
     y, top, _ = reference.run(SCALED, [a], [b], [r, w], exact=False)
