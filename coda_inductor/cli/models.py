@@ -33,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="a language model's model_type, e.g. llama")  # fmt: skip
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
-    parser.add_argument("--batch", type=positive, help="sequences, by default 1, or 2048 tokens (--hf)")
+    parser.add_argument("--batch", type=positive,
+                        help="sequences (--hf), by default one, or 2048 tokens")  # fmt: skip
     parser.add_argument("--dtype", choices=_DTYPES, help="of --hf models, by default bfloat16")
     parser.add_argument("--train", action="store_true", help="forward and backward")
     parser.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
