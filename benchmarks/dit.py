@@ -150,9 +150,38 @@ def hunyuan_video() -> Model:
     }  # fmt: skip
 
 
-MODELS: dict[str, Callable[[], Model]] = {
-    make.__name__: make for make in (flux, sd3, qwen, wan, ltx, z_image, hunyuan_video)
-}
+def skyreels() -> Model:
+    """SkyReels V2, 1.3B: 49 frames of 480 x 832; nothing was tuned."""
+    model = _of("skyreels_v2 SkyReelsV2Transformer3DModel", num_attention_heads=12, num_layers=4,
+                ffn_dim=8960)  # fmt: skip
+    step = torch.full((1,), 500, device="cuda")
+    hidden, text = _random(1, 16, 13, 60, 104), _random(1, 512, 4096)
+    return model, (), {
+        "return_dict": False,
+        "hidden_states": hidden, "encoder_hidden_states": text, "timestep": step,
+    }  # fmt: skip
+
+
+def hunyuan_dit() -> Model:
+    """HunyuanDiT, an image of 1024 x 1024, a batch of 2; nothing was tuned."""
+    model = _of(
+        "hunyuan_transformer_2d HunyuanDiT2DModel", num_layers=6, hidden_size=1408, in_channels=4,
+        patch_size=2, sample_size=128, text_len_t5=256, cross_attention_dim=1024,
+    )  # fmt: skip
+    texts = {"encoder_hidden_states": (77, 1024), "encoder_hidden_states_t5": (256, 2048)}
+    masks = {"text_embedding_mask": 77, "text_embedding_mask_t5": 256}
+    return model, (), {
+        "return_dict": False,
+        "hidden_states": _random(2, 4, 128, 128), "timestep": _random(2).abs(),
+        **{name: _random(2, *shape) for name, shape in texts.items()},
+        **{n: torch.ones(2, size, device="cuda", dtype=DTYPE) for n, size in masks.items()},
+        "image_meta_size": _random(2, 6), "style": torch.zeros(2, dtype=torch.long, device="cuda"),
+        "image_rotary_emb": (torch.randn(4096, 88, device="cuda"),) * 2,
+    }  # fmt: skip
+
+
+MAKERS = (flux, sd3, qwen, wan, ltx, z_image, hunyuan_video, skyreels, hunyuan_dit)
+MODELS: dict[str, Callable[[], Model]] = {make.__name__: make for make in MAKERS}
 
 
 def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) -> dict[str, Any]:
