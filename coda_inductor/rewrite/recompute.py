@@ -19,8 +19,8 @@ the originals again (it eliminates common subexpressions first), and decides as 
 Refuses: values that cannot be computed from at most two tensors that the backward pass reads
 anyway; values that the norm rewrite keeps on purpose (the operand of the GEMMs after a norm); and
 values for which another rounding is harmful: logits, because ``exp(x - logsumexp(x)) - 1`` is
-nearly zero, and values that are compared for equality, as in the gradient of a maximum (``x ==
-x.amax(-1)``).
+nearly zero; others of which a row's log-sum-exp is subtracted; and values that are compared for
+equality, as in the gradient of a maximum (``x == x.amax(-1)``).
 """
 
 from __future__ import annotations
@@ -72,9 +72,13 @@ def _backward_readers(node: Node, scope: Scope) -> list[Node]:
 
 
 def _compares(node: Node, scope: Scope) -> bool:
-    """Does ``node``, or a backward node computed from it and forward values, test equality?"""
+    """Does ``node``, or a backward node computed from it and forward values, test equality, or is
+    it ``exp(x - y)`` with one y a row?"""
     nodes = closure([node], lambda n: n.users if scope.recomputed(n) else ())
-    return any(reader.target in _EQUALITY for reader in nodes)
+    differences = [source(n.all_input_nodes[0]) for n in nodes if n.target is aten.exp.default]
+    return any(n.target in _EQUALITY for n in nodes) or any(
+        n.target is aten.sub.Tensor and any(map(_is_vector, n.all_input_nodes)) for n in differences
+    )
 
 
 def _elementwise(node: Node) -> bool:

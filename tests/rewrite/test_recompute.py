@@ -98,6 +98,24 @@ def test_gradients_of_what_is_recomputed_or_kept(function, custom, monkeypatch):
         assert model.weights[0].grad.isfinite().all()
 
 
+def test_the_gradient_of_a_log_sum_exp_reads_what_was_summed():
+    """What was computed again had other roundings, which exp(x - logsumexp(x)) multiplies by x: the
+    gradient had twice eager's error."""
+
+    def function(x, w, bias, g):
+        return (x + F.linear(x, w, bias) * g).logsumexp(-1)
+
+    weights, x = (randn(D, D) * 4, randn(D), 1 + 0.3 * randn(D)), randn(64, D).bfloat16()
+    errors, exact = [], Weights(function, *(w.bfloat16().double() for w in weights))
+    exact(x.double()).sum().backward()
+    for run in (lambda model, x: model(x), Harness().train):
+        model = Weights(function, *(w.bfloat16() for w in weights))
+        run(model, x).sum().backward()
+        want = exact.weights[0].grad
+        errors.append(float((model.weights[0].grad - want).norm() / want.norm()))
+    assert errors[1] < 1.2 * errors[0]
+
+
 @pytest.mark.parametrize("run", ["run", "train"])
 def test_the_graph_stays_as_it_is_where_nothing_may_fuse(run):
     ours, stock = Harness(gate="never"), Stock()
