@@ -140,5 +140,7 @@ def terms(node: Node) -> list[Node] | None:
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is computed from, element by element; or None."""
-    return next((node for node in sources(x) if node.target in GEMMS), None)
+    """The last GEMM whose tile ``x`` is computed from, element by element; or None. A product that
+    is broadcast to ``x``, as a gate of one value a row, is an operand."""
+    gemms = (node for node in sources(x) if node.target in GEMMS)
+    return next((g for g in gemms if same(fake(g).numel(), fake(x).numel())), None)

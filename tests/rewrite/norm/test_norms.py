@@ -45,6 +45,12 @@ def parallel_branches(x, w, gamma, up, down, a):
     return x + F.linear(F.linear(n, a).cumsum(1), a) + F.linear(F.gelu(F.linear(n, up)), down)
 
 
+def scaled_rows(x, w, gamma, gate, a):
+    """A gate of one value a row, whose product is newer than the one that it scales."""
+    y = F.linear(x, w)
+    return F.linear(F.rms_norm(x + F.linear(x, gate).sigmoid() * y, (D,), gamma, EPS), a)
+
+
 def behind(function):
     """Of a norm and of more weights."""
     return lambda x, w, gamma, *weights: function(norm(x, w, gamma), *weights)
@@ -85,6 +91,7 @@ CASES = {
     ),
     "head wider than 4 d": (behind(F.linear), ((WIDE, D),), 1),
     "residual": (residual, (SQUARE,), 1),
+    "scaled rows": (scaled_rows, ((1, D), UP), 1),
     "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
     "parallel branches": (parallel_branches, (UP, DOWN, SQUARE), 1),
     "SwiGLU": (gated(F.silu), GATED, 1),
