@@ -147,8 +147,8 @@ FUSED = ("residual", "epilogue", "experts_backward")
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
-    Pass("noops", remove_noops, eager=True),
     Pass("rows", lay_out_rows, _fuses),
+    Pass("noops", remove_noops, eager=True),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),

@@ -8,6 +8,7 @@ from checking import check, check_sizes, randn
 from harness import Harness
 from torch import nn
 from zoo.diffusion import WIDTH, Block, Blocks, Picture, Tabled
+from zoo.idioms import rms_by_hand
 
 from coda_inductor import explain
 from coda_inductor.semantic.norms import layer_norm
@@ -245,3 +246,18 @@ def test_one_plus_scale_is_not_rounded():
     found = Harness().run(function, x, scale)
     want = function(x.double(), scale.double()).bfloat16()
     assert (found != want).double().mean() < 0.01  # one in three with 1 + scale in bfloat16
+
+
+def test_weighted_norms_of_such_a_stream():
+    """The copies in front of products are gone when the norms are read."""
+    linear = nn.Linear(D, D, bias=False).double()
+
+    def function(x, weight, scale):
+        x = x.mT
+        for _ in range(2):
+            x = x + linear(rms_by_hand(x, weight) * (1 + scale))
+        return linear(x)
+
+    harness = check(function, randn(2, D, 256), randn(D), randn(2, 1, D))
+    assert harness.counts["modulated"] == 2
+    assert harness.counts["rms_norm"] == 1
