@@ -37,6 +37,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.decompose import decompose_pointwise
 
 if TYPE_CHECKING:
     from coda_inductor.plan import Plan
@@ -44,17 +45,23 @@ if TYPE_CHECKING:
 
 def add_products(graph: Graph, record: Record) -> None:
     """Apply the rewrite to an aten graph, in place."""
+    targets = (aten.mm.default, aten.addmm.default)
+    gemms = [n for n in graph.nodes if n.target in targets and _has_product(n)]
+    if gemms:
+        decompose_pointwise(graph)  # a part may be gated
     scope = Scope(graph)
-    for gemm in [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]:
+    for gemm in gemms:
         parts = columns_of(gemm_inputs(gemm)[0])
-        if not any(map(producer, parts)):
-            continue
         if (why := _refusal(gemm, parts, scope, record)) is not None:
             record.refuse("concatenated", gemm, why)
             continue
         _split(gemm, parts)
         record.fire("concatenated")
         scope.refresh()
+
+
+def _has_product(gemm: Node) -> bool:
+    return any(map(producer, columns_of(gemm_inputs(gemm)[0])))
 
 
 def columns_of(a: Node) -> list[Node]:

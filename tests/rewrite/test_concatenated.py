@@ -41,6 +41,9 @@ SHAPES = (WIDE, D), (D, D + WIDE)
         torch.cat([down, down[:, :WIDE]], 1),
     ),
     lambda x, up, down: torch.cat([x[0], F.gelu(x[0] @ up.T)], -1) @ down.T,
+    lambda x, up, down: F.linear(  # a gated part
+        torch.cat([x, F.silu(F.linear(x, up)) * F.linear(x, up.flip(0))], -1), down
+    ),
 ])  # fmt: skip
 def test_it_is_the_same_number(function):
     harness = check(function, randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
