@@ -39,7 +39,9 @@ def _shapes(match: Match):
     x, turns, y = (value(n) for n in (match.bound["x"], match.bound["turns"], match.root))
     if not all(isinstance(t, torch.Tensor) for t in (x, turns, y)):
         return refuse("idiom-form", "the shape of an input is unknown")
-    if x.shape != y.shape or not x.is_floating_point() or not turns.is_complex():
+    if not x.is_floating_point() or not turns.is_complex():
+        return refuse("idiom-form", f"it multiplies {x.dtype} and {turns.dtype}")
+    if x.shape != y.shape:
         text = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
         return refuse("idiom-form", text)
     if turns.requires_grad:

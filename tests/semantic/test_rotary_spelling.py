@@ -198,6 +198,11 @@ def own_turns(x, cos, sin):
     return torch.view_as_real(z * torch.complex(cos, sin)[:, :, None]).flatten(3)
 
 
+def scaled(x, cos, _sin):
+    z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(z * cos[:, None]).flatten(3)
+
+
 ONE, SMALL = (1, T, H, D), (T, D // 2)
 #: Name -> function, shapes of x and of tables, the code of a refusal or "".
 OTHERS = {
@@ -218,6 +223,7 @@ OTHERS = {
     "narrow tables": (llama, HEADS, (1, T, 1), "rotary-width"),
     "another shape": (llama, ONE, (B, T, D), "idiom-form"),
     "complex, another shape": (own_turns, ONE, (B, T, D // 2), "idiom-form"),
+    "complex, but scaled": (scaled, HEADS, SMALL, "idiom-form"),
 }  # fmt: skip
 
 
@@ -235,6 +241,7 @@ def test_what_only_looks_like_one_stays():
     harness = check_gradients(function, *given)
     assert not found(harness)
     assert {code for *_, code in OTHERS.values()} - {""} <= codes(harness)
+    assert "it multiplies torch.float64 and torch.float64" in reasons(harness)
 
 
 LEARNED = {"llama": (llama, HEADS, (1, T, D)), "complex": (torchtitan, HEADS, SMALL)}
