@@ -8,9 +8,11 @@ import torch
 from checking import check, check_gradients, raised, randn, reasons
 from passes import codes
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.idioms import rotate_half
 
-from coda_inductor.semantic.rotary import rotate, rotate_pairs
+from coda_inductor.graph.nodes import aten
+from coda_inductor.semantic.rotary import rotate, rotate_definition, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
 HEADS = (B, T, H, D)
@@ -283,6 +285,16 @@ def test_unfused_it_is_inductors_own_kernel():
     assert kernels[0] == kernels[1] > 0
     # Inductor lays out a cat with nothing as its other part, eager does not: either will do.
     assert results[0].stride() in (results[1].stride(), function(*given).stride())
+
+
+@pytest.mark.parametrize("distance", [1, D // 2])
+def test_no_cast_to_float32_has_two_readers(distance):
+    """Inductor stored it, where a norm's result is rotated: twice the bytes, 2 % of HunyuanDiT."""
+    function = lambda *x: rotate_definition(*x, distance, False, False, True, x[0].dtype)  # noqa: E731
+    given = randn(T, H, D).bfloat16(), *tables(D, (T, 1), torch.bfloat16)
+    casts = [n for n in make_fx(function)(*given).graph.nodes if n.target is aten._to_copy.default]
+    readers = [len(n.users) for n in casts if n.meta["val"].shape == (T, H, D)]
+    assert readers == [1, 1, 1]
 
 
 @pytest.mark.parametrize("inverse", [False, True])
