@@ -95,15 +95,20 @@ def qwen() -> Model:
     }  # fmt: skip
 
 
-def wan() -> Model:
-    """Wan 2.1, 1.3B: 81 frames of 480 x 832."""
-    model = _of("wan WanTransformer3DModel", num_attention_heads=12, num_layers=4, ffn_dim=8960)
+def _video(name: str, frames: int) -> Model:
+    """1.3B widths, four layers: so many latent frames of 480 x 832."""
+    model = _of(name, num_attention_heads=12, num_layers=4, ffn_dim=8960)
     step = torch.full((1,), 500, device="cuda")
-    hidden, text = _random(1, 16, 21, 60, 104), _random(1, 512, 4096)
+    hidden, text = _random(1, 16, frames, 60, 104), _random(1, 512, 4096)
     return model, (), {
         "return_dict": False,
         "hidden_states": hidden, "encoder_hidden_states": text, "timestep": step,
     }  # fmt: skip
+
+
+def wan() -> Model:
+    """Wan 2.1, 1.3B: 81 frames of 480 x 832."""
+    return _video("wan WanTransformer3DModel", 21)
 
 
 def flux_float8() -> Model:
@@ -152,14 +157,7 @@ def hunyuan_video() -> Model:
 
 def skyreels() -> Model:
     """SkyReels V2, 1.3B: 49 frames of 480 x 832; nothing was tuned."""
-    model = _of("skyreels_v2 SkyReelsV2Transformer3DModel", num_attention_heads=12, num_layers=4,
-                ffn_dim=8960)  # fmt: skip
-    step = torch.full((1,), 500, device="cuda")
-    hidden, text = _random(1, 16, 13, 60, 104), _random(1, 512, 4096)
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": hidden, "encoder_hidden_states": text, "timestep": step,
-    }  # fmt: skip
+    return _video("skyreels_v2 SkyReelsV2Transformer3DModel", 13)
 
 
 def hunyuan_dit() -> Model:
