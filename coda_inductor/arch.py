@@ -76,12 +76,12 @@ HOPPER = Arch(
             "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x208:2x1:pp",
             "192x128:2x1:pp 128x192:1x2:pp 128x160:1x2:pp 128x128:1x2:pp",
             "128x256:2x1:co 256x128:2x1:co 256x192:2x1:co 256x208:2x1:co",
-            "256x160:2x1:co 256x192:1x2:co 256x128:1x2:co 128x256:1x2:co",
+            "256x160:2x1:co 256x192:1x2:co 256x128:1x2:co 128x256:1x2:co 128x176:2x1:pp",
             # For programs that load tiles and have only 16-bit tiles.
             _all(
                 "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x192:1x2:pp",
                 "128x128:1x2:pp 128x128:2x2:pp 128x192:2x2:pp 128x256:2x1:co",
-                "256x128:2x1:co 128x256:1x2:co 256x128:1x2:co 256x192:2x1:co",
+                "256x128:2x1:co 128x256:1x2:co 256x128:1x2:co 256x192:2x1:co 128x176:2x1:pp",
                 more=":lean",
             ),
         ),

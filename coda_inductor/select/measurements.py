@@ -80,15 +80,19 @@ class Measurements:
         ]
         return _slowest(rows, key_of(site))
 
-    def nearest(self, site: Site) -> Figures | None:
-        """The shipped measurements nearest in size, of programs like the site's, or None."""
+    def nearest(self, site: Site) -> tuple[Site, Figures] | None:
+        """The shipped measurements nearest in size, of programs like the site's, and ``site`` at
+        that size; or None."""
 
         def distance(row: tuple[str, Figures]) -> tuple[float, str]:
-            sizes = map(int, row[0].split(" ")[1].split("x"))
-            pairs = zip(sizes, (hint(site.m), site.n, site.k), strict=True)
+            pairs = zip(_size(row[0]), (hint(site.m), site.n, site.k), strict=True)
             return sum(abs(math.log(a / b)) for a, b in pairs), row[0]
 
-        return min(self._similar(site), key=distance, default=("", None))[1]
+        key, figures = min(self._similar(site), key=distance, default=("", None))
+        if figures is None:
+            return None
+        m, n, k = _size(key)
+        return replace(site, m=m, n=n, k=k), figures
 
     def _similar(self, site: Site) -> list[tuple[str, Figures]]:
         """The shipped rows of programs like the program of ``site``, with its layout and terms."""
@@ -199,6 +203,11 @@ def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:
     size = key.partition(" ")[2]
     matches = [figures for name, figures in rows if name.partition(" ")[2] == size]
     return max(matches, key=lambda figures: min(figures.us.values()), default=None)
+
+
+def _size(key: str) -> list[int]:
+    """M, N and K in ``key``; M is that of its class of rows."""
+    return [int(size) for size in key.split(" ")[1].split("x")]
 
 
 def _layout(key: str) -> list[str]:

@@ -86,9 +86,10 @@ def test_the_nearest_in_size_of_programs_that_are_alike(tmp_path):
     rows = keyed(at(), like(40.0)) | keyed(at(m=8 * M), like(300.0))
     rows |= keyed(at(kinds()["act_bwd"], n=N // 2), replace(like(1.0), like="other"))
     store = Measurements(table(tmp_path / "tables", found=rows), tmp_path)
-    assert store.nearest(at(n=N // 2)) == like(40.0)
-    assert store.nearest(at(spelled(), m=4 * M)) == like(300.0)
-    assert store.nearest(replace(at(n=N // 2), copied=(512, 512))) == like(40.0)
+    assert store.nearest(at(n=N // 2)) == (at(), like(40.0))
+    assert store.nearest(at(spelled(), m=4 * M)) == (at(spelled(), m=8 * M), like(300.0))
+    concatenated = replace(at(n=N // 2), copied=(512, 512))
+    assert store.nearest(concatenated) == (replace(concatenated, n=N), like(40.0))
     for other in ({"b_major": "k"}, {"terms": 2}):
         assert store.nearest(replace(at(), **other)) is None
     assert store.nearest(site()) is None
