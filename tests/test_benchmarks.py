@@ -30,7 +30,7 @@ def test_each_command_has_help(name, monkeypatch, capsys):
 TABLES = {
     "nvidia_h100_80gb_hbm3": "h100_sweep h100_experts_sites h100_paper_sites",
     "nvidia_h200": "h200_sweep h200_heads_sites h200_sites_loaded h200_experts_sites "
-    "h200_dit_sites h200_dit_fp8_sites",
+    "h200_dit_sites h200_dit_fp8_sites h200_hunyuan_sites h200_sd3_fp8_sites",
 }
 
 
