@@ -54,7 +54,7 @@ def test_adapters_and_resolutions(regional, dynamic):
         function = model if regional else torch.compile(model, **how)
         for change in (nothing, attach, swap, merge):
             change(model)
-            for tokens in (10, 14, 18):
+            for tokens in (10, 14, 18) if change is nothing else (10, 14):
                 inputs = randn(2, tokens, D).double(), randn(2, D).double()
                 with torch.inference_mode():
                     found = function(*inputs)

@@ -134,7 +134,7 @@ def passed(family, n: int) -> Counted:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    (stack, (2, 8)), (dense, (6, 18)), (chain, (25, 100)), (wide, (8, 32)), (fork, (8, 32)),
+    (stack, (2, 6)), (dense, (6, 15)), (chain, (25, 75)), (wide, (8, 24)), (fork, (8, 24)),
 ])  # fmt: skip
 def test_steps_grow_as_n_log_n(family, sizes):
     passed(family, 2)  # what is loaded once

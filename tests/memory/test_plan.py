@@ -33,7 +33,7 @@ from coda_inductor.program import EpilogueProgram, verify
 from coda_inductor.runtime.op import OP
 
 D, ROWS, LAYERS = 32, 64, 3
-SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
 
 
 def blocks(dropout=0.0, dtype=torch.float64):

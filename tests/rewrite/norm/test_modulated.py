@@ -188,13 +188,13 @@ def test_vectors_of_a_batch(rows, dynamic):
     assert kinds[0] == ["row", "batch", "tile", "col", "batch"]  # bias, gate, x, mean, scale
     assert kinds[1] == ["col", "batch", "col", "batch"]  # m, sums of W, rstd, offset
     assert all(len(site.program.stores) <= 2 for site in harness.fused)
-    few = check(Blocks(Block, 2).double(), randn(2, 100, D), randn(2, D), dynamic=dynamic)
+    few = check(Blocks(Block, 1).double(), randn(2, 100, D), randn(2, D), dynamic=dynamic)
     assert few.counts["modulated"] == few.counts["layer_norm"] == 0
 
 
 def test_other_sizes_of_a_batch_compile_nothing():
     """Nor do those of which a tile has more than two parts: what runs decides at each call."""
-    sizes = (2, 256), (2, 400), (3, 300), (5, 70)
+    sizes = (2, 256), (3, 300), (5, 70)
     calls = [(randn(batch, rows, D), randn(batch, D)) for batch, rows in sizes]
     harness = check_sizes(Blocks(Block, 2).double(), *calls)
     assert "batch" in [o.kind for site in harness.fused for o in site.program.operands]
