@@ -127,8 +127,6 @@ def table() -> list[Row]:
         SHORT,
         EXPERTS,
         LORA,
-        row("QLoRA", "the same on 4 bits (nf4), H200", WHOLE,
-            "8B qlora causal 2x4096 adamw, 8B qlora coda 2x4096 adamw"),
         row("torchtitan in FP8", "Llama 3 8B, rowwise, FSDP2, AdamW, two H200s",
             "h200x2_torchtitan/results/2:{}", "f8i:llama3:8B:inductor:none:1:fp8, "
             "f8c:llama3:8B:coda:none:1:fp8,head", "[one import](docs/frameworks.md#torchtitan)"),
