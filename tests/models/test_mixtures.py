@@ -57,10 +57,16 @@ def block_of(model):
     return next(of_experts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixture(family):
-    block, x = block_of(made(family, "grouped_mm")[0]), torch.randn(2, 32, 64).bfloat16()
-    harness, found = Harness(), []
+#: PhiMoE's router sends a token elsewhere if 16 bits are rounded otherwise. Compiled in float32,
+#: transformers multiplies by an op of its own, to whose result gpt-oss adds biases in place.
+NARROW = {(family, torch.bfloat16) for family in FAMILIES} - {("phimoe", torch.bfloat16)}
+WIDE = {("phimoe", torch.float32), ("gpt_oss", torch.float32)}
+
+
+@pytest.mark.parametrize(("family", "dtype"), sorted(NARROW | WIDE, key=str))
+def test_a_mixture(family, dtype):
+    block, x = block_of(made(family, "grouped_mm")[0]).to(dtype), torch.randn(2, 32, 64).to(dtype)
+    harness, found, tolerance = Harness(), [], 2e-2 if dtype == torch.bfloat16 else 1e-5
     for call in (functools.partial(harness.train, block), block):
         block.zero_grad()
         leaf = x.clone().requires_grad_()
@@ -73,7 +79,7 @@ def test_a_mixture(family):
     assert "experts-loop" not in codes(harness)
     noise = 1e-6 * max(t.norm() for t in found[1])  # a router's gradient may be nothing but that
     for ours, eagers in zip(*found, strict=True):
-        assert (ours - eagers).norm() <= 2e-2 * eagers.norm() + noise
+        assert (ours - eagers).norm() <= tolerance * eagers.norm() + noise
     if family == "gpt_oss":  # gate, up (with biases) and activation are stored, no product
         site = next(s for s in harness.fused if s.program.alternating)
         assert site.patterns == ("experts", "clamped_swiglu")
