@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A residual stream that lies in memory column by column is copied once, where it begins.
+"""A residual stream that does not lie row by row is copied once, where it begins.
 
-Before (patches of a picture: a convolution, whose channels become columns)::
+Before (patches of a picture, whose channels a convolution makes; or sequences beside each other)::
 
     x = permute(flatten(conv(picture)), [0, 2, 1])               # strides (.., 1, N)
+    x = permute(x, [1, 0, 2])                                    # or strides (D, T D, 1)
     x = x + a @ Wa;  x = x + b @ Wb;  ...                        # strides as the first x has them
 
 After::
@@ -15,8 +16,8 @@ Why it is valid: no value changes, and strides are recorded anew for all that is
 
 What it enables: epilogues store results row by row, so that they cannot compute such sums.
 
-Leaves alone: tensors that fewer than two norms read, because a copy would not pay; streams whose
-strides a caller would see.
+Leaves alone: tensors that fewer than two norms read, because a copy would not pay; slices; streams
+whose strides a caller would see.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_leaves
 from coda_inductor.graph.edit import Put, evaluate, replace
-from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake, row_major
 from coda_inductor.graph.sizes import same, same_strides
 from coda_inductor.record import Record
 from coda_inductor.semantic.norms import NORMS
@@ -43,20 +44,30 @@ def lay_out_rows(graph: Graph, _record: Record) -> None:
 
 
 def _start(x: Node | None) -> Node | None:
-    """The transpose of which ``x`` has the strides, if it does not lie row by row; else None."""
-    while x is not None and not _by_rows(x) and x.target is not aten.permute.default:
+    """The transpose or input of which ``x`` has the strides, if it does not lie row by row; else
+    None."""
+    while x is not None and not row_major(fake(x)) and not _begins(x):
         inputs = [n for n in x.all_input_nodes if isinstance(fake(n), torch.Tensor)]
-        alike = (n for n in inputs if same(fake(n).shape, fake(x).shape) and not _by_rows(n))
+        alike = (n for n in inputs if same(fake(n).shape, fake(x).shape) and not row_major(fake(n)))
         x = next(alike, None)
-    return None if x is None or _by_rows(x) else x
+    return None if x is None or row_major(fake(x)) or not _dense(fake(x)) else x
 
 
-def _by_rows(x: Node) -> bool:
-    return same(fake(x).stride()[-1], 1) or same(fake(x).shape[-1], 1)
+def _dense(x: torch.Tensor) -> bool:
+    """Does ``x`` fill its memory? Kernels read a slice in place, and sums with one lie in rows."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return same(span, x.numel())
+
+
+def _begins(x: Node) -> bool:
+    return x.op == "placeholder" or x.target is aten.permute.default
 
 
 def _copy(start: Node) -> None:
-    put = Put(start, start.next)
+    first = start.next
+    while first.op == "placeholder":
+        first = first.next
+    put = Put(start, first)
     copy = put(aten.clone.default, start, memory_format=torch.contiguous_format)
     replace(start, copy)
     before, node = {copy: fake(copy)}, copy.next

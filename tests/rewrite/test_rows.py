@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual streams that do not lie row by row are copied once, where they begin."""
+
+import pytest
+import torch.nn.functional as F
+from checking import check, check_gradients, randn
+from torch import nn
+
+D = 16
+
+
+class Stream(nn.Module):
+    """Pre-norm layers over (T, B, D), whose input lies in memory as (B, T, D): fairseq's and
+    ESM-2's, behind a graph break (``given``) or not."""
+
+    def __init__(self, given: bool):
+        super().__init__()
+        self.given = given
+        self.norms = nn.ModuleList([nn.LayerNorm(D) for _ in range(3)])
+        self.linears = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
+
+    def forward(self, x):
+        x = x if self.given else x.transpose(0, 1)
+        for norm, linear in zip(self.norms[:2], self.linears[:2], strict=True):
+            x = x + linear(F.gelu(linear(norm(x))))
+        return self.linears[2](self.norms[2](x))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_stream_of_sequences_beside_each_other(given, dynamic):
+    x = randn(3, 64, D)
+    model = Stream(given).double()
+    x = x.transpose(0, 1) if given else x
+    harness = check(model, x, dynamic=dynamic)
+    assert harness.counts["residual"] == harness.counts["layer_norm"] == 2
+    x.requires_grad_()
+    assert check_gradients(model, x, dynamic=dynamic).counts["residual"] == 2
+
+
+def test_a_stream_whose_strides_the_caller_sees():
+    def function(x):
+        for _ in range(2):
+            x = x + F.linear(F.layer_norm(x, (D,)), weight)
+        return x
+
+    weight = randn(D, D)
+    assert not check(function, randn(3, 64, D).transpose(0, 1)).counts["residual"]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_slice_and_a_repeated_row_are_read_where_they_are(dynamic):
+    def function(x, w):
+        for _ in range(2):
+            y = x + F.linear(F.layer_norm(x, (D,)), w)
+        return F.linear(F.layer_norm(y, (D,)), w) + F.layer_norm(x, (D,)).exp()
+
+    for x in (randn(3, 64, 2 * D)[..., :D], randn(1, 64, D).expand(3, 64, D)):
+        harness = check(function, x, randn(D, D), dynamic=dynamic)
+        assert not harness.ops()["aten.clone.default"]
