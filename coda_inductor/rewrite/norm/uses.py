@@ -31,6 +31,8 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.norms import NORMS
 
+_TRAINING = "in training, its gradient costs more than it saves"
+
 
 @dataclass
 class Uses:
@@ -92,6 +94,9 @@ def uses(norm: Node, scope: Scope) -> Uses | Refusal:
         return refuse("no-neighbours", "its result is not read")
     result = Uses()
     statistics = [output for i, output in outputs.items() if i > 0]
+    wanted = any(user not in scope.forward for output in statistics for user in output.users)
+    if wanted and NORMS[norm.target].backward is None:
+        return refuse("layer-norm-training", _TRAINING)
     why = _readers(outputs[0], scope, result) or _gradient(norm, statistics, result)
     if why is not None:
         return why
@@ -150,7 +155,7 @@ def _gradient(norm: Node, statistics: list[Node], result: Uses) -> Refusal | Non
     readers = list(dict.fromkeys(user for output in statistics for user in output.users))
     gradient_of = NORMS[norm.target].backward
     if gradient_of is None and (readers or result.wgrads):
-        return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
+        return refuse("layer-norm-training", _TRAINING)
     if not readers:
         return None
     (result.backward, *others) = readers

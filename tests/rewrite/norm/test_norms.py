@@ -301,6 +301,18 @@ def test_in_training_layer_norms_stay_with_eagers_gradients():
     assert harness.counts["layer_norm"] == 0
 
 
+def test_in_training_no_spelling_of_a_layer_norms_weight_is_to_blame():
+    """x-transformers multiplies by ``gamma + 1`` behind it, which inference takes for a weight."""
+
+    def function(x, w, gamma):
+        return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
+
+    args = [randn(6, D), randn(D, D), randn(D)]
+    harness = check_gradients(function, *(t.requires_grad_() for t in args))
+    assert "layer-norm-training" in codes(harness)
+    assert "norm-read-elsewhere" not in codes(harness)
+
+
 @pytest.mark.parametrize("term", [torch.bfloat16, torch.float32])
 def test_a_layer_norm_of_what_float32_was_added_to_stays(term):
     """In 16 bits its operand would round at the size of what was added."""
