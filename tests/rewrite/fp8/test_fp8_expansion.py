@@ -349,7 +349,7 @@ class Mixed(Behind):
 STAY = [
     (lambda: Behind(extra=lambda n: n.float().cumsum(1)), "rowwise", "norm-read-elsewhere"),
     (Scanned, "rowwise", "norm-input-no-gemm"),
-    (lambda: Behind(norm=nn.LayerNorm(fp8.D)), "rowwise", "norm-read-elsewhere"),
+    (lambda: Behind(norm=nn.LayerNorm(fp8.D)), "rowwise", "layer-norm-training"),
     (Mixed, "tensorwise", "norm-read-elsewhere"),
 ]
 
