@@ -91,8 +91,9 @@ def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -
     fastest first; then a default; then the others, by the number of idle processors.
 
     A time that was measured at another size counts in proportion to what the busiest processor
-    computes here and there. Of 329 shipped sites of an H200, each chosen by its nearest one, the
-    configs then take 0.5 % longer than the best ones, and 0.75 % without the proportion (2026-11).
+    computes here and there. Of 329 shipped sites of an H200, each chosen by its nearest one among
+    the configs measured at both, the choices then take 0.5 % longer than the best, and 0.75 %
+    without the proportion; of 27 of an H100, 0.6 % and 0.5 % (2026-11).
     """
     legal = legal_configs(site.program, site.arch, site.terms)
     measured: list[Config] = []
