@@ -16,8 +16,8 @@ Why it is valid: no value changes, and strides are recorded anew for all that is
 
 What it enables: epilogues store results row by row, so that they cannot compute such sums.
 
-Leaves alone: tensors that fewer than two norms read, because a copy would not pay; slices; streams
-whose strides a caller would see.
+Leaves alone: tensors that fewer than two norms read, because a copy would not pay; slices; inputs
+that the graph writes to; streams whose strides a caller would see.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections import Counter
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import tree_leaves
+from coda_inductor.compat import schema, tree_leaves
 from coda_inductor.graph.edit import Put, evaluate, replace
 from coda_inductor.graph.nodes import arguments, aten, fake, row_major
 from coda_inductor.graph.sizes import same, same_strides
@@ -60,7 +60,11 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def _begins(x: Node) -> bool:
-    return x.op == "placeholder" or x.target is aten.permute.default
+    """Is ``x`` a transpose, or an input that nothing writes to? A copy would be written instead."""
+    if x.op != "placeholder":
+        return x.target is aten.permute.default
+    schemas = [schema(n.target) for n in x.users if n.op == "call_function"]
+    return not any(s is None or s.is_mutable for s in schemas)
 
 
 def _copy(start: Node) -> None:

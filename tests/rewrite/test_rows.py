@@ -2,6 +2,7 @@
 """Residual streams that do not lie row by row are copied once, where they begin."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
 from torch import nn
@@ -46,6 +47,24 @@ def test_a_stream_whose_strides_the_caller_sees():
 
     weight = randn(D, D)
     assert not check(function, randn(3, 64, D).transpose(0, 1)).counts["residual"]
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_written_to_an_input_reaches_the_caller(grad):
+    """Inductor keeps such writes in the graph, where a copy of the input took them."""
+
+    def function(x):
+        y = x + F.linear(F.layer_norm(x, (D,)), w)
+        y = y + F.linear(F.layer_norm(y, (D,)), w)
+        x.mul_(2)
+        return F.linear(F.layer_norm(y, (D,)), w)
+
+    w, ours = randn(D, D).requires_grad_(grad), randn(3, 64, D).transpose(0, 1)
+    eagers = ours.clone(memory_format=torch.preserve_format)
+    found = torch.compile(function, backend="coda", options={"gate": "always"})(ours)
+    torch.testing.assert_close(found, function(eagers), rtol=1e-10, atol=1e-10)
+    assert torch.equal(ours, eagers)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
