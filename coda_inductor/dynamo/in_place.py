@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import HigherOrderOperator, OpOverloadPacket, schema
+from coda_inductor.compat import HigherOrderOperator, OpOverloadPacket
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import is_torch, read
@@ -98,17 +98,13 @@ def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
 
 
 def _owned(target: Node) -> bool:
-    """Did a function of torch, or an op whose schema has no aliases, create ``target``, only for
-    this graph?"""
+    """Did a function of torch or an op of a library create ``target``, only for this graph?
+    AOTAutograd compiles no library's op whose result is an alias."""
     if target.op == "call_method":
         return True
-    function = target.target
-    if target.op != "call_function" or function is operator.getitem:
-        return False
-    if isinstance(function, OpOverloadPacket):  # transformers' grouped_mm_fallback
-        schemas = [schema(getattr(function, name)) for name in function.overloads()]
-        return all(r.alias_info is None for s in schemas for r in s.returns)
-    return is_torch(function) and not isinstance(function, HigherOrderOperator)
+    plain = target.op == "call_function" and target.target is not operator.getitem
+    made = isinstance(target.target, OpOverloadPacket) or is_torch(target.target)
+    return plain and made and not isinstance(target.target, HigherOrderOperator)
 
 
 def _same_result(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:

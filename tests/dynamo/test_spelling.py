@@ -174,6 +174,22 @@ def test_what_something_else_sees_stays(function):
     assert changes(check_gradients(function, *inputs(), **how))
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_the_result_of_a_librarys_op_is_its_own(seen):
+    """As of transformers' grouped products; not where a view of it is read as well."""
+
+    def function(x, w):
+        y = torch.ops.coda_tests.doubled(x)
+        first = y[0] if seen else w[0]
+        y.add_(1)
+        return y @ w, first
+
+    with torch.library._scoped_library("coda_tests", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+        assert bool(changes(check(function, torch.randn(4, D), torch.randn(D, D)))) == seen
+
+
 def test_a_change_of_an_input_stays():
     """The values of the arguments are eager's too."""
     assert changes(check(lambda x, w: x.add_(1) @ w, *(t.detach() for t in inputs()[:2])))
