@@ -32,11 +32,13 @@ from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.errors import CodaError, FallbackError, OptionError, suggest
+from coda_inductor.graph.aliases import mark_writes
+from coda_inductor.graph.layout import Layouts, layouts, moved
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, say_once, warn_once
 from coda_inductor.lowering.driver import fuse_gemms
-from coda_inductor.matching import bodies
+from coda_inductor.matching import bodies, changes
 from coda_inductor.options import GEMM, Options, env_disable
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
@@ -216,6 +218,8 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
     """
     check_names(record)
     record.plan = _first_plan(record)
+    writes = (node for body in bodies(gm.graph) for node in changes(body.graph))
+    record.writes_inputs = any(node.op in ("placeholder", "get_attr") for node in writes)
     _run(ON_DYNAMO, gm.graph, record)
     for body in bodies(gm.graph):
         body.module.recompile()
@@ -239,6 +243,7 @@ def on_aten(graph: Graph, record: Record) -> None:
     """
     before = len(record.report.sites)
     record.plan = _first_plan(record)
+    mark_writes(graph, later=record.writes_inputs)
     _run(ON_ATEN, graph, record)
     record.folder.graph("4_fused", _owner(graph))
     _count(record)
@@ -308,6 +313,7 @@ def _without_gc() -> Iterator[None]:
 @_without_gc()
 def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     before = _state(passes, graph, record)
+    seen = layouts(graph) if _are_aten(passes) else {}
     for step in passes:
         if step.stage:
             record.folder.graph(step.stage, _owner(graph))
@@ -318,8 +324,9 @@ def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
             if step.when(graph, record):
                 _observe(step, graph, record)
                 after = _state(passes, graph, record)
-                if after != before and not step.needed:
-                    record.changed[step.name] = None
+                if after != before:
+                    _check(seen)
+                    record.changed |= {} if step.needed else {step.name: None}
                 before = after
         except Exception as error:
             if record.options.strict:
@@ -328,6 +335,16 @@ def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
                 raise FallbackError(f"pass {step.name}: {failed(error).text}") from error
             logger.debug("pass %s failed", step.name, exc_info=True)
             raise _FailedError(step, error) from error
+
+
+def _check(seen: Layouts) -> None:
+    """Check that a pass has changed nothing that somebody sees.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    if (reader := moved(seen)) is not None:
+        raise RuntimeError(f"it changed how what {reader} reads lies in memory")
 
 
 def _observe(step: Pass, graph: Graph, record: Record) -> None:
@@ -350,9 +367,13 @@ def _count(record: Record) -> None:
     record.fired = Counter()
 
 
+def _are_aten(passes: Sequence[Pass]) -> bool:
+    return all(step in ON_ATEN for step in passes)
+
+
 def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
     """The graphs that passes may change: an aten graph, or Dynamo's with checkpointed regions."""
-    if passes is ON_ATEN:
+    if _are_aten(passes):
         return [(None, graph)]
     return [(body.module, body.graph) for body in bodies(_owner(graph).graph)]
 

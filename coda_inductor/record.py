@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ from coda_inductor.report import GraphReport
 if TYPE_CHECKING:
     from coda_inductor.plan import Plan
     from coda_inductor.select.device import Gpu
+
+#: Attributes that passes write, besides the report.
+_NOTES = ("fired", "stopped", "wrappers", "limit", "failed")
 
 #: Maps a compiled function to the function that is called instead.
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -52,7 +56,9 @@ class Record:
         stopped: names in ``options["disable"]`` that prevented a rewrite.
         changed: passes that changed the graph, in order, without those that are needed.
         wrappers: functions around the compiled graph, the first one innermost.
+        room: the bytes that the option ``memory`` leaves a step if it is a peak, or None.
         limit: the ``memory.limit.Limit`` of the joint graph that is compiled now, or None.
+        writes_inputs: does Dynamo's graph write to an input or a buffer?
         failed: did an error occur that the next process may not have (a compiler was killed, a disk
             was full)? Then the result must not be kept in torch's cache.
     """
@@ -71,7 +77,9 @@ class Record:
     stopped: set[str] = field(default_factory=set)
     changed: dict[str, None] = field(default_factory=dict)
     wrappers: list[Wrapper] = field(default_factory=list)
+    room: int | None = None
     limit: Any = None
+    writes_inputs: bool = False
     failed: bool = False
 
     def __post_init__(self) -> None:
@@ -102,10 +110,10 @@ class Record:
     def undone_on_error(self) -> Iterator[None]:
         """A context that forgets its notes if an exception leaves it."""
         sites, refusals = list(self.report.sites), list(self.report.refusals)
-        fired, wrappers = self.fired.copy(), list(self.wrappers)
+        notes = {name: copy(vars(self)[name]) for name in _NOTES}
         try:
             yield
         except BaseException:
             self.report.sites[:], self.report.refusals[:] = sites, refusals
-            self.fired, self.wrappers = fired, wrappers
+            vars(self).update(notes)
             raise

@@ -100,6 +100,8 @@ _DO = {
     "operand-device": "Move the operand to the GEMM's device.",
     "operand-kind": "Use a plain Python number or a tensor.",
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
+    "memory-seen": "Read elements in place of memory (index, reshape or clone, not as_strided), "
+    "and give a custom op for which all strides are fine the tag torch.Tag.flexible_layout.",
     "bias-form": "Use a bias with one value per column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
     "fp8-cast": "Quantize with torchao's dynamic scaling, without reduce_amax or bounds "

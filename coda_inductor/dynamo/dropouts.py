@@ -41,11 +41,12 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import inductor_config
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import LOW_RANK, LOW_RANK_RATIO
+from coda_inductor.graph.layout import seen
 from coda_inductor.graph.nodes import arguments, fake, is_cast, plain
 from coda_inductor.graph.read import Call, op_name, read
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import widens
-from coda_inductor.matching import Hazards, bodies, forward_mode, replace
+from coda_inductor.matching import Hazards, bodies, forward_mode, move
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -143,7 +144,7 @@ def _batches(layers: list[Node], most: int, hazards: Hazards) -> list[Sequence[N
     calls = [arguments(layer) for layer in layers]
     movable = all(call["weight"] < layers[0] for call in calls)
     nodes = [*(call["input"] for call in calls), *layers]
-    if not movable or not hazards.private(layers) or hazards.between(nodes):
+    if not movable or not hazards.private(layers) or hazards.between(nodes) or seen(layers):
         most = 1
     return [layers[i : i + most] for i in range(0, len(layers), most)]
 
@@ -166,4 +167,4 @@ def _replace(
         cut = put(torch.split, product, fake(layers[0]).shape[-1], -1)
         results = [put(getitem, cut, i) for i in range(len(layers))]
     for layer, result in zip(layers, results, strict=True):
-        replace(layer, result)
+        move(layer, result)

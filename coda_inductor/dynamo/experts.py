@@ -41,7 +41,7 @@ from coda_inductor.graph.nodes import fake, is_cast, is_erased, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same, same_layout
 from coda_inductor.graph.walk import base, chain, closure, only_reader
-from coda_inductor.matching import Hazards, bodies, memory, mutates, replace
+from coda_inductor.matching import Hazards, bodies, memory, move, mutates, replace
 from coda_inductor.matching.guards import written_nodes
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -199,7 +199,7 @@ def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
     """Replace each node of ``numbers`` by the result of ``call`` that has the node's number."""
     parts = [put(operator.getitem, call, i) for i in numbers.values()]
     for node, part in zip(numbers, parts, strict=True):
-        replace(node, part)
+        move(node, part)
 
 
 def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
@@ -232,7 +232,7 @@ def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, wh
         if parts:
             part, bias = put(operator.getitem, part, which), put_rows(operator.getitem, bias, which)
         new = put(operator.add, part, put_rows(group_rows, bias, match[1], route.offsets))
-        replace(node, new)
+        move(node, new)
 
 
 def _hidden(node: Node, ends: Node) -> bool:

@@ -22,7 +22,8 @@ views of it, so nothing is copied. Autograd joins the weight's gradient by a cop
 Leaves alone: products of unknown or odd width; a single half; halves that are changed in place or
 are graph outputs (autograd forbids in-place changes of results of ``chunk``); halves with an
 in-place or a mode change between them; products with other readers or more than two parts; halves
-that no elementwise op combines; weights that are not K-major, or not plain tensors.
+that no elementwise op combines, or whose memory is seen; weights that are not K-major, or not
+plain tensors.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.graph.edit import Put
+from coda_inductor.graph.layout import seen
 from coda_inductor.graph.nodes import arguments, fake, plain
 from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import closure, readers
-from coda_inductor.matching import Hazards, bodies, normalize, replace
+from coda_inductor.matching import Hazards, bodies, move, normalize, replace
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
@@ -124,9 +126,11 @@ def column_readers(product: Node) -> dict[Node, slice]:
 
 
 def _if_complete(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
-    """``parts``, if other readers of ``product`` need only its size; else empty."""
+    """``parts``, if other readers of ``product`` need only its size, and nobody sees that they lie
+    in its memory; else empty."""
     others = [n for n in _near(product) if n not in parts and op_name(n) != "size"]
-    return parts if all(n.users and kind(n) in _BETWEEN for n in others) else {}
+    apart = all(n.users and kind(n) in _BETWEEN for n in others)
+    return parts if apart and seen(parts) is None else {}
 
 
 def _near(product: Node) -> list[Node]:
@@ -153,7 +157,7 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
         if safe and _splits(product, halves, plan, record):
             parts = _split(product)
             for node, index in halves.items():
-                replace(node, parts[index])
+                move(node, parts[index])
 
 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
@@ -161,12 +165,15 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
     pair = _operands(product)
     if pair is None or fake(product).dtype not in FLOATS:
         return False
-    if not same(pair[1].stride(0), 1) or not _meet(halves) or not _if_complete(product, halves):
+    if not same(pair[1].stride(0), 1) or not _meet(halves):
+        return False
+    why = seen(halves)
+    if why is None and not _if_complete(product, halves):
         return False
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
     training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
-    why = plan.takes(*pair) or plan.split_loses(pair[0], training)
+    why = why or plan.takes(*pair) or plan.split_loses(pair[0], training)
     if why is not None:
         record.refuse("packed projection", product, why)
     return why is None

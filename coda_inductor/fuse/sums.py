@@ -34,6 +34,7 @@ from coda_inductor.compat import ConcatKernel, register_lowering
 from coda_inductor.fuse.region import Region, in_place
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import Legal, addends, gemm_inputs, producer, routes_of, terms
+from coda_inductor.graph.layout import relay
 from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
@@ -113,8 +114,9 @@ def _is_elementwise(node: Node) -> bool:
 def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     """The A and B operands of a region's GEMM, inserted before ``before``. Operands that cannot be
     read in place are concatenated. If an elementwise kernel writes a left operand, its other
-    readers then read a slice of the concatenation, to avoid a second copy. The exceptions are graph
-    outputs, each of which is its own tensor, and readers that another left operand depends on."""
+    readers then read a slice of the concatenation, to avoid a second copy. The exceptions are
+    operands whose strides are seen, such as graph outputs, and readers that another left operand
+    depends on."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:
@@ -130,16 +132,7 @@ def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
         if not _is_elementwise(part):
             continue
         piece = Put(part, before)(aten.slice.Tensor, a, 1, start, end)
-        part.replace_all_uses_with(
-            piece,
-            delete_user_cb=lambda user: (
-                user not in (a, *region.anchors) and user not in between and not _is_output(user)
-            ),
-        )
+        others = [u for u in part.users if u not in (a, *region.anchors) and u not in between]
+        if relay(part, piece, others) is not None or not others:
+            a.graph.erase_node(piece)
     return [a], [b]
-
-
-def _is_output(node: Node) -> bool:
-    """Is ``node``, or a view of it, a graph output?"""
-    names = [node, *readers(node)[1]] if renames(node) else [node]
-    return any(n.op == "output" for n in names)

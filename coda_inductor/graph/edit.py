@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from coda_inductor.compat import enable_python_dispatcher, storage, tree_leaves
 from coda_inductor.graph.nodes import DYNAMO, arguments, aten, fake, is_erased, prims
+from coda_inductor.graph.sizes import alike
 from coda_inductor.graph.walk import closure
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
@@ -193,7 +194,9 @@ def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure)
 
 
 def replace(old: Node, new: Node, keeps: Callable[[Node], bool] = Node.is_impure) -> None:
-    """Let all readers of ``old`` read ``new``, except ``new`` itself, and ``prune`` ``old``."""
+    """Let all readers of ``old`` read ``new``, except ``new`` itself, and ``prune`` ``old``. Both
+    have the same strides: ``layout.relay`` is for others."""
+    assert alike(fake(old), fake(new)), f"{new} does not lie in memory as {old} does"
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     prune([old], keeps)
 

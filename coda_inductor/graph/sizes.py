@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coda_inductor.compat import tree_leaves
 from coda_inductor.program.ir import LEAST_PART
 
 
@@ -29,6 +30,20 @@ def same_strides(left: Tensor, right: Tensor) -> bool:
     """Do two tensors of one shape certainly have equal strides in dimensions longer than 1?"""
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(same(n, 1) or same(a, b) for n, a, b in sizes)
+
+
+def alike(left: Any, right: Any) -> bool:
+    """May two values, tensors or trees of them, have equal sizes and strides? Symbols are compared
+    by their hints; strides count in dimensions longer than 1."""
+    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
+    both = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(strides(a) == strides(b) for a, b in both if a.layout == torch.strided)
+
+
+def strides(tensor: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of each dimension of ``tensor``, as hints; 0 is a stride that never counts."""
+    sizes = ((hint(n), hint(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return [(n, s if n > 1 else 0) for n, s in sizes]
 
 
 def same_layout(left: Tensor, right: Tensor) -> bool:

@@ -16,6 +16,7 @@ from coda_inductor.matching.guards import (
     changes_mode,
     forward_mode,
     memory,
+    move,
     mutates,
     replace,
     writes_to,
@@ -26,6 +27,6 @@ from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode",
-    "first_match", "forward_mode", "match_ops", "memory", "mutates", "normalize", "replace",
+    "first_match", "forward_mode", "match_ops", "memory", "move", "mutates", "normalize", "replace",
     "value", "writes_to",
 ]  # fmt: skip

@@ -7,22 +7,16 @@ import operator
 import re
 from collections.abc import Iterable
 
-import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    schema,
-    storage,
-    tree_leaves,
-)
+from coda_inductor.compat import HigherOrderOperator, OpOverload, OpOverloadPacket, schema
 from coda_inductor.graph import edit
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.aliases import memory
+from coda_inductor.graph.layout import relay
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bindings, bodies, subgraphs
+from coda_inductor.refusal import Refusal
 
 _STATE = frozenset(
     {
@@ -110,6 +104,13 @@ def replace(node: Node, new: Node) -> None:
     edit.replace(node, new, mutates)
 
 
+def move(node: Node, new: Node) -> Refusal | None:
+    """The same for a ``new`` with other strides. The reason why ``node`` stays if they are seen."""
+    why = relay(node, new)
+    edit.prune([node, new], mutates)  # the one that nobody reads
+    return why
+
+
 def _bases(node: Node) -> set[Node]:
     """``node`` and all nodes that it may be a view of."""
     return set(closure([node], lambda n: [i for i in n.all_input_nodes if _may_view(n, i)]))
@@ -148,14 +149,3 @@ def _may_view(node: Node, source: Node) -> bool:
     """May ``node`` share memory with its input ``source``? True if in doubt."""
     outputs, inputs = memory(node), memory(source)
     return outputs is None or inputs is None or not outputs.isdisjoint(inputs) or mutates(node)
-
-
-def memory(node: Node) -> set[int] | None:
-    """The storages of the recorded value, which views share; None if no value is recorded."""
-    value = fake(node)
-    if value is None:
-        return None
-    try:
-        return {storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
-    except NotImplementedError:  # sparse tensors have none
-        return None

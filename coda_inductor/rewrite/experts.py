@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, replace
 from coda_inductor.graph.gemms import addends, gemm_inputs, routes_of
+from coda_inductor.graph.layout import relay, seen
 from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.read import op_name
 from coda_inductor.graph.walk import parts
@@ -57,13 +58,13 @@ def _merge_columns(split: Node) -> None:
     if dim % 3 != 2 or len(products) != len(read) or len(products) < 2:
         return
     inputs = {(gemm_inputs(p)[0], routes_of(p)) for p in products}
-    if len(inputs) != 1 or fake(weight).dim() != 3:
+    if len(inputs) != 1 or fake(weight).dim() != 3 or seen(products):
         return
     (a, (offsets, rows)) = inputs.pop()
     put = Put(min(products))
     columns = put(aten.split.Tensor, put(grouped_mm, a, weight, offsets, rows), size, 1)
     for i, product in enumerate(products):
-        product.replace_all_uses_with(put(operator.getitem, columns, i))
+        relay(product, put(operator.getitem, columns, i))
     prune(products)
 
 

@@ -32,8 +32,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.graph.edit import Put, replace
+from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import producer
+from coda_inductor.graph.layout import relay
 from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, label, may_view, renames
 from coda_inductor.graph.read import called, op_name
 from coda_inductor.graph.sides import Scope
@@ -118,8 +119,9 @@ def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
     new = put(aten.view.default, rotated, [*lead, *fake(heads).shape[-2:]])
     if order != sorted(order):
         new = put(aten.permute.default, new, order)
-    replace(root, new)
-    return None
+    why = relay(root, new)
+    prune([root])  # if nobody reads it
+    return why
 
 
 def _any_layout(node: Node) -> bool:

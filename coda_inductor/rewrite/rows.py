@@ -17,7 +17,7 @@ Why it is valid: no value changes, and strides are recorded anew for all that is
 What it enables: epilogues store results row by row, so that they cannot compute such sums.
 
 Leaves alone: tensors that fewer than two norms read, because a copy would not pay; slices; inputs
-that the graph writes to; streams whose strides a caller would see.
+that are written to. Refuses streams whose strides somebody sees.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from collections import Counter
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import schema, tree_leaves
-from coda_inductor.graph.edit import Put, evaluate, replace
+from coda_inductor.graph.aliases import WRITTEN
+from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.layout import relay
 from coda_inductor.graph.nodes import arguments, aten, fake, row_major
-from coda_inductor.graph.sizes import same, same_strides
+from coda_inductor.graph.sizes import same
 from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.norms import NORMS
 
 
-def lay_out_rows(graph: Graph, _record: Record) -> None:
+def lay_out_rows(graph: Graph, record: Record) -> None:
     """Copy the streams of an aten graph that norms read, in place."""
     norms = [n for n in graph.nodes if n.target in NORMS]
     for start, times in Counter(_start(arguments(norm)["x"]) for norm in norms).items():
-        if start is not None and times > 1:
-            _copy(start)
+        if start is not None and times > 1 and (why := _copy(start)) is not None:
+            record.refuse("rows", start, why)
 
 
 def _start(x: Node | None) -> Node | None:
@@ -63,30 +65,16 @@ def _begins(x: Node) -> bool:
     """Is ``x`` a transpose, or an input that nothing writes to? A copy would be written instead."""
     if x.op != "placeholder":
         return x.target is aten.permute.default
-    schemas = [schema(n.target) for n in x.users if n.op == "call_function"]
-    return not any(s is None or s.is_mutable for s in schemas)
+    return not x.meta.get(WRITTEN)
 
 
-def _copy(start: Node) -> None:
+def _copy(start: Node) -> Refusal | None:
+    """Copy ``start``, or return the reason why its strides must stay."""
     first = start.next
     while first.op == "placeholder":
         first = first.next
     put = Put(start, first)
     copy = put(aten.clone.default, start, memory_format=torch.contiguous_format)
-    replace(start, copy)
-    before, node = {copy: fake(copy)}, copy.next
-    while node.op != "output":
-        if node.op == "call_function" and not before.keys().isdisjoint(node.all_input_nodes):
-            value = evaluate(node.target, node.args, node.kwargs, like=node)
-            if not _same_strides(value, fake(node)):
-                before[node], node.meta["val"] = fake(node), value
-        node = node.next
-    if not before.keys().isdisjoint(node.all_input_nodes):
-        for changed, value in before.items():
-            changed.meta["val"] = value
-        replace(copy, start)
-
-
-def _same_strides(new: object, old: object) -> bool:
-    pairs = zip(tree_leaves(new), tree_leaves(old), strict=True)
-    return all(same_strides(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+    why = relay(start, copy)
+    prune([copy])  # if nobody reads it
+    return why

@@ -41,7 +41,7 @@ from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, plain
-from coda_inductor.matching import Body, Hazards, bodies, forward_mode, writes_to
+from coda_inductor.matching import Body, Hazards, bodies, forward_mode, move, writes_to
 from coda_inductor.matching.bodies import subgraphs
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -214,9 +214,10 @@ def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
         heads = grouped(site.call, arguments, Hazards(site.call.graph), record)
         tensors = arguments["query"], *(heads or (arguments["key"], arguments["value"]))
         new = attend(site.call, tensors, arguments.get("scale"), inside[0], inside[1:])
-        site.call.replace_all_uses_with(new)
-        site.call.graph.erase_node(site.call)
-        record.fire(NAME)
+        if (why := move(site.call, new)) is None:
+            record.fire(NAME)
+        else:
+            record.refuse(NAME, site.call, why)
 
 
 def _plane(mask: Any, tensor: torch.Tensor, lengths: tuple[int, int]) -> Any:

@@ -37,10 +37,11 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants
-from coda_inductor.graph.edit import Put, run
+from coda_inductor.graph.edit import Put, evaluate, run
+from coda_inductor.graph.layout import seen
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import called, kind, op_name
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import alike, same
 from coda_inductor.matching import Body, Hazards, bodies, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -84,14 +85,26 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
             if isinstance(verdict, Refusal):
                 record.refuse("constant_mask", node, verdict.within("its mask stays: {}"))
             else:
-                arguments["attn_mask"] = None
-                arguments["is_causal"] = verdict == CAUSAL
-                record.fire("constant_mask")
+                flags = {"attn_mask": None, "is_causal": verdict == CAUSAL}
+                if (why := _moved(node, arguments | flags)) is None:
+                    arguments |= flags
+                    record.fire("constant_mask")
+                else:
+                    record.refuse("constant_mask", node, why.within("its mask stays: {}"))
         if _flash(arguments) and (heads := grouped(node, arguments, hazards, record)):
             arguments["key"], arguments["value"] = heads
             arguments["enable_gqa"] = True
         node.args = tuple(arguments.pop(name) for name in _TENSORS)
         node.kwargs = arguments
+
+
+def _moved(call: Node, arguments: dict[str, Any]) -> Refusal | None:
+    """The reason why the result of ``call`` must lie in memory as it does, if with ``arguments`` it
+    would not: SDPA's kernels differ in that."""
+    why = seen([call])
+    if why is None or alike(evaluate(call.target, (), arguments, like=call), fake(call)):
+        return None
+    return why
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:
