@@ -103,6 +103,7 @@ def trace(
         inference_compiler=inference,
         partition_fn=partition,
         decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
     )
     traced.call = compiler(gm, inputs)
     return traced

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_copy, unsafe_index_put
+from coda_inductor.graph.aliases import old_values
 from coda_inductor.graph.nodes import aten, bytes_of, elementwise, fake, may_view, prims
 from coda_inductor.graph.walk import closure
 
@@ -107,6 +108,7 @@ class Stash:
         tensors: the tensors that torch's partitioner keeps, without recomputation, inputs and
             outputs; each owns its memory.
         outputs: the outputs of the forward pass, which are there in any case.
+        pinned: nodes that must not run again, because an input that they read is written to.
         halves: results of pairs, each with a node, without readers yet, that computes it alone.
     """
 
@@ -114,6 +116,7 @@ class Stash:
     backward: dict[Node, None]
     tensors: dict[Node, None]
     outputs: frozenset[Node]
+    pinned: frozenset[Node] = frozenset()
     halves: dict[Node, Node] = field(default_factory=dict)
 
     @staticmethod
@@ -133,6 +136,7 @@ class Stash:
             {n: None for n in ordered if n not in forward},
             {n: None for n in ordered if n in owners and _is_tensor(n)},
             results,
+            frozenset(old_values(graph)),
         )
 
     def after(self, drop: Drop) -> set[Node]:
@@ -201,6 +205,7 @@ def groups(stash: Stash) -> list[Group]:
             last = frozenset([n for n in nodes if n in stash.halves][-1:])
             levels += [Drop(last, halves=last)] if last and len(nodes) > 1 else []
             levels.append(Drop(tensors))
+        levels = [d for d in levels if stash.pinned.isdisjoint(stash.rerun(d.nodes, d))]
         sizes = [sorted(map(bytes_of, ns)) for ns in (nodes, proxies)]
         kind = (len(levels), str(sizes), str([n.target for n in kernels]))
         if len(levels) > 1:

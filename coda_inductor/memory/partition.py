@@ -25,8 +25,12 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
-from coda_inductor.graph.nodes import bytes_of
+from coda_inductor.graph.aliases import WRITTEN, names, old_values
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.layout import refresh
+from coda_inductor.graph.nodes import aten, bytes_of, fake, may_view
 from coda_inductor.graph.snapshots import snapshot
+from coda_inductor.graph.walk import base
 from coda_inductor.log import logger, say_once
 from coda_inductor.memory.candidates import Drop, Stash
 from coda_inductor.memory.halves import add_halves
@@ -82,15 +86,54 @@ class Partitioner(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Split:
         record = self.record()
         limit = None if record is None else record.limit
-        if record is None or limit is None:
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        record.limit = None  # of this graph alone
-        gm.graph.eliminate_dead_code()
-        # As torch's partitioner begins: the plan is of these nodes.
-        gm.graph = fx_graph_cse(gm.graph)
-        with functorch_config.patch(activation_memory_budget=1.0):
-            mark(gm.graph, limit, record, joint_inputs, kwargs)
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        budget: dict[str, float] = {}
+        if record is not None and limit is not None:
+            record.limit = None  # of this graph alone
+            gm.graph.eliminate_dead_code()
+            # As torch's partitioner begins: the plan is of these nodes.
+            gm.graph = fx_graph_cse(gm.graph)
+            budget = {"activation_memory_budget": 1.0}
+        for node in old_values(gm.graph):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        with functorch_config.patch(budget):
+            if record is not None and limit is not None:
+                mark(gm.graph, limit, record, joint_inputs, kwargs)
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        keep_old_inputs(forward, backward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+
+def keep_old_inputs(forward: GraphModule, backward: GraphModule, outputs: int) -> None:
+    """Copy inputs that are written to after the forward pass has read them, where the backward pass
+    reads them too. torch's partitioner, which takes the graph for functional, lets it read the new
+    values (pytorch/pytorch pull 197039 is about recomputed ones).
+
+    Before::
+
+        forward: y = x @ w; copy_(w, new); return y, w          backward: dx = dy @ w.T
+
+    After::
+
+        forward: y = x @ w; old = clone(w); copy_(w, new); return y, old
+    """
+    output = forward.graph.output_node()
+    written = [n for n in output.args[0][outputs:] if _is_written(n)]
+    first = next(n for n in forward.graph.nodes if n.op != "placeholder")
+    for value in written:
+        before = first if value.op == "placeholder" else value.next
+        copy = Put(value, before)(aten.clone.default, value)
+        kept = [copy if n is value else n for n in output.args[0][outputs:]]
+        output.args = ((*output.args[0][:outputs], *kept),)
+        (reads,) = (n for n in backward.graph.nodes if n.name == value.name)
+        reads.meta["val"] = fake(copy)
+        for name in sorted(names(reads)):
+            refresh(name)
+    forward.recompile()
+
+
+def _is_written(value: Any) -> bool:
+    """Is ``value`` an input that is written to, or a view of one?"""
+    return isinstance(value, Node) and bool(base(value, may_view).meta.get(WRITTEN))
 
 
 def mark(

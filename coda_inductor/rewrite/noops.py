@@ -13,13 +13,14 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import remove_noop_ops
+from coda_inductor.graph.aliases import WRITTEN
 from coda_inductor.graph.edit import replace
 from coda_inductor.graph.gemms import TRACED
-from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, may_view
 from coda_inductor.graph.read import change
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same, same_strides
-from coda_inductor.graph.walk import chain, leaves
+from coda_inductor.graph.walk import base, chain, leaves
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 
@@ -42,7 +43,7 @@ def remove_noops(graph: Graph, _record: Record) -> None:
 
 def _whole(joined: Node) -> Node | None:
     """The tensor whose slices, all and in order, ``joined`` concatenates, if it has the same
-    strides, which views of ``joined`` may need; else None."""
+    strides, which views of ``joined`` may need, and is never written to; else None."""
     args = arguments(joined)
     dim, end, whole = args["dim"] % fake(joined).dim(), 0, None
     for piece in args["tensors"]:
@@ -57,7 +58,8 @@ def _whole(joined: Node) -> Node | None:
         end = end + fake(piece).shape[dim]
     if whole is None or not same(end, fake(whole).shape[dim]):
         return None
-    return whole if same_strides(fake(whole), fake(joined)) else None
+    written = base(whole, may_view).meta.get(WRITTEN)  # the copy has the old values
+    return whole if same_strides(fake(whole), fake(joined)) and not written else None
 
 
 def _ask_inputs(graph: Graph) -> None:
