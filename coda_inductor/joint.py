@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from coda_inductor import patterns
 from coda_inductor.compat import CustomGraphPass, functorch_config, inductor_config
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
@@ -24,6 +25,7 @@ from coda_inductor.mainloop.availability import identity
 from coda_inductor.memory import costs
 from coda_inductor.memory.limit import limit
 from coda_inductor.memory.partition import installed
+from coda_inductor.memory.room import room
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import several_ranks
@@ -82,17 +84,18 @@ class HookPass(CustomGraphPass):
     def run(self, graph: Graph) -> None:
         """Run our own part of the pass on ``graph``."""
 
+    def current(self) -> Record | None:
+        """The record of the current compilation, if it has begun."""
+        return None
+
     def uuid(self) -> Any:
         """Everything that the result depends on. None (never cached) while debugging, or if a pass
         of the user does not say what it depends on."""
         inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user_passes]
         if None in inner or self.options.debug:
             return None
-        options = self.options
-        files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        settings = getattr(functorch_config, BUDGET, 1.0), functorch_config.donated_buffer
-        decisions = several_ranks(), generation(), *settings
-        parts = (_sources(), options.identity, identity(), inner, files, decisions)
+        record = self.current() or Record(self.options, dry=True)
+        parts = inner, [(name, read(record)) for name, read in FACTS.items()]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -107,6 +110,9 @@ class JointPass(HookPass):
         super().__init__(record.options, setting)
         self.record, self.ran = record, False
 
+    def current(self) -> Record | None:
+        return self.record
+
     def run(self, graph: Graph) -> None:
         self.ran = True
         rewrite(graph, self.record, plans=installed())
@@ -115,7 +121,7 @@ class JointPass(HookPass):
 def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     """Run the passes on the aten graph. ``plans``: does our partitioner plan its memory? Then the
     limit is read before them."""
-    record.limit = limit(graph, record.options) if plans else None
+    record.limit = limit(graph, record.options.memory, record.room) if plans else None
     if not plans and record.options.memory is not None:
         why = _HELD if record.dry else _NO_PLANNER
         warn_once("option 'memory'", why, to="torch's partitioner")
@@ -136,6 +142,7 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
     launch.forget_failures()
     costs.install()
     notice.before_compile(gm, inputs, record.options)
+    record.room = _room(gm, inputs, record.options.memory)
     if _may_fuse(inputs, record.options):
         pool.warm_up()  # tracing a model takes seconds as well
     wrap = on_dynamo(gm, record)
@@ -151,6 +158,15 @@ def _may_fuse(inputs: Sequence[Any], options: Options) -> bool:
     return any(hint(x.numel()) >= _LARGE for x in tensors)
 
 
+def _room(gm: GraphModule, inputs: Sequence[Any], setting: Any) -> int | None:
+    """The room that a peak leaves for Dynamo's graph ``gm``; None for a share, and on a CPU."""
+    if not isinstance(setting, (int, str)):
+        return None
+    tensors = (x for x in (*inputs, *map(fake, gm.graph.nodes)) if isinstance(x, torch.Tensor))
+    device = next((x.device for x in tensors if x.is_cuda), None)
+    return None if device is None else room(setting, device)
+
+
 @functools.lru_cache(maxsize=1)
 def _sources() -> str:
     root = Path(__file__).parent
@@ -159,3 +175,19 @@ def _sources() -> str:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+#: What a compiled graph depends on, besides the graph and what torch's keys contain anyway: each
+#: fact by its name, with the function that reads it. All of them are in the keys of torch's caches:
+#: a pass or an option that decides by something else adds it here.
+FACTS: dict[str, Callable[[Record], Any]] = {
+    "sources": lambda _: _sources(),
+    "versions": lambda _: identity(),
+    "options": lambda record: record.options.identity,
+    "patterns": lambda record: [_digest(p) for p in patterns.files(record.options.patterns)],
+    "measurements": lambda _: generation(),
+    "ranks": lambda _: several_ranks(),
+    "budget": lambda _: getattr(functorch_config, BUDGET, 1.0),
+    "donated_buffer": lambda _: functorch_config.donated_buffer,
+    "room": lambda record: record.room,
+}

@@ -91,6 +91,9 @@ class _EnabledPass(HookPass):
         options, out = super().options, _compiling.out
         return dataclasses.replace(options, disable=(*options.disable, *out)) if out else options
 
+    def current(self) -> Record | None:
+        return _compiling.now(self.options)
+
 
 class _DynamoPass(_EnabledPass):
     """The passes of ``pipeline.ON_DYNAMO``, and the start of a compilation."""
@@ -115,7 +118,7 @@ class _JointPass(_EnabledPass):
     def uuid(self) -> Any:
         """As for every pass; None (do not cache) after a failure that the next process may not
         have. Inductor asks again before it caches a result."""
-        record = _compiling.now(self.options)
+        record = self.current()
         return None if record is not None and record.failed else super().uuid()
 
 
@@ -139,6 +142,8 @@ def disable() -> None:
     """Restore the settings before :func:`enable`. A pass that was set since then stays."""
     for name, user_passes in beneath({}).items():
         setattr(inductor_config, name, user_passes)
+    if getattr(inductor_compile.compile_fx, "coda", False):  # else somebody has wrapped it again
+        inductor_compile.compile_fx = inductor_compile.compile_fx.__wrapped__
 
 
 @contextmanager

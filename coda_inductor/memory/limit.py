@@ -22,20 +22,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.compat import functorch_config, unset_fake_temporarily
-from coda_inductor.graph.nodes import fake
+from coda_inductor.compat import functorch_config
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import snapshot
-from coda_inductor.options import Options
-from coda_inductor.plan import several_ranks
 from coda_inductor.rewrite.decompose import decompose
 
-#: The share of free memory that "fit" takes: the rest is for fragments and workspaces.
-_FIT = 0.95
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -56,16 +50,15 @@ class Limit:
     room: int | None = None
 
 
-def limit(graph: Graph, options: Options) -> Limit | None:
+def limit(graph: Graph, setting: float | str | None, room: int | None) -> Limit | None:
     """The limit of the joint graph ``graph``, before any rewrite, or None. Removes the marks of
-    checkpoints that the planner replaces."""
+    checkpoints that the planner replaces. ``setting``: the option ``memory``; ``room``: the bytes
+    that it leaves a step if it is a peak."""
     if not training(graph):
         return None
     marks = [n for n in graph.nodes if n.meta.get("recompute") is not None]
     selective = any(n.meta["recompute"] in _SAVED for n in marks)
     share = min(1.0, getattr(functorch_config, "activation_memory_budget", 1.0))
-    setting = options.memory
-    room = _room(graph, setting) if isinstance(setting, (int, str)) else None
     if room is None and not isinstance(setting, float):
         setting = None
     if setting is None and share >= 1 and not selective:
@@ -79,29 +72,3 @@ def limit(graph: Graph, options: Options) -> Limit | None:
     if isinstance(setting, float):
         return Limit(module, min(share, setting))
     return Limit(module, share, room)
-
-
-def _room(graph: Graph, setting: int | str) -> int | None:
-    """Bytes that a step may take beyond the present use of the device: up to a peak of ``setting``
-    bytes, or ("fit") the free memory less a margin for fragmentation. The minimum over all ranks,
-    because their kernels must be the same. None for a part of a model on a CPU."""
-    device = next((d for d in map(_device, graph.nodes) if d is not None), None)
-    if device is None:
-        return None
-    used = torch.cuda.memory_allocated(device)
-    if setting == "fit":
-        free, _ = torch.cuda.mem_get_info(device)
-        room = int(_FIT * (free + torch.cuda.memory_reserved(device) - used))
-    else:
-        room = int(setting) - used
-    if several_ranks():
-        with unset_fake_temporarily():
-            least = torch.tensor(room, device=device)
-            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
-            room = int(least)
-    return room
-
-
-def _device(node: Node) -> torch.device | None:
-    value = fake(node)
-    return value.device if isinstance(value, torch.Tensor) and value.is_cuda else None

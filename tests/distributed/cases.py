@@ -5,6 +5,7 @@ one rank with all data, what fuses, and why the rest does not. ``CHECKS`` has al
 import contextlib
 import copy
 import dataclasses
+import datetime as dt
 import functools
 import importlib.util
 import re
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import expert_ranks
 import torch
@@ -40,6 +42,7 @@ from zoo.layers import Decoder, Gated, rotated
 import coda_inductor
 from coda_inductor import log, op_by_op
 from coda_inductor.compat import InductorError
+from coda_inductor.memory import room as rooms
 from coda_inductor.runtime import notice
 
 #: What one graph, which serves all blocks, does. Its first norm reads an input.
@@ -434,6 +437,26 @@ def sharded_parameters_where_only_inductor_is_accepted():
     on.assert_fired(BLOCK)
 
 
+def ranks_agree_on_a_peak_once_and_without_a_collective():
+    """One rank compiles more graphs than the other: it must not wait for that."""
+    rank = dist.get_rank()
+    with mock.patch.object(torch.cuda, "memory_allocated", return_value=(rank + 1) << 20):
+        for _ in range(1 + 2 * rank):
+            assert rooms.room(64 << 20, torch.device("cuda")) == 62 << 20
+    dist.barrier()
+
+
+def a_rank_that_never_compiles_is_not_waited_for_forever():
+    log.forget_warnings()
+    if dist.get_rank() == 0:
+        used = mock.patch.object(torch.cuda, "memory_allocated", return_value=1 << 20)
+        patience = mock.patch.object(rooms, "_PATIENCE", dt.timedelta(seconds=1))
+        with on.heard() as said, used, patience:
+            assert rooms.room(33 << 20, torch.device("cuda")) == 32 << 20
+        assert ["could not agree on a peak" in text for text in said] == [True]
+    dist.barrier()
+
+
 #: Name -> a check, and whether it has Inductor's own code, which takes seconds a graph.
 CHECKS: dict[str, Callable[[], None]] = {
     **CASES,
@@ -444,6 +467,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         stages_of_blocks,
         a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others,
         what_every_rank_warns_of_is_said_once_a_host,
+        ranks_agree_on_a_peak_once_and_without_a_collective,
+        a_rank_that_never_compiles_is_not_waited_for_forever,
         tensor_parallelism_with_inductors_code, sharded_parameters_where_only_inductor_is_accepted,
     )},
 }  # fmt: skip

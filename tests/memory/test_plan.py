@@ -26,7 +26,6 @@ from coda_inductor.compat import (
 from coda_inductor.errors import OptionError
 from coda_inductor.log import forget_warnings
 from coda_inductor.memory import candidates, partition, planner
-from coda_inductor.memory import limit as limits
 from coda_inductor.memory.halves import half_of
 from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, verify
@@ -58,9 +57,11 @@ def planned(model, x, backend=None, **options):
     return backend, gradients(torch.compile(model, backend=backend), model, x)
 
 
-def trained(model=None, **options):
-    """The harness that has compiled ``model``, which is called once."""
+def trained(model=None, *, room=None, **options):
+    """The harness that has compiled ``model``, which is called once. ``room``: the bytes that a
+    peak leaves."""
     harness = Harness(gate="always", **options)
+    harness.record.room = room
     harness.train(blocks() if model is None else model, inputs())
     return harness
 
@@ -287,16 +288,11 @@ def test_symbolic_sizes():
     assert harness.report.memory.again > 0
 
 
-def room(monkeypatch, room):
-    monkeypatch.setattr(limits, "_room", lambda _graph, _asked: room)
-
-
-def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
+def test_a_peak_is_kept_to_and_more_of_it_is_never_slower():
     before = None
     peak = trained(memory=1.0).report.memory.peak
     for part in (1.1, 1.0, 0.9, 0.8):
-        room(monkeypatch, int(part * peak))
-        said = trained(memory="1 GiB").report.memory
+        said = trained(memory="1 GiB", room=int(part * peak)).report.memory
         assert said.peak <= part * peak
         assert before is None or said.ms >= before
         before = said.ms
@@ -305,10 +301,10 @@ def test_a_peak_is_kept_to_and_more_of_it_is_never_slower(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_peak_of_one_of_many_blocks_is_said(count, monkeypatch, caplog):
-    room(monkeypatch, 2**30)
     monkeypatch.setattr(partition, "several_ranks", lambda: True)
     forget_warnings()
-    trained(nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double(), memory="1 GiB")
+    model = nn.Sequential(*(Gated(D, 4 * D) for _ in range(count))).double()
+    trained(model, room=2**30, memory="1 GiB")
     assert ("need a share from 0 to 1" in caplog.text) == (count == 1)
 
 
@@ -327,11 +323,10 @@ def test_a_gradient_takes_the_place_of_what_ends_with_its_kernel(donated, monkey
     assert tensors <= harness.report.memory.peak / (rows * columns * 2) < tensors + 0.2
 
 
-def test_what_cannot_fit_is_an_error_that_names_the_least_peak(monkeypatch):
-    room(monkeypatch, 1000)
+def test_what_cannot_fit_is_an_error_that_names_the_least_peak():
     said = r"option 'memory'.*needs 0\.\d+ MiB even if everything.*smaller batch"
     with pytest.raises(Exception, match=said):
-        trained(memory="1 GiB")
+        trained(memory="1 GiB", room=1000)
 
 
 @pytest.mark.parametrize(
