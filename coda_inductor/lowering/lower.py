@@ -8,7 +8,7 @@ does its own work meanwhile; :func:`settle` waits for it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
@@ -16,6 +16,7 @@ from coda_inductor.errors import FallbackError
 from coda_inductor.fuse.emit import expand
 from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.log import warn_once
+from coda_inductor.program import EpilogueProgram
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.report import SiteReport
@@ -23,6 +24,9 @@ from coda_inductor.runtime import on_cuda, pool
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.op import OP
 from coda_inductor.semantic.experts import WGRAD
+
+if TYPE_CHECKING:
+    from coda_inductor.plan import Plan
 
 #: Meta of a GEMM's node, or of the call that replaced it: the number of its report in the list.
 SITE = "coda_site"
@@ -45,7 +49,7 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     else:
         _settle(kernels, record)
     for call in plain:
-        expand(call, exact=not plan.rounds(_left_operand(call)))
+        expand(call, exact=_exact(call, plan))
 
 
 def settle(graph: Graph, record: Record) -> bool:
@@ -78,7 +82,7 @@ def _settle(calls: list[Node], record: Record) -> bool:
             choice = replace(sites[i].choice, how="reference", refusal=why)
             sites[i] = replace(sites[i], choice=choice)
         record.failed = changed = True
-        expand(call, exact=not record.plan.rounds(_left_operand(call)))
+        expand(call, exact=_exact(call, record.plan))
     return changed
 
 
@@ -95,6 +99,14 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
         warn_once("GEMM", cause, first=names[0] + others)
 
 
+def _exact(call: Node, plan: Plan) -> bool:
+    """Does ``call``, where it runs as plain ops, not round its product before the epilogue? It
+    never does under a scale of rows: the operand that waits for the scale is rounded already."""
+    args = arguments(call)
+    scaled = any(o.kind == "col" for o in EpilogueProgram.from_json(args["program"]).operands)
+    return scaled or not plan.rounds(fake(args["as_"][0]))
+
+
 def _requests(call: Node) -> list[pool.KernelRequest]:
     """The kernels that a call may launch."""
     args = arguments(call)
@@ -103,7 +115,3 @@ def _requests(call: Node) -> list[pool.KernelRequest]:
         return on_cuda.requests(a, rows, bs, args["turned"])
     left, right = ([fake(x) for x in args[name]] for name in ("as_", "bs"))
     return requests(left, right, args["program"], args["config"])
-
-
-def _left_operand(call: Node) -> Any:
-    return fake(arguments(call)["as_"][0])
