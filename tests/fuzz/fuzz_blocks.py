@@ -5,6 +5,7 @@ how it ends."""
 from collections.abc import Callable
 
 import fuzz_spellings as spell
+from fuzz_memory import remember, watch
 from fuzz_writer import Writer
 
 
@@ -39,6 +40,7 @@ def block(w: Writer) -> None:
     """Something in between, then norm, branch and residual; or parallel branches, or no norm."""
     if w.chance(0.3):
         between(w)
+    remember(w)
     with w.region():
         n = w.norm() if w.chance(0.93) else w.x
         y = branch(w)(w, n)
@@ -51,6 +53,7 @@ def block(w: Writer) -> None:
         w.outputs.append(output(w))
     if w.more.random() < 0.12:
         w.outputs += [w.x, w.more.choice(spell.COPIES).format(x=w.x)]
+    watch(w, *w.streams[:2])
 
 
 def output(w: Writer) -> str:
@@ -87,6 +90,7 @@ def gated(w: Writer, n: str) -> str:
     g, u = (w.new(w.linear(n, w.d, w.h, same)) for _ in range(2))
     if w.chance(0.06):
         w.outputs.append(g)
+    watch(w, g, u)
     return w.linear(w.new(w.rng.choice(spell.GATES).format(g=g, u=u)), w.h, w.d)
 
 
@@ -96,6 +100,7 @@ def packed(w: Writer, n: str) -> str:
     w.line(w.rng.choice(spell.HALVES).format(g=g, u=u, z=z, h=w.h))
     if w.chance(0.12):
         w.outputs += [g, u]
+    watch(w, g, u, z)
     return w.linear(w.new(w.rng.choice(spell.GATES).format(g=g, u=u)), w.h, w.d)
 
 
@@ -108,6 +113,7 @@ def summed(w: Writer, n: str) -> str:
     """A sum of products whose left operands are made of one another, or are one and the same."""
     lefts = [n, *(w.rng.choice(spell.ACTIVATIONS[:-1]).format(x=n) for _ in range(2)), f"{n} * {n}"]
     lefts = [n, *(w.new(text) if w.chance(0.7) else f"({text})" for text in lefts[1:])]
+    watch(w, *lefts[1:])
     terms = [w.linear(w.rng.choice(lefts), w.d, w.d) for _ in range(w.rng.choice([2, 2, 3]))]
     text = " + ".join(terms)
     return f"F.gelu({text})" if w.chance(0.3) else text

@@ -9,6 +9,7 @@ run at all. A program has ``LIMIT`` seconds of CPU time: compiling must end.
 
 import contextlib
 import copy
+import functools
 import signal
 import warnings
 from collections import Counter
@@ -131,18 +132,22 @@ def _shared(tensors: dict[str, torch.Tensor]) -> set[tuple[str, str]]:
 def judge(
     program: Program,
     limit: float = LIMIT,
-    make: Callable[[], Any] = Harness,
+    make: Callable[..., Any] = Harness,
     stock: Callable[[], Any] = Stock,
 ) -> Outcome:
     """Run the program in eager and through our passes, by default without code generation."""
+    make = functools.partial(make, memory=program.memory)
     with environment(program):
         return _judge(program, limit, make, stock)
 
 
 def judge_end_to_end(program: Program) -> Outcome:
     """As :func:`judge`, compiled to the end by our backend, or Inductor's."""
-    ours = {"backend": "coda", "options": {"strict": True}}
-    return judge(program, 10 * LIMIT, lambda: ours, lambda: "inductor")
+
+    def make(**options: Any) -> dict[str, Any]:
+        return {"backend": "coda", "options": {"strict": True, **options}}
+
+    return judge(program, 10 * LIMIT, make, lambda: "inductor")
 
 
 def _judge(

@@ -15,6 +15,7 @@ HEADER = """\
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from zoo import seen
 
 low, high = torch.{low}, torch.{high}
 
@@ -67,6 +68,7 @@ class Program:
             sizes are static where those of arguments are dynamic.
         dynamic: what torch.compile gets.
         custom: whether fused sites stay custom ops.
+        memory: the option of that name.
         seed: of the inputs' values.
         low, high: names of dtypes.
     """
@@ -77,6 +79,7 @@ class Program:
     weights: tuple[str, ...] = ()
     dynamic: bool = False
     custom: bool = False
+    memory: float | None = None
     seed: int = 0
     low: str = "float64"
     high: str = "float64"

@@ -27,7 +27,8 @@ def reduced(program: Program, fails: Callable[[Program], bool], seconds: float =
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    for change in ({"trained": ()}, {"weights": ()}, {"dynamic": False}, {"custom": False}):
+    plain = {"trained": (), "weights": (), "dynamic": False, "custom": False, "memory": None}
+    for change in ({name: value} for name, value in plain.items()):
         yield replace(program, **change)  # first: what comes after compiles faster
     for lines in _changed(program.body.split("\n")):
         yield replace(program, body="\n".join(lines))

@@ -37,6 +37,8 @@ class Writer:
             before that was added, where none of it is drawn.
         lead: sizes in front of the last dimension.
         d, h, vocabulary, heads: widths.
+        extra: draws who sees which memory, likewise.
+        late: statements before the last one.
         smooth: nothing that makes a large error of a small one.
         norms: how often a norm is RMSNorm, LayerNorm, or none but like one.
         x: name of the stream; ``streams`` all of its shape so far.
@@ -51,6 +53,8 @@ class Writer:
     smooth: bool = False
     norms: tuple[int, int, int] = (60, 34, 6)
     more: random.Random = field(default_factory=random.Random)
+    extra: random.Random = field(default_factory=random.Random)
+    late: list[str] = field(default_factory=list)
     x: str = "x"
     inputs: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -194,15 +198,19 @@ def write(seed: int, *, training: bool, smooth: bool = False) -> Program:
     heads = rng.choice([n for n in (1, 2, 4) if d % n == 0])
     norms = rng.choice([(94, 0, 6), (97, 3, 0), (0, 100, 0), (0, 94, 6), (50, 40, 10)])
     vocabulary = rng.choice([11, 50, 300])
-    more = random.Random(f"{seed} others")  # noqa: S311
-    writer = Writer(rng, lead, d, h, vocabulary, heads, smooth, norms, more)
+    more, extra = (random.Random(f"{seed} {of}") for of in ("others", "memory"))  # noqa: S311
+    writer = Writer(rng, lead, d, h, vocabulary, heads, smooth, norms, more, extra)
     start(writer)
     for _ in range(rng.choice([1, 1, 2])):
         block(writer)
     end(writer)
+    for line in writer.late:
+        writer.line(line)
+    if not smooth and extra.random() < 0.06 and "x" in writer.inputs:
+        writer.line(extra.choice(["x.zero_()", "x.mul_(2)", "x.add_(1)"]))
     writer.line(f"return [{', '.join(dict.fromkeys(writer.outputs))}]")
-    changed = "x.add_(1)" in writer.lines
-    floats = [n for n, text in writer.inputs.items() if "randint" not in text]
+    changed = any(line.startswith("x.") for line in writer.lines)
+    floats = [n for n, text in writer.inputs.items() if "randint" not in text and n[:2] != "st"]
     floats = [n for n in floats if n != "x" or not changed]
     frozen = rng.choice([0.0, 0.0, 0.25, 0.6])
     trained = [name for name in floats if rng.random() >= frozen] or floats[:1]
@@ -214,5 +222,6 @@ def write(seed: int, *, training: bool, smooth: bool = False) -> Program:
         weights=weights,
         dynamic=rng.random() < 0.3,
         custom=rng.random() < 0.3,
+        memory=extra.choice([None, None, 0.0, 0.3, 0.6]) if training else None,
         seed=seed,
     )
