@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from coda_inductor import report
 from coda_inductor.compat import (
@@ -44,6 +44,7 @@ from coda_inductor.compat import (
     counters,
 )
 from coda_inductor.errors import CodaError, FallbackError
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import op_name
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import logger, warn_once
@@ -56,6 +57,7 @@ from coda_inductor.refusal import refuse
 HELD = {"collectives"}
 #: A graph and options -> passes that are left out, with reasons; None if all of them are.
 _left_out: dict[tuple[str, str], dict[str, str] | None] = {}
+_MOST = 256
 _Notes = tuple[list[report.GraphReport], Counter[str], dict[str, Any]]
 
 
@@ -142,6 +144,8 @@ class _Search:
         if previous is None or (error := self._error((), first=True)):
             partial = self._fall(error)
             if self.lasting and self.best[0].whole:
+                if len(_left_out) >= _MOST:
+                    _left_out.clear()
                 _left_out[key] = self.out if partial else None
         result, notes = self.best
         self.start.note(notes)
@@ -203,6 +207,15 @@ class _Search:
         self.best = result, self.start.notes()
 
 
+def _signature(node: Node) -> str:
+    """What a graph that is compiled again has in common with the first: its ops, and the names,
+    dtypes and sizes of its parameters."""
+    value = fake(node)
+    if isinstance(value, torch.nn.Parameter):
+        return f"{node.target} {value.dtype} {tuple(value.shape)}"
+    return op_name(node)
+
+
 class _Start:
     """The state before the first attempt: graphs, torch's notes, ours. Attempts change it."""
 
@@ -211,8 +224,8 @@ class _Start:
         self.graphs = [(g, snapshot(g.graph), dict(g.named_children())) for g in graphs]
         self.context = TracingContext.try_get()
         self.before, self.first = self.notes(), True
-        nodes = [n for _, graph, _ in self.graphs for n in graph.nodes if n.op.startswith("call")]
-        text = " ".join(str(op_name(n)) for n in nodes)
+        nodes = [n for _, graph, _ in self.graphs for n in graph.nodes]
+        text = " ".join(filter(None, map(_signature, nodes)))
         #: The same for a graph that is compiled again, also for other or for symbolic sizes.
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 

@@ -24,7 +24,7 @@ import torch
 
 from coda_inductor.arch import arch_of
 from coda_inductor.errors import KernelError
-from coda_inductor.log import warn_once
+from coda_inductor.log import logger, warn_once
 from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.tensors import UnpairableError
 from coda_inductor.program import EpilogueProgram, Store, reference
@@ -90,7 +90,8 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     entry = kernel(program, config)
     try:
         prepared = entry(as_, bs, operands)
-    except Exception:  # the full way converts what it can, and raises otherwise
+    except Exception as error:  # the full way converts what it can, and raises otherwise
+        logger.debug("the prepared launch at %s failed: %r", site or program, error)
         prepared = None
     if prepared is not None:
         return prepared

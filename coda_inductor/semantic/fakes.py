@@ -37,8 +37,9 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
         key = (function, _part(args))
     except _UncertainError:
         return function(*args)
-    if key in _RESULTS:
-        return _copy(_RESULTS[key])
+    known = _RESULTS.get(key)  # another thread may clear them at any time
+    if known is not None:
+        return _copy(known)
     result = function(*args)
     with contextlib.suppress(_UncertainError):
         if len(_RESULTS) >= _MOST:
