@@ -142,8 +142,9 @@ def disable() -> None:
     """Restore the settings before :func:`enable`. A pass that was set since then stays."""
     for name, user_passes in beneath({}).items():
         setattr(inductor_config, name, user_passes)
-    if getattr(inductor_compile.compile_fx, "coda", False):  # else somebody has wrapped it again
-        inductor_compile.compile_fx = inductor_compile.compile_fx.__wrapped__
+    wrapped = getattr(inductor_compile, "compile_fx", None)
+    if getattr(wrapped, "coda", False):  # else somebody has wrapped it again
+        inductor_compile.compile_fx = wrapped.__wrapped__
 
 
 @contextmanager

@@ -8,12 +8,13 @@ import pytest
 import torch
 from checking import differentiate, replace_pass
 from harness import as_it_is
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config, lowering
 from torch._inductor.exc import InductorError, LoweringException
 from torch.utils.checkpoint import checkpoint
-from zoo.layers import D, whole
+from zoo.layers import D, Gated, whole
 
 import coda_inductor
 from coda_inductor import FallbackError, falls, op_by_op, pass_mode, pipeline
@@ -295,6 +296,17 @@ def test_a_lack_of_memory_is_not_remembered(monkeypatch, inner, warned):
     compare()
     assert left_out(warned) == ["norm"]
     assert not known
+
+
+def test_another_model_with_the_same_ops_keeps_its_passes(break_pass, inner, warned):
+    break_pass("fuse")
+    compare()
+    assert left_out(warned) == ["fuse"]
+    asked = len(inner.asked)
+    model = Gated(2 * D, 16, norm=nn.RMSNorm, front=True, down=False, residual=False).double()
+    x = torch.randn(3, 2 * D, dtype=torch.float64)
+    coda(model)(x).sum().backward()
+    assert inner.asked[asked] == "forward refused"
 
 
 def enabled(model, **how):

@@ -238,6 +238,20 @@ def test_what_was_set_since_stays():
     config.joint_custom_pre_pass = None
 
 
+def test_inductors_function_is_its_own_again(monkeypatch):
+    inductor_compile = torch._inductor.compile_fx
+    coda_inductor.disable()  # what an earlier test left
+    own = inductor_compile.compile_fx
+    coda_inductor.enable()
+    assert inductor_compile.compile_fx is not own
+    coda_inductor.disable()
+    assert inductor_compile.compile_fx is own
+    coda_inductor.enable()
+    monkeypatch.setattr(inductor_compile, "compile_fx", mine := lambda *_: None)
+    coda_inductor.disable()
+    assert inductor_compile.compile_fx is mine
+
+
 def test_the_backend_is_not_disturbed():
     theirs = UsersPass(), UsersPass()
     config.pre_grad_custom_pass, config.joint_custom_pre_pass = theirs

@@ -3,6 +3,7 @@
 at its start, half way or at its end, the graph is put back: it compiles, to eager's numbers, with
 one warning."""
 
+import contextlib
 import copy
 import re
 import shutil
@@ -204,6 +205,18 @@ def test_wherever_passes_fail_the_graph_is_put_back(names, how, monkeypatch, cap
         (text,) = warnings
         assert f": pass {names[0]} falls back to Inductor: IndexError in our own passes" in text
     assert len(warnings) <= 1
+
+
+def test_a_failure_leaves_no_note():
+    record = Record(parse(None, {"disable": ["norm"]}))
+    with contextlib.suppress(ValueError), record.undone_on_error():
+        record.enabled("norm")
+        record.fire("swiglu")
+        record.limit, record.failed = object(), True
+        raise ValueError
+    assert not record.stopped
+    assert not record.fired
+    assert (record.limit, record.failed) == (None, False)
 
 
 def test_a_pass_that_others_need_takes_them_along(monkeypatch, caplog):
