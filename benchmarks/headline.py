@@ -4,7 +4,8 @@
 ``python -m benchmarks headline OUT.json`` starts a process for each case and variant, a few cases
 at a time, and asks them in turn for a sample (``worth.sustained``): the median of steps that run
 back to back, as training does. Beside it the peak MiB of a step, weights and batch not included,
-and the first step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree.
+and the first step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree. With ``--python
+NAME=FILE``, another interpreter with another torch runs all variants too, as "NAME: coda".
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def main(arguments: list[str]) -> None:
         "results": {},
     }
     trees = dict(tree.split("=", 1) for tree in options.tree)
+    at_once = 1 if options.python else TOGETHER
     while names:
-        now, names = names[:TOGETHER], names[TOGETHER:]
-        found["results"] |= together(now, trees, options.file)
+        now, names = names[:at_once], names[at_once:]
+        found["results"] |= together(now, trees, pythons(options), options.file)
         options.file.write_text(json.dumps(found, indent=1))
 
 
@@ -76,8 +78,14 @@ def parser_of(command: str, about: str | None, what: str, **more: Any) -> argpar
     parser.add_argument("file", type=Path)
     parser.add_argument(f"--{what}", dest="names", action="append", help="repeatable", **more)
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser
+
+
+def pythons(options: argparse.Namespace) -> dict[str, str]:
+    """Name -> interpreter; "" is this one."""
+    return {"": sys.executable} | dict(each.split("=", 1) for each in options.python)
 
 
 def measured(
@@ -88,22 +96,30 @@ def measured(
     out, log = options.file, options.file.with_suffix(".log")
     about = environment.describe(sys.argv[1:], options.commit, f"benchmarks.{command}")
     keep = functools.partial(environment.keep, out, about)
-    running = {name: start([command, str(out), "--part", name], log) for name in names}
+    by_name = pythons(options)
+    parts = {name: name.rpartition(": ") for name in names}
+    running = {
+        name: start([command, str(out), "--part", part], log, python=by_name[python])
+        for name, (python, _, part) in parts.items()
+    }
     ended = running.keys() - in_turn(running, samples, keep)
     for process in running.values():
         process.kill()
     return keep({name: {"error": f"it ended: see {log.name}", "samples": []} for name in ended})
 
 
-def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, Any]:
+def together(
+    names: list[str], trees: dict[str, str], by_name: dict[str, str], out: Path
+) -> dict[str, Any]:
     """Case -> variant -> figures, of processes that are all alive and take turns."""
     running = {
-        (case, variant): start(
+        (case, f"{name}: {variant}" if name else variant): start(
             ["headline", str(out), "--case", case,
              "--part", "coda" if variant in trees else variant],
-            out.with_suffix(f".{variant}.log"), tree=trees.get(variant, ""),
+            out.with_suffix(f".{variant}.log"), tree=trees.get(variant, ""), python=python,
         )
         for case in names
+        for name, python in by_name.items()
         for variant in (*VARIANTS, *trees)
         if (case not in NO_CAUSAL or variant != "compile_causal")
         and (case in models.MASKED or variant != "compile_flex")
@@ -141,14 +157,14 @@ def in_turn(
 
 
 def start(
-    arguments: list[str], log: Path, first: str = "", tree: str = ""
+    arguments: list[str], log: Path, first: str = "", tree: str = "", python: str = sys.executable
 ) -> subprocess.Popen[str]:
     """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``; modules
     in ``first`` hide others."""
     here = str(environment.REPOSITORY)
     path = os.pathsep.join(filter(None, (first, tree, here)))
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", *arguments], text=True, stdin=subprocess.PIPE,
+        [python, "-m", "benchmarks", *arguments], text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=log.open("a"), env=os.environ | {"PYTHONPATH": path},
         cwd=tree or here,
     )  # fmt: skip
@@ -189,4 +205,5 @@ def answer(case: str, variant: str) -> None:
             facts = worth.facts(step)
             peak = 1024 * facts["peak"] - weights
             line = {"peak_mib": peak, "kernels": facts["kernels"], "first_s": first}
+            line["torch"] = torch.__version__
         print(json.dumps(line), file=out, flush=True)

@@ -7,7 +7,7 @@ B A: milliseconds of a step (``worth.sustained``), joules, and the peak with wei
 A variant is "[MODEL] RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8]", as in ``--variant "qwen2 lora
 coda 2x4096 adamw"``; OUT.json keeps those that it has, and commands on other cards may write it
 meanwhile. coda is compared with what ran on the same card. ``--render`` writes it into
-docs/results.
+docs/results. With ``--python NAME=FILE``, "NAME: VARIANT" runs in another interpreter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     else:
         names = options.names or list(VARIANTS)
         try:
-            [parsed(name) for name in names]
+            [parsed(name.rpartition(": ")[2]) for name in names]
         except ValueError as error:
             parser.error(str(error))
         print(table(headline.measured("whole", names, options, TURNS)))
@@ -119,6 +119,7 @@ def answer(variant: str, lock: Path) -> None:
     awake = functools.partial(turn, workload, sizes, said["optimizer"], lock)
     with worth.compiled(step, awake, eager=said["backend"] == "eager"):
         line: dict[str, Any] = {"first_s": time.perf_counter() - began, "flops": flops}
+        line["torch"] = torch.__version__
         card = torch.cuda.get_device_properties(0)
         line |= worth.facts(step) | {"gpu": card.name, "card": str(card.uuid)}
     for number, _ in enumerate(sys.stdin):
@@ -189,14 +190,15 @@ def table(found: dict[str, Any]) -> str:
         if not samples:
             errors.append(f"\n{name} did not run: {result.get('error', 'it ended')}\n")
             continue
-        said = parsed(name)
+        python, _, variant = name.rpartition(": ")
+        said = parsed(variant)
         batch, length = map(int, said["shape"].split("x"))
         tokens, ms = batch * length, statistics.median(each["ms"] for each in samples)
         # Older results have the parameters of the 8B.
         each = result.get("flops") or 6 * (result["parameters"] + 32 * 4096 * length)
         flops = 1e3 * each * tokens / ms
         joules = [each["joules"] / tokens for each in samples if "joules" in each]
-        pair = *(said[kind] for kind in kinds), result.get("card", "")
+        pair = *(said[kind] for kind in kinds), result.get("card", ""), python
         of[pair, said["backend"]] = ms
         stock = of.get((pair, "causal"))
         rows.append([
@@ -208,6 +210,6 @@ def table(found: dict[str, Any]) -> str:
         ])  # fmt: skip
     heads = ("variant", "GPU", "ms", "causal over it", "tokens a second", "TFLOP/s", "of the peak",
              "peak GiB", "mJ a token", "first")  # fmt: skip
-    rows.sort(key=lambda row: [parsed(row[0])[kind] for kind in kinds])
+    rows.sort(key=lambda row: [parsed(row[0].rpartition(": ")[2])[kind] for kind in kinds])
     text = tabulate(rows, heads, "github", disable_numparse=True)
     return f"{where(about)}\n\n{text}\n{''.join(errors)}"

@@ -143,7 +143,9 @@ def disable() -> None:
     for name, user_passes in beneath({}).items():
         setattr(inductor_config, name, user_passes)
     wrapped = getattr(inductor_compile, "compile_fx", None)
-    if wrapped is not None and getattr(wrapped, "coda", False):  # else somebody has wrapped it again
+    if wrapped is not None and getattr(
+        wrapped, "coda", False
+    ):  # else somebody has wrapped it again
         inductor_compile.compile_fx = wrapped.__wrapped__
 
 
