@@ -8,7 +8,7 @@ import sys
 
 #: Names of modules, imported when asked for.
 COMMANDS = ("account", "worth", "headline", "first", "whole", "adapters", "paper", "memory", "dit",
-            "curve")  # fmt: skip
+            "curve", "flex")  # fmt: skip
 
 
 def main() -> None:

@@ -89,10 +89,11 @@ class Partitioner(CustomPartitionerFn):
         budget: dict[str, float] = {}
         if record is not None and limit is not None:
             record.limit = None  # of this graph alone
-            gm.graph.eliminate_dead_code()
-            # As torch's partitioner begins: the plan is of these nodes.
-            gm.graph = fx_graph_cse(gm.graph)
             budget = {"activation_memory_budget": 1.0}
+        if budget or old_values(gm.graph):
+            gm.graph.eliminate_dead_code()
+            # As torch's partitioner begins: marks are of these nodes.
+            gm.graph = fx_graph_cse(gm.graph)
         for node in old_values(gm.graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with functorch_config.patch(budget):
