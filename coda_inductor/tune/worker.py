@@ -146,8 +146,8 @@ def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) 
             return f"wrong: {output.name} is off by {error:.2g} of its norm"
         scale = right.numel() ** 0.5 / norm
         peak = (difference.abs().max() * scale).item()
-        # In 8 bits the next value after a large number is far away.
-        next_one = torch.finfo(y.dtype).eps * right.abs().max() * scale if y.itemsize == 1 else 0
+        # In few bits the next value after a large number is far away.
+        next_one = torch.finfo(y.dtype).eps * right.abs().max() * scale
         if not peak < _WRONG_ONE + next_one:
             return f"wrong: one of {output.name} is off by {peak:.2g} of their mean square's root"
     return None

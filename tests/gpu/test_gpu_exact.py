@@ -148,7 +148,9 @@ def contract(case: Case):
 RAISED = {"fires": ("cross_entropy", "cross_entropy_backward"), "how": {"leading": 1}}
 TABLE = {
     **{f"{rows} rows, {dtype}, {'training' if trains else 'inference'}": Row(
-        lambda rows=rows: layer(rows), ("rms_norm",), {"fp16_norms": dtype == torch.float16},
+        # The gradient of a weight of one row is elementwise since torch 2.13, and reads the norm.
+        lambda rows=rows: layer(rows), ("rms_norm",) if rows > 1 or not trains else (),
+        {"fp16_norms": dtype == torch.float16},
         {"dtype": dtype, "training": trains},
     ) for rows in (1, 7, 8, 120, 127, 1024, 4104, 8191)
       for dtype in (torch.bfloat16, torch.float16) for trains in (False, True)},

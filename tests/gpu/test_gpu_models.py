@@ -88,7 +88,7 @@ def errors(found, exact) -> list[float]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_error_is_no_worse_than_torch_compiles(name):
+def test_error_is_no_worse_than_torch_compiles_or_eagers(name):
     with torch.device("cuda"):  # initializing a vocabulary's table takes long on a CPU
         model, call, x = build(name)
     model = model.bfloat16().train()
@@ -99,7 +99,8 @@ def test_error_is_no_worse_than_torch_compiles(name):
     want = outcome(call, exact, half.float() if x.is_floating_point() else x, up)
     del exact
     gc.collect()
-    theirs = errors(outcome(torch.compile(call), model, half, up), want)
+    stock = errors(outcome(torch.compile(call), model, half, up), want)
+    theirs = [*map(max, stock, errors(outcome(call, model, half, up), want))]
     torch._dynamo.reset()
     # Correctness, not speed: also the kernels that the gate would leave out at these sizes.
     ours = torch.compile(call, backend="coda", options={"strict": True, "gate": "always"})
@@ -108,4 +109,4 @@ def test_error_is_no_worse_than_torch_compiles(name):
     del model, want
     gc.collect()
     assert fired, "nothing was fused"
-    assert all(m <= SLACK * t for m, t in zip(mine, theirs, strict=True)), (mine, theirs)
+    assert all(m <= SLACK * t for m, t in zip(mine, theirs, strict=True)), (mine, stock, theirs)
