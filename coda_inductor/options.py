@@ -50,14 +50,11 @@ class Options:
             ``CODA_DISABLE``, separated by commas).
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
-        tune: ``"auto"`` measures a site during compilation if no earlier measurement covers it
-            (another GPU, other sizes), for at most 8 seconds per process, and not in the first
-            graph. ``"always"`` measures every site without a measurement of its own, with more
-            candidates; ``"never"`` none. Measurements are kept; ``python -m coda_inductor tune``
-            measures the sites that are left. The default is ``"always"`` in the modes
-            ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"``, else what ``CODA_TUNE`` says.
-        tune_seconds: how long that may take for one graph, the first one too; without it, 60 where
-            ``tune`` is ``"always"``.
+        tune: ``"always"`` measures every site of a graph without a measurement of its own, and then
+            plans the graph again; ``"never"`` none; ``"auto"`` (the default) does so in the modes
+            ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"``. Also ``CODA_TUNE``.
+            Measurements are kept; ``python -m coda_inductor tune`` measures ahead.
+        tune_seconds: how long that may take for one graph (default 60).
         reference: run every fused site in the reference executor even if kernels exist, with the
             kernels' numerics on every device: products are not rounded before their epilogue.
         numerics: ``"eager"`` rounds each value where eager does, in epilogues and, by

@@ -65,9 +65,9 @@ from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.runtime import pool
-from coda_inductor.select.choice import MANY, SOME
+from coda_inductor.select.choice import MANY
 from coda_inductor.select.measurements import Measurements
-from coda_inductor.tune.tuner import ASKED, Tuner, spare
+from coda_inductor.tune.tuner import ASKED, Tuner
 
 
 def _fuses(_graph: Graph, record: Record) -> bool:
@@ -92,9 +92,7 @@ def _decide(graph: Graph, record: Record) -> None:
     options = record.options
 
     def tuner(store: Measurements, device: torch.device) -> Tuner:
-        every = options.tune == "always"
-        seconds = options.tune_seconds or (ASKED if every else spare())
-        return Tuner(store, device, seconds, MANY if every else SOME)
+        return Tuner(store, device, options.tune_seconds or ASKED, MANY)
 
     if getattr(virtualized, "aot_compilation", False) and not options.aot:
         text = "AOTInductor's programs run without Python, and our kernels are launched by Python"

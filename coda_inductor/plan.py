@@ -8,7 +8,7 @@ dtype, shape, device, kernel libraries)? After planning: *how* does the site run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +36,6 @@ from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
 
 _STORE = Store("out0", "acc", "bfloat16")
-#: A kernel is not measured if it is expected to take this many times the unfused time.
-_FAR = 1.25
 #: Gives the partials of a call their shape where the call is expanded; any legal config will do.
 REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
@@ -71,39 +69,6 @@ class Measurer(Protocol):
 MakeMeasurer = Callable[[Measurements, torch.device], Measurer]
 
 
-@dataclass
-class Tuning:
-    """The measurements to make for one graph.
-
-    Attributes:
-        measurer: the object that measures.
-        every: measure sites too where a kernel is expected to be much slower?
-        queue: sites that were judged without a measurement since the last :meth:`measure`.
-        optimistic: does a site without an expected time count as a win until it is measured?
-    """
-
-    measurer: Measurer
-    every: bool
-    queue: list[Site] = field(default_factory=list)
-    optimistic: bool = False
-
-    def wants(self, choice: Choice) -> bool:
-        """Could a measurement change this choice? It could not without a kernel, and hardly if the
-        kernel is expected to be much slower."""
-        if choice.measured or not choice.config:
-            return False
-        hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
-        return self.every or not hopeless
-
-    def measure(self) -> bool:
-        """Measure the ``queue`` of sites. Returns True if the sites must be planned again."""
-        queue, self.queue = self.queue, []
-        if queue and self.measurer.measure(queue):
-            return True
-        pessimistic, self.optimistic = self.optimistic, False
-        return pessimistic and bool(queue)
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan of a graph, see the module docstring.
@@ -118,7 +83,7 @@ class Plan:
         no_kernels: the reason why no GEMM becomes a kernel on this GPU, or None.
         on_gpu: are there GEMMs on a GPU?
         store: the measurements on the graph's GPU model; None without a GPU.
-        tuning: the measurements to make; None if none are allowed.
+        measurer: measures sites before their choice counts; None if none are to be measured.
     """
 
     options: Options
@@ -130,7 +95,7 @@ class Plan:
     no_kernels: Refusal | None = None
     on_gpu: bool = False
     store: Measurements | None = None
-    tuning: Tuning | None = None
+    measurer: Measurer | None = None
 
     def for_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
         """A copy of this plan, decided for ``graph``; ``measurer`` as in :meth:`for_products`."""
@@ -147,7 +112,7 @@ class Plan:
     ) -> Plan:
         """A copy of this plan, decided for a graph of products, each a pair of a tensor of M rows
         and B (..., K, N): together they decide whether the host is the limit. ``measurer`` creates
-        the measuring object, if measuring is allowed; a dry run measures only on "cuda"."""
+        what measures, if the option ``tune`` is "always"; a dry run measures only on "cuda"."""
         options, cuda, triton = self.options, self.device, inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", triton.cudagraphs)
         pairs = [(a, b) for a, b in pairs if cuda is not None or a.is_cuda]
@@ -157,20 +122,18 @@ class Plan:
         device = cuda or pairs[0][0].device
         gpu = self.gpu_model or gpu_of(device)
         store = measurements_of(gpu)
-        too_small = no_kernels = tuning = None
+        too_small = no_kernels = measures = None
         if not options.reference:
             no_kernels = availability.kernel_stack(device)
         if options.gate == "auto":
             too_small = None if cuda_graphs else gate.host_bound(shapes, gpu, training=training)
-        tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
-        measures = tunes and not options.reference and (cuda is not None or not self.dry)
-        if measurer is not None and measures and (no_kernels or too_small) is None:
-            every = options.tune == "always"
-            tuning = Tuning(measurer(store, device), every, optimistic=not gpu.rated)
-        if options.gate == "auto" and tuning is None:
+        asked = options.tune == "always" and not options.reference
+        if asked and measurer is not None and (cuda is not None or not self.dry):
+            measures = measurer(store, device) if (no_kernels or too_small) is None else None
+        if options.gate == "auto" and measures is None:
             no_kernels = no_kernels or gate.unmeasured(gpu)
         return replace(self, too_small=too_small, no_kernels=no_kernels, on_gpu=True,
-                       store=store, tuning=tuning)  # fmt: skip
+                       store=store, measurer=measures)  # fmt: skip
 
     @property
     def gpu(self) -> Gpu:
@@ -292,12 +255,7 @@ class Plan:
         elif not self._kernels(site.device):
             why = refuse("no-kernels-on-device", f"device {site.device.type} has no kernels")
         else:
-            gated, tuning = self.options.gate == "auto", self.tuning
-            optimistic = tuning is not None and tuning.optimistic
-            choice = select(site, gated=gated, store=self.store, optimistic=optimistic)
-            if tuning is not None and tuning.wants(choice):
-                tuning.queue.append(site)
-            return choice
+            return select(site, gated=self.options.gate == "auto", store=self.store)
         return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
 
     def estimate_plain(self, gemm: Node) -> Choice:

@@ -52,8 +52,8 @@ from coda_inductor.semantic.rotary import rotate_heads
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.
 Builder = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
-#: Rounds: measurements change the plan, and its new sites are measured; mostly one suffices.
-_ROUNDS = 4
+#: How often a graph is planned while sites are measured.
+_PLANS = 4
 #: Counters of a whole site: one that is disabled is not fused.
 _SITE_COUNTERS = frozenset({"experts_backward"})
 
@@ -66,7 +66,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
     Raises:
         FallbackError: with ``options["strict"]``, instead of any fallback caused by a failure.
     """
-    calls, fired, sites = _fuse_rounds(graph, record)
+    calls, fired, sites = _fuse_measured(graph, record)
     for site in sites:
         record.report.sites.append(site)
         logger.debug(
@@ -80,41 +80,49 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
         record.fire(name, times)
 
 
-def _fuse_rounds(graph: Graph, record: Record) -> _Fused:
-    """Fuse with the best plan. If sites are measured, planning goes in rounds: sites that were
-    planned without a measurement are measured and the graph is planned again, because the decision
-    about one site changes the ops that are left for its neighbors."""
-    tuning = record.plan.tuning
-    if tuning is None:
-        return _fuse_all(graph, record)
+def _fuse_measured(graph: Graph, record: Record) -> _Fused:
+    """Fuse with the best plan. With ``tune`` "always", sites are measured and the graph is planned
+    again: where a pair loses, its GEMMs become sites of their own. Without, they are noted for the
+    command ``tune``."""
+    plan, judged = record.plan, list[Site]()
+    if plan.measurer is None:
+        result = _fuse_all(graph, record, judged)
+        left = [*filter(_unmeasured, judged)]
+        if left and plan.compiles and plan.store is not None and not record.dry:
+            plan.store.leave(left)
+        return result
     try:
-        for _ in range(_ROUNDS):
+        for _ in range(_PLANS):
             copy = snapshot(graph)
-            result = _fuse_all(graph, record)
-            if not tuning.measure():
+            judged.clear()
+            result = _fuse_all(graph, record, judged)
+            if not plan.measurer.measure([*filter(_unmeasured, judged)]):
                 break
             restore(graph, copy)
         else:
-            tuning.optimistic = False
-            result = _fuse_all(graph, record)
+            result = _fuse_all(graph, record, judged)
     finally:
-        tuning.measurer.close()
-    # The next process again has time and rounds for measurements, so no cache may keep this graph.
-    # With the default settings it has no more time than this one.
-    if tuning.every and (tuning.measurer.left or tuning.queue):
-        record.failed = True
+        plan.measurer.close()
+    # The next process has time for the others, so no cache may keep this graph.
+    record.failed |= bool(plan.measurer.left)
     return result
 
 
-def _fuse_all(graph: Graph, record: Record) -> _Fused:
+def _unmeasured(site: Site) -> bool:
+    """Could a measurement of ``site`` change its choice?"""
+    return bool(site.choice.config) and not site.choice.measured
+
+
+def _fuse_all(graph: Graph, record: Record, judged: list[Site]) -> _Fused:
     """Fuse all GEMMs. Returns the report number of each call, (pattern, occurrence) of each
-    absorbed idiom, and a report for every GEMM."""
+    absorbed idiom, and a report for every GEMM. Sites whose choice was asked for join ``judged``.
+    """
     fired: set[tuple[str, str]] = set()
     calls: dict[Node, int] = {}
     done: set[Node] = set()
     sites: list[SiteReport] = []
     first = len(record.report.sites)
-    planner = _Planner(graph, record)
+    planner = _Planner(graph, record, judged)
     # A low-rank product takes as long as its stores, so shared work goes to the other product.
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
         if anchor in done:
@@ -146,8 +154,9 @@ class _SitePlan:
 class _Planner:
     """Decides the fate of each GEMM of one graph, without changes to the graph."""
 
-    def __init__(self, graph: Graph, record: Record):
+    def __init__(self, graph: Graph, record: Record, judged: list[Site]):
         self.record, self.scope = record, Scope(graph, eager=record.options.numerics == "eager")
+        self.judged = judged
         self.bans = {
             node: _disabled(node.meta["coda_pattern"][0])
             for node in graph.nodes
@@ -251,6 +260,7 @@ class _Planner:
         if off := [name for name in names if not self.record.enabled(name)]:
             return _disabled(off[0])
         site = replace(site, choice=self.record.plan.judge(site))
+        self.judged.append(site)
         if site.choice.how == "unfused":
             return site.choice.refusal
         if region.program.grouped and not _SITE_COUNTERS.intersection(patterns):

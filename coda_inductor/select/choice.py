@@ -21,18 +21,16 @@ from coda_inductor.select.legality import unsupported
 from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.select.site import Site
 
-#: How many configs of a site are compiled and timed: by default, and with ``tune="always"``.
-SOME, MANY = 6, 16
+#: How many configs of a site are compiled and timed.
+MANY = 16
 
 
-def select(
-    site: Site, *, gated: bool, store: Measurements | None = None, optimistic: bool = False
-) -> Choice:
+def select(site: Site, *, gated: bool, store: Measurements | None = None) -> Choice:
     """Choose how ``site`` runs on its device; deterministic, without measuring. With ``gated`` a
     kernel must be faster than the unfused ops; otherwise any legal one runs. ``store``:
-    measurements (None: an H100's). ``optimistic``: without data, kernels win until measured."""
+    measurements (None: an H100's)."""
     store = measurements_of(H100) if store is None else store
-    choice = _select(site, store, gated=gated, optimistic=optimistic)
+    choice = _select(site, store, gated=gated)
     if not (site.crowded and choice.config) or "counter" not in site.arch.features:
         return choice
     dynamic = Config.parse(choice.config).dynamic_twin()
@@ -44,7 +42,7 @@ def select(
     return choice if wrong else replace(choice, config=twin)
 
 
-def _select(site: Site, store: Measurements, *, gated: bool, optimistic: bool) -> Choice:
+def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
     gpu = store.gpu
     ground = "roofline" if gpu.rated else "unknown"
     if (why := unsupported(site)) is not None:
@@ -57,10 +55,7 @@ def _select(site: Site, store: Measurements, *, gated: bool, optimistic: bool) -
     plain = roofline.products_us(site, gpu)
     unfused = plain + roofline.around_us(site, gpu)
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
-    if fused is not None:
-        why = gate.loses(site, fused, unfused)
-    elif not optimistic:
-        why = gate.unmeasured(gpu)
+    why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
     if why is not None and gated:
         return Choice("unfused", config, why, fused, unfused, ground)
     near = store.related(site)

@@ -36,8 +36,8 @@ from coda_inductor.select.site import Site, site_text
 from coda_inductor.tune import inputs
 
 _WORKER = "coda_inductor.tune.worker"
-#: Seconds for measuring: per process by default, per graph if the user asked for it.
-BY_DEFAULT, ASKED = 8.0, 60.0
+#: Seconds for measuring the sites of one graph.
+ASKED = 60.0
 #: Seconds after its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
 #: Seconds after which a candidate counts as hanging: its kernel is compiled already, and only has
@@ -57,16 +57,6 @@ class DeadError(Exception):
     def __init__(self, why: str, trying: str = ""):
         super().__init__(why)
         self.trying = trying
-
-
-_spent = 0.0
-
-
-def spare() -> float:
-    """Seconds that this process may still measure without a request of the user. 0 before a compile
-    server works, because it and the measuring processes start too slowly for any result. 0 in one
-    of several ranks, because all must run the same kernels."""
-    return 0.0 if _others() or not pool.serving() else max(0.0, BY_DEFAULT - _spent)
 
 
 class Tuner:
@@ -93,7 +83,6 @@ class Tuner:
     def measure(self, sites: Sequence[Site]) -> bool:
         """Measure the ``sites`` that have no measurement. Returns True if any has one now. Takes at
         most the rest of the budget, and as long again if another process is measuring."""
-        global _spent
         counts = Counter(map(key_of, sites))
         order = sorted(sites, key=lambda s: -counts[key_of(s)] * self._gain(s))
         by_key = {key_of(s): s for s in order if self.store.find(s) is None}
@@ -107,8 +96,7 @@ class Tuner:
             missing = {k: s for k, s in by_key.items() if self.store.find(s) is None}
             if got and not (waited > 1.0 and _others()):
                 self._measure_all(missing, time.monotonic() + self._seconds)
-                elapsed = time.monotonic() - start - waited
-                self._seconds, _spent = self._seconds - elapsed, _spent + elapsed
+                self._seconds -= time.monotonic() - start - waited
             # Else another rank was measuring until now and had no time for the missing ones. Then
             # this one must not measure them either: all ranks run the same kernels.
         self.left |= {key: s for key, s in by_key.items() if self.store.find(s) is None}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph is planned again until nothing that was measured changes the plan. Nothing is run: the
+"""With ``tune`` "always" sites are measured, and a graph is planned again. Nothing is run: the
 tensors are on the meta device, the GPU is pretended."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
-from coda_inductor.select.choice import MANY, SOME
+from coda_inductor.select.choice import MANY
 from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.measurements import Measurements
@@ -158,16 +157,13 @@ OUTCOMES = {
     # By its expected time; the next process tries again.
     "no time for one": (H100, lambda site: None if site.name == OUT else 50.0, ALL, "", True),
     "nothing is known": (HOPPER, lambda _: 50.0, ALL, "", False),
-    "nothing is known, one wins in time": (
-        HOPPER, lambda site: 50.0 if site.name == DOWN else None, {DOWN}, "gpu-not-measured", False,
-    ),
-    "nothing is known, no time": (HOPPER, lambda _: None, set(), "gpu-not-measured", False),
+    "nothing is known, no time": (HOPPER, lambda _: None, set(), "gpu-not-measured", True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("gpu", "us", "fused", "why", "left"), OUTCOMES.values(), ids=OUTCOMES)
 def test_what_measurements_decide(gpu, us, fused, why, left, plan):
-    found = plan(us, gpu, tune="always" if gpu is H100 else None)
+    found = plan(us, gpu, tune="always")
     assert found.fused == fused
     assert {*found.measurer.names} >= ALL
     assert found.measurer.closed == 1
@@ -176,22 +172,20 @@ def test_what_measurements_decide(gpu, us, fused, why, left, plan):
 
 
 def test_a_pair_that_is_measured_slower_becomes_two(plan):
-    """What its members absorb alone was never asked before: a second round measures it."""
+    """What its members absorb alone was never asked before: a second plan measures it."""
     found = plan(lambda site: 120.0 if site.program.paired else 50.0, tune="always")
     assert PAIR not in found.sites
     assert found.fused in ({"0.gate", DOWN, OUT}, {"0.up", DOWN, OUT})
-    rounds = found.measurer.asked
-    assert PAIR in rounds[0]
-    assert {"0.gate", "0.up"} & set(rounds[1])
-    assert PAIR not in rounds[1]
-    assert found.measurer.closed == 1
+    first, second = found.measurer.asked
+    assert PAIR in first
+    assert {"0.gate", "0.up"} & set(second)
+    assert PAIR not in second
 
 
 def test_the_graph_is_as_if_planned_once(plan):
-    """Where measurements agree with the model, rounds leave no trace."""
+    """Where measurements agree with the model, planning again leaves no trace."""
     once, often = plan(tune="never"), plan(tune="always")
     assert not once.measurer.asked
-    assert len(often.measurer.asked) >= 1
     assert once.structure == often.structure
     said = [
         [(site.site, site.absorbed, site.patterns, site.how) for site in side.sites.values()]
@@ -208,85 +202,30 @@ def test_refusing_everything_is_as_if_nothing_could_be_fused(plan, train):
     assert never.structure == lost.structure
 
 
-def many():
-    """More sites than there are rounds."""
-    widths = itertools.pairwise(D + 256 * i for i in range(8))
-    return nn.Sequential(*(each for a, b in widths for each in (nn.Linear(a, b), nn.GELU())))
-
-
-def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
-    """One that measures one site a round, on a GPU that nothing is known of."""
-
-    def one_a_round(self, sites):
-        self.asked.append([site.name for site in sites])
-        new = next((s for s in sites if self.store.find(s) is None), None)
-        if new is not None:
-            self.store.add({key_of(new): figures({configs(new)[0]: 50.0})})
-        return new is not None
-
-    monkeypatch.setattr(Measurer, "measure", one_a_round)
-    found = plan(gpu=HOPPER, model=many, tune="always")
-    assert len(found.measurer.asked) == driver._ROUNDS
-    assert len(found.fused) == len(found.measurer.store.user_rows()) == driver._ROUNDS
-    assert found.measurer.closed == 1
-    assert found.record.failed  # the next process goes on
-
-
-@pytest.mark.parametrize(("gpu", "rounds"), [(H100, 1), (HOPPER, 2)], ids=["rated", "unknown"])
-def test_planning_runs_once_where_nothing_is_measured(plan, monkeypatch, gpu, rounds):
-    """On a GPU that nothing is known of, kernels win until there is no time to measure them."""
-    runs, fused = [], driver._fuse_all
-    monkeypatch.setattr(driver, "_fuse_all", lambda *given: runs.append(given) or fused(*given))
-    found = plan(us=lambda _: None, gpu=gpu)
-    assert len(runs) == rounds
-    assert found.measurer.asked
-
-
-def test_never_means_no_measurer_and_no_copy(plan, monkeypatch):
-    monkeypatch.setattr(driver, "snapshot", lambda _: pytest.fail("a copy"))
-    for options in ({"tune": "never"}, {"gate": "never"}, {"gate": "always"}):
-        found = plan(**options)
-        assert found.measurer.given == ()
-        assert not found.measurer.closed
-
-
-@pytest.mark.parametrize("tune", ["auto", "always"])
-def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch, tune):
+def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "_fuse_all", broken)
-        found = plan(tune=tune)
+        found = plan(tune="always")
         assert found.measurer.closed == 1
         assert found.record.failed  # the pass is left out
         with pytest.raises(BackendCompilerFailed, match="broken"):
-            plan(tune=tune, strict=True)
+            plan(tune="always", strict=True)
 
 
-def test_auto_asks_where_no_measurement_reaches(plan):
-    """Llama's sites were measured for the table, the block's were not."""
-    assert PAIR in plan().measurer.names
-    known = {
-        "model": partial(Gated, 2048, 8192, residual=False),
-        "m": 8192,
-        "d": 2048,
-        "gpu": tables(None)["NVIDIA H200"],
-    }
-    for tune in ("auto", "always"):
-        found = plan(tune=tune, **known)
-        assert found.fused == {"gate + up"}
-        assert found.measurer.asked == []
-
-
-def test_a_mode_that_measures_measures_everything(plan, monkeypatch):
-    monkeypatch.setattr(pipeline, "spare", lambda: 3.0)
-    for mode, seconds, most in ((None, 3.0, SOME), ("max-autotune", 60.0, MANY)):
-        found = plan(mode=mode)
-        assert found.measurer.given == (found.measurer.store, CUDA, seconds, most)
-    assert plan(mode="max-autotune", tune="never").measurer.given == ()
-    assert plan(tune_seconds=5).measurer.given[2] == 5.0
-    assert plan(tune="always", gate="always").measurer.closed == 1
+def test_only_who_asks_waits_for_measurements(plan):
+    """By the option or by a mode; what was measured of sizes like these is not measured again."""
+    for options in ({}, {"tune": "never"}, {"mode": "max-autotune", "tune": "never"}):
+        assert not plan(**options).measurer.given
+    found = plan(mode="max-autotune")
+    assert found.measurer.given == (found.measurer.store, CUDA, 60.0, MANY)
+    assert plan(tune="always", tune_seconds=5).measurer.given[2] == 5.0
+    known = {"model": partial(Gated, 2048, 8192, residual=False), "m": 8192, "d": 2048}
+    found = plan(tune="always", gpu=tables(None)["NVIDIA H200"], **known)
+    assert found.fused == {"gate + up"}
+    assert found.measurer.names == []
 
 
 class Rotated(nn.Module):

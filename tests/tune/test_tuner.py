@@ -63,20 +63,6 @@ def test_the_most_gain_comes_first(machine, tmp_path, monkeypatch):
     assert machine.measured == [*map(key_of, (large, ONE, small)), key_of(ONE), key_of(large)]
 
 
-def test_by_default_a_process_has_some_seconds_once_it_can_compile(machine, tmp_path, monkeypatch):
-    """Of ranks none has: all run the same kernels."""
-    monkeypatch.setattr(tuner, "_spent", 0.0)
-    monkeypatch.setattr(tuner.pool, "serving", lambda: False)
-    assert tuner.spare() == 0.0
-    monkeypatch.setattr(tuner.pool, "serving", lambda: True)
-    assert tuner.spare() == tuner.BY_DEFAULT
-    machine.answers = lambda _: time.sleep(0.1)
-    assert machine.tuner(tmp_path).measure([ONE])
-    assert tuner.BY_DEFAULT - 3 < tuner.spare() < tuner.BY_DEFAULT - 0.1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert tuner.spare() == 0.0
-
-
 def test_what_is_left_is_noted(machine, tmp_path):
     """And its kernels are not waited for."""
     mine = machine.tuner(tmp_path, seconds=0.0)
