@@ -8,6 +8,7 @@ that nothing has to be measured on users' machines, a table of times (``select/t
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,9 @@ import torch
 def _all(*lines: str, more: str = "") -> str:
     """The configs in ``lines``, each followed by ``more``."""
     return " ".join(f"{config}{more}" for line in lines for config in line.split())
+
+
+_FEATURES = frozenset({"counter", "experts", "mixed", "accumulation", "scales", "casts"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,17 @@ class Arch:
     period: int = 8
     two_ctas: bool = False
     features: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Check the record, because a mistake in it would be a wrong kernel on a GPU that no test
+        of ours may run on."""
+        kinds, known = {"common", "fp8", "fp8 fast", "experts"}, _FEATURES
+        assert self.configs.keys() <= kinds, f"{self.name}: unknown kinds {self.configs.keys()}"
+        assert self.features <= known, f"{self.name}: unknown features {self.features - known}"
+        listed = " ".join([*self.configs.values(), self.rare]).split()
+        assert all(re.match(r"\d+x\d+:[12]x[12]:(pp|co)", text) for text in listed), self.name
+        assert set(self.defaults.split()) <= set(listed), f"{self.name}: a default is not listed"
+        assert "experts" not in self.configs or "experts" in self.features, self.name
 
     @property
     def runs(self) -> bool:
