@@ -45,7 +45,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
-from coda_inductor.rewrite.adapters import unburden
+from coda_inductor.rewrite.adapters import reorder_low_rank
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.concatenated import add_products
@@ -67,6 +67,7 @@ from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.choice import MANY
 from coda_inductor.select.measurements import Measurements
+from coda_inductor.sites import Sites
 from coda_inductor.tune.tuner import ASKED, Tuner
 
 
@@ -83,8 +84,8 @@ def _recomputes(graph: Graph, record: Record) -> bool:
     return _fuses_gradients(graph, record) and record.plan.no_kernels is None
 
 
-def _first_plan(record: Record) -> Plan:
-    return Plan(record.options, record.dry, record.device, record.gpu)
+def _undecided(record: Record) -> Sites:
+    return Sites(Plan(record.options, record.dry, record.device, record.gpu))
 
 
 def _decide(graph: Graph, record: Record) -> None:
@@ -98,9 +99,9 @@ def _decide(graph: Graph, record: Record) -> None:
         text = "AOTInductor's programs run without Python, and our kernels are launched by Python"
         why = refuse("aot-inductor", text)
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
-        record.plan = replace(record.plan, veto=why)
+        record.sites = Sites(replace(record.plan, veto=why))
         return
-    record.plan = record.plan.for_graph(graph, tuner)
+    record.sites = Sites(record.plan.for_graph(graph, tuner))
     if record.plan.compiles and not record.dry:
         pool.warm_up()
 
@@ -153,7 +154,7 @@ ON_ATEN = (
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
-    Pass("adapters", unburden, _fuses),
+    Pass("adapters", reorder_low_rank, _fuses),
     Pass("concatenated", add_products, _fuses, ("concatenated",)),
     Pass("modulated", take_vectors, _fuses, ("modulated",)),
     Pass("norm", defer_norms, after=("modulated",)),
@@ -215,7 +216,7 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
     check_names(record)
-    record.plan = _first_plan(record)
+    record.sites = _undecided(record)
     writes = (node for body in bodies(gm.graph) for node in changes(body.graph))
     record.writes_inputs = any(node.op in ("placeholder", "get_attr") for node in writes)
     _run(ON_DYNAMO, gm.graph, record)
@@ -240,12 +241,13 @@ def on_aten(graph: Graph, record: Record) -> None:
         FallbackError: with ``strict``, when a pass fails or a site falls back because of a failure.
     """
     before = len(record.report.sites)
-    record.plan = _first_plan(record)
+    record.sites = _undecided(record)
     mark_writes(graph, later=record.writes_inputs)
     _run(ON_ATEN, graph, record)
     record.folder.graph("4_fused", _owner(graph))
     _count(record)
     record.folder.finish(record.report, render, record.changed)
+    record.sites = Sites(record.plan)  # compiled code keeps the record, which shall keep no graph
     if record.dry:
         return
     if keep_report(record.report) or len(record.report.sites) > before:

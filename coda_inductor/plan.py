@@ -1,33 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: decisions about the GEMMs of one graph, under one set of options.
-
-It answers two questions about a GEMM. Before planning: *may* its epilogue hold anything (``legal``:
-dtype, shape, device, kernel libraries)? After planning: *how* does the site run (``judge``)?
-"""
+"""The plan: decisions about the GEMMs of one graph together, under one set of options: may any be
+fused on its device, for which GPU, by which measurements; and how does a planned site run?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.fuse.grow import grow
-from coda_inductor.graph.gemms import TRACED, gemm_inputs, routes_of
+from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.sides import Scope, training
-from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.sides import training
+from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
-from coda_inductor.program import EpilogueProgram, Operand, Store
-from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
-from coda_inductor.program.ir import ROUTES
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import UNFUSED, Choice
-from coda_inductor.select import gate, legality
+from coda_inductor.select import gate
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
@@ -35,7 +30,6 @@ from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
 
-_STORE = Store("out0", "acc", "bfloat16")
 #: Gives the partials of a call their shape where the call is expanded; any legal config will do.
 REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
@@ -110,9 +104,10 @@ class Plan:
         training: bool,
         measurer: MakeMeasurer | None = None,
     ) -> Plan:
-        """A copy of this plan, decided for a graph of products, each a pair of a tensor of M rows
-        and B (..., K, N): together they decide whether the host is the limit. ``measurer`` creates
-        what measures, if the option ``tune`` is "always"; a dry run measures only on "cuda"."""
+        """A copy of this plan, decided for a graph with these GEMMs: ``pairs`` has a tensor with M
+        rows and B (..., K, N) of each. Their total time, compared with that of the launches, tells
+        whether the host is the limit. ``measurer`` creates what measures, if the option ``tune`` is
+        "always"; a dry run measures only on "cuda"."""
         options, cuda, triton = self.options, self.device, inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", triton.cudagraphs)
         pairs = [(a, b) for a, b in pairs if cuda is not None or a.is_cuda]
@@ -157,80 +152,26 @@ class Plan:
         """
         return a.device.type != "cuda" and not (self.options.reference or self.dry)
 
-    def legal(self, gemm: Node) -> Refusal | None:
-        """The reason why the epilogue of ``gemm`` may not be fused, whatever it holds, or None."""
-        routes = [kind for kind, n in zip(ROUTES, routes_of(gemm), strict=True) if n is not None]
-        a, b = gemm_inputs(gemm)
-        return self.takes(fake(a), fake(b), routes)
-
-    def absorbs(self, gemm: Node, x: Node, scope: Scope, *, wins: bool = False) -> bool:
-        """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: only in
-        a kernel that is expected, or was measured, to win."""
-        region = grow((gemm,), scope)
-        if x not in region.values or not same(fake(x).shape[-1], region.shape[1]):
-            return False
-        a, b = map(fake, gemm_inputs(gemm))
-        if not wins or not self._kernels(a.device):
-            return True
-        site = self.site(region.program, a, b, region.shape)
-        choice = select(site, gated=self.options.gate == "auto", store=self.store)
-        return choice.how != "unfused"
-
-    def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
-        """:meth:`legal` for a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if the GEMM has
-        operands of the kinds ``routes``."""
-        names = dtype_name(x.dtype), dtype_name(w.dtype)
-        if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
-            text = f"{x.dtype} times {w.dtype} has no epilogue program"
-            return refuse("gemm-dtypes", text, failure=True)
-        if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
-            return refuse("symbolic-features", "N or K is symbolic")
-        if any(same(size, 0) for size in (*x.shape, *w.shape)):
-            return refuse("no-gain", "one of its sizes is 0")
+    def refusal(self, device: torch.device) -> Refusal | None:
+        """The reason why no GEMM of the graph on ``device`` may be fused, or None."""
         if self.options.gate == "never":
             return refuse("gate-never", "options['gate'] is 'never'")
-        if self.veto is not None:
+        if self.veto is not None or not self.on_kernels(device):
             return self.veto
-        if not self._kernels(x.device):
-            return None
-        device = self.device or x.device
-        if (why := availability.kernel_stack(device)) is not None:  # runtime.notice warns once
-            return why.failing() if self.options.strict else why
+        if (why := availability.kernel_stack(self.device or device)) is not None:
+            return why.failing() if self.options.strict else why  # runtime.notice warns once
         # First: only where something is fused are operands laid out for kernels (by FP8's casts).
-        if (why := self.too_small or self.no_kernels) is not None:
-            return why
-        operands = tuple(Operand(kind, kind, "int32") for kind in routes)
-        bare = EpilogueProgram(("acc",), names[0], operands, stores=(_STORE,), b_dtype=names[1])
-        site = self.site(bare, x, w, (0, w.shape[-1], w.shape[-2]))
-        return (
-            legality.unsupported(site)
-            or legality.unaligned("its left operand", x)
-            or legality.unaligned("its right operand", w)
-        )
+        return self.too_small or self.no_kernels
 
     def scales_vectors(self, device: torch.device) -> bool:
         """Do kernels run on ``device``, and does cuBLAS scale rows and columns of FP8 products?"""
         return self.compiles and availability.scales_vectors(self.device or device)
 
-    def site(self, program: EpilogueProgram, a: Any, b: Any, shape: tuple, **more: Any) -> Site:
-        """The site of ``program`` on the GPU that decisions are for, as :meth:`Site.of`."""
-        here = {
-            "device": self.device or a.device,
-            "arch": self.gpu.arch,
-            "crowded": several_ranks(),
-        }
-        return Site.of(program, a, b, shape, **here, **more)
-
-    def fits(self, site: Site) -> bool:
-        """Is there a kernel with enough shared memory for ``site``? True if no kernels run."""
-        why = legality.unsupported(site) if self.dry or self._kernels(site.device) else None
-        return why is None or why.code != "shared-memory"
-
     def norm_loses(self, gemms: list[Node], vectors: int = 1) -> Refusal | None:
         """The reason if deferring a LayerNorm past ``gemms`` costs more than it saves, or None.
         ``vectors``: its weights, one for each row of a batch."""
         a, _ = gemm_inputs(gemms[0])
-        if self.options.gate != "auto" or not self._kernels(fake(a).device):
+        if self.options.gate != "auto" or not self.on_kernels(fake(a).device):
             return None
         m, k = fake(a).shape
         n = vectors * sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
@@ -240,7 +181,7 @@ class Plan:
         """The reason if splitting a packed projection of ``a`` (M, K) costs more than it saves, or
         None. In training a copy joins its weight's gradient, (2F, K); at least one read of the
         product (M, 2F) is saved."""
-        if self.options.gate != "auto" or not self._kernels(a.device) or not training:
+        if self.options.gate != "auto" or not self.on_kernels(a.device) or not training:
             return None
         m, k = a.shape
         if hint(m) >= 2 * k:
@@ -252,7 +193,7 @@ class Plan:
         """Choose how a planned site runs."""
         if self.options.reference:
             why = refuse("reference-asked", "options['reference'] is set")
-        elif not self._kernels(site.device):
+        elif not self.on_kernels(site.device):
             why = refuse("no-kernels-on-device", f"device {site.device.type} has no kernels")
         else:
             return select(site, gated=self.options.gate == "auto", store=self.store)
@@ -270,7 +211,7 @@ class Plan:
         us = product_us(m, n, k, self.gpu, fp8=bare.fp8)
         return Choice("unfused", unfused_us=us, ground=ground)
 
-    def _kernels(self, device: torch.device) -> bool:
+    def on_kernels(self, device: torch.device) -> bool:
         """Do kernels run on ``device``? Elsewhere than on CUDA, the reference is compiled."""
         on_gpu = self.device is not None or device.type == "cuda"
         return on_gpu and not self.options.reference

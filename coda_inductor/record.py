@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second argument of every pass: options and plan to read, and notes of all rewrites.
 
-One record belongs to the compilation of one Dynamo graph. A pass reads ``options`` and ``plan``
-from it, and notes its refusals and how often each rewrite fired. If a pass fails, the pipeline
-restores the record together with the graph.
+One record belongs to the compilation of one Dynamo graph. A pass reads ``options``, ``plan`` and
+``sites`` from it, and notes its refusals and how often each rewrite fired. If a pass fails, the
+pipeline restores the record together with the graph.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from coda_inductor.report import GraphReport
 if TYPE_CHECKING:
     from coda_inductor.plan import Plan
     from coda_inductor.select.device import Gpu
+    from coda_inductor.sites import Sites
 
 #: Attributes that passes write, besides the report.
 _NOTES = ("fired", "stopped", "wrappers", "limit", "failed")
@@ -49,8 +50,8 @@ class Record:
         device: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
         gpu: decide for this GPU model; None for the model of ``device`` or of the tensors.
         report: the report for users: GEMMs and refusals.
-        plan: the decisions about fusion; the pipeline sets it, and its first pass on an aten graph
-            completes it.
+        sites: what is known of each GEMM, under the plan of the graph; the pipeline sets it, and
+            again when its first pass on an aten graph has completed the plan.
         folder: the debug folder of the graph.
         fired: how often each rewrite fired, by the name of its counter.
         stopped: names in ``options["disable"]`` that prevented a rewrite.
@@ -72,7 +73,7 @@ class Record:
     wraps: bool = True
     report: GraphReport = field(init=False)
     folder: DebugFolder = field(init=False)
-    plan: Plan = field(init=False)
+    sites: Sites = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
     stopped: set[str] = field(default_factory=set)
     changed: dict[str, None] = field(default_factory=dict)
@@ -87,6 +88,11 @@ class Record:
         debug = self.options.debug and not self.dry
         self.folder = DebugFolder(self.name, self.options.debug_dir if debug else None)
         self.report.folder = self.folder.path
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions about the GEMMs of the graph together."""
+        return self.sites.plan
 
     def enabled(self, name: str) -> bool:
         """Is ``name``, a pass, a pattern or a counter, enabled? Call it only where a rewrite would

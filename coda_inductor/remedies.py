@@ -195,7 +195,7 @@ _PLAIN = (
     "not-on-tile",  # an epilogue sees its own tile, one value at each position
     "kernel-form",  # no kernel has that form, or so many operands
     "shared-memory",
-    "no-gemm",  # no GEMM takes the work, or what reads it needs it as it is
+    "no-gemm",  # nothing can absorb this op, or a reader needs its result unchanged
     "idiom-form",  # torch's own ops support it, the rewritten idiom does not
     "mask-form",  # attention can neither skip nor replace this mask
 )

@@ -48,9 +48,10 @@ class Choice:
 UNFUSED = Choice("unfused")
 
 
-@dataclass(frozen=True)
+@dataclass
 class SiteReport:
-    """One GEMM (or gate/up pair of GEMMs).
+    """One GEMM (or gate/up pair of GEMMs). It stands on the call of its kernel too, so that a
+    kernel that does not compile is told of here.
 
     Attributes:
         site: the path of the GEMM's module, e.g. ``model.layers.0.mlp.down_proj``; its node name in
@@ -79,6 +80,9 @@ class SiteReport:
     bytes_after: int = 0
     role: str = "forward"
     stops: tuple[Refusal, ...] = ()
+
+    def __deepcopy__(self, _memo: object) -> SiteReport:
+        return self  # torch copies graphs, whose calls keep their reports
 
     @property
     def how(self) -> str:

@@ -76,9 +76,9 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
 
 def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
     """A text table of GEMMs, as wide as the terminal, with equal layers in one row and without
-    empty columns; times are for ``gpu``. Weight gradients with nothing to absorb are one line below
-    the table, and so is a long reason of several rows. Without kernels, the bytes are those that a
-    kernel would move. A narrow terminal shows either times or bytes."""
+    empty columns; times are for ``gpu``. Idle weight gradients and reasons that several
+    rows share are printed once, below the table. Without kernels, the bytes are those that a kernel
+    would move. A narrow terminal shows either times or bytes."""
     heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
              f"us on {gpu}" if gpu else "us"]  # fmt: skip
     folded = fold(sites)

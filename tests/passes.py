@@ -14,6 +14,7 @@ from coda_inductor.options import parse
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal
+from coda_inductor.sites import Sites
 
 
 def aten_graph(function: Callable[..., Any], *args: torch.Tensor, decomposed=False) -> Graph:
@@ -29,7 +30,7 @@ def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any)
     """Apply one pass with these options, as torch would: under the mode that recorded the graph's
     values. Returns what it said. The graph must be in order then."""
     record = Record(parse(None, options))
-    record.plan = Plan(record.options).for_graph(graph)
+    record.sites = Sites(Plan(record.options).for_graph(graph))
     with fake_mode(list(graph.nodes)):
         run(graph, record)
     graph.lint()

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("outcome", [None, "compiling its kernel took too long"])
 def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatch, outcome):
-    monkeypatch.setattr(Plan, "_kernels", lambda *_: True)
+    monkeypatch.setattr(Plan, "on_kernels", lambda *_: True)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", lambda requests: dict.fromkeys(requests, outcome))
     uncached = []

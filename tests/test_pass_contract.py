@@ -229,7 +229,7 @@ CASES = {
             "no-gain": lambda x, up, down: of.joined(x, up, down.repeat(5, 1)),
             "bias-form": lambda x, up, down: torch.addmm(
                 x[0, 0], torch.cat([x, F.linear(x, up)], -1)[0], down.T, alpha=2
-            ),
+            ).relu(),
         },
     ),
     "modulated": Case(

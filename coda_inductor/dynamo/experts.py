@@ -183,7 +183,7 @@ def _raise_up(
     x = put.cast(x, fake(a).dtype)
     twins = {n: w for n in a.users if (w := _twin_weight(n, product, hazards)) is not None}
     for gemm in (product, *twins):
-        _open_bias(gemm, route, offs, hazards, whole=whole)
+        _add_bias_by_columns(gemm, route, offs, hazards, whole=whole)
     if whole:
         _unmask(product, pairs, offs)
     halves = half_readers(product)
@@ -209,7 +209,9 @@ def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
         replace(user, node)
 
 
-def _open_bias(product: Node, route: _Route, ends: Node, hazards: Hazards, *, whole: bool) -> None:
+def _add_bias_by_columns(
+    product: Node, route: _Route, ends: Node, hazards: Hazards, *, whole: bool
+) -> None:
     """Add each expert's bias after the columns of ``product`` are selected, as rows of its groups,
     and not to ``product`` itself. Then a gate that reads both halves can be in one tile. ``whole``
     as in :func:`_raise_up`."""

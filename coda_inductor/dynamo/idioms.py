@@ -145,8 +145,8 @@ def _leaves(match: Match) -> set[Node]:
 
 
 def _changed(match: Match, writes: list[Node]) -> Refusal | None:
-    """The reason if an input is changed that the op keeps for its gradient, else None. The idiom
-    may keep another tensor: a log-softmax keeps its result, so its logits may change afterwards."""
+    """The reason if a later op changes in place an input that the op saves for its gradient, else
+    None. Eager may save another tensor: a log-softmax saves its result, not its logits."""
     if not getattr(fake(match.root), "requires_grad", False):
         return None
     inputs = [n for n in match.bound.values() if isinstance(n, Node)]

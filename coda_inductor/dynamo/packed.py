@@ -49,7 +49,7 @@ from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
 if TYPE_CHECKING:
-    from coda_inductor.plan import Plan
+    from coda_inductor.sites import Sites
 
 #: Kinds of ops that may be between a product and its halves.
 _BETWEEN = ("names", "parts")
@@ -58,22 +58,22 @@ _BETWEEN = ("names", "parts")
 def split_packed(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Only pairs that later
     share a tile are counted."""
-    plan = None
+    sites = None
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if op_name(n) == "linear"]
         products = [n for n in named if _even(n) and (_units(n) or _halves(n))]
         if products:
-            plan = plan or _plan(graph, record)
-            _rewrite(body.graph, products, plan, record)
+            sites = sites or _sites(graph, record)
+            _rewrite(body.graph, products, sites, record)
 
 
-def _plan(graph: Graph, record: Record) -> Plan:
-    """The plan of the later aten graph, as far as the linear layers of this graph determine it."""
+def _sites(graph: Graph, record: Record) -> Sites:
+    """Sites under the plan of the later aten graph, as far as this graph's linear layers tell."""
     linears = [n for body in bodies(graph) for n in body.graph.nodes if op_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(fake(node).requires_grad for node in linears)
     times = 3 if training else 1  # two more products for the gradients of a layer's factors
-    return record.plan.for_products(pairs * times, training=training)
+    return record.sites.for_products(pairs * times, training=training)
 
 
 def _even(product: Node) -> bool:
@@ -145,7 +145,7 @@ def _units(product: Node) -> list[Node]:
     return [node for node in units if is_last(arguments(node)["dim"], product)]
 
 
-def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> None:
+def _rewrite(graph: Graph, products: list[Node], sites: Sites, record: Record) -> None:
     hazards = Hazards(graph)
     for product in products:
         if not hazards.private([product]):
@@ -154,13 +154,13 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
             _expand(product, unit)
         halves = _halves(product)
         safe = halves and not hazards.between((product, *halves))
-        if safe and _splits(product, halves, plan, record):
+        if safe and _splits(product, halves, sites, record):
             parts = _split(product)
             for node, index in halves.items():
                 move(node, parts[index])
 
 
-def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
+def _splits(product: Node, halves: dict[Node, int], sites: Sites, record: Record) -> bool:
     """May ``product`` be split, and does that pay?"""
     pair = _operands(product)
     if pair is None or fake(product).dtype not in FLOATS:
@@ -173,7 +173,7 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
     training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
-    why = why or plan.takes(*pair) or plan.split_loses(pair[0], training)
+    why = why or sites.known(*pair).refusal or sites.plan.split_loses(pair[0], training)
     if why is not None:
         record.refuse("packed projection", product, why)
     return why is None

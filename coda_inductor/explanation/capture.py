@@ -30,7 +30,7 @@ from coda_inductor.compat import (
 from coda_inductor.errors import ExplainError
 from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.sides import Scope
-from coda_inductor.lowering.driver import unfused
+from coda_inductor.lowering.described import unfused
 from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse

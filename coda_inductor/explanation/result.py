@@ -225,7 +225,7 @@ def _refusals(sites: Iterable[SiteReport]) -> list[Refusal]:
 
 
 def common_text(misses: Sequence[Refusal]) -> str:
-    """One sentence for refusals whose sentences differ only in numbers: the first refusal's."""
+    """The text of the first refusal, with "(numbers of the first one)" if others differ in them."""
     if len(misses) == 1:
         return misses[0].text
     first, *others = dict.fromkeys(general_text(miss.text) for miss in misses)

@@ -72,7 +72,8 @@ def _where(emit: Emit, condition: Value, x: Value, y: Value) -> Value:
 
 
 def _logical(op: str, decides: bool) -> Callable[..., Value]:
-    """A step for ``op`` of two truth values. If one of them is ``decides``, it is the result."""
+    """The lowering of a logical op. It is folded if an operand is ``decides``, the constant that
+    decides the result (False for "and", True for "or")."""
 
     def lowering(emit: Emit, x: Value, y: Value) -> Value:
         for value, other in ((x, y), (y, x)):

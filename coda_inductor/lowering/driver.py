@@ -24,23 +24,38 @@ from coda_inductor.fuse.grow import Bans, grow
 from coda_inductor.fuse.pair import alternating, find_pair
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import find_sum
-from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
-from coda_inductor.graph.collectives import ahead, overlap
+from coda_inductor.fuse.traffic import bytes_moved
+from coda_inductor.graph.collectives import overlap
 from coda_inductor.graph.gemms import (
     GEMMS,
-    WEIGHT_GRADIENT,
     gemm_inputs,
     low_rank,
     producer,
     routes_of,
 )
-from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, label, locate
+from coda_inductor.graph.nodes import (
+    elementwise,
+    fake,
+    is_cast,
+    is_transpose,
+    locate,
+    renames,
+)
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
-from coda_inductor.graph.walk import consumer, readers
+from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
+from coda_inductor.lowering.described import (
+    idle_reason,
+    is_wgrad,
+    name_of,
+    op_names,
+    short,
+    stop,
+    unfused,
+)
 from coda_inductor.lowering.lower import SITE, lower
 from coda_inductor.options import GEMM
 from coda_inductor.record import Record
@@ -51,7 +66,7 @@ from coda_inductor.semantic.rotary import rotate_heads
 
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.
 Builder = Callable[[dict[Node, Refusal]], Region | None]
-_Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
+_Fused = tuple[list[Node], set[tuple[str, str]], list[SiteReport]]
 #: How often a graph is planned while sites are measured.
 _PLANS = 4
 #: Counters of a whole site: one that is disabled is not fused.
@@ -114,14 +129,13 @@ def _unmeasured(site: Site) -> bool:
 
 
 def _fuse_all(graph: Graph, record: Record, judged: list[Site]) -> _Fused:
-    """Fuse all GEMMs. Returns the report number of each call, (pattern, occurrence) of each
-    absorbed idiom, and a report for every GEMM. Sites whose choice was asked for join ``judged``.
+    """Fuse all GEMMs. Returns all calls, (pattern, occurrence) of each absorbed idiom, and a report
+    for every GEMM. Sites whose choice was asked for join ``judged``.
     """
     fired: set[tuple[str, str]] = set()
-    calls: dict[Node, int] = {}
+    calls: list[Node] = []
     done: set[Node] = set()
     sites: list[SiteReport] = []
-    first = len(record.report.sites)
     planner = _Planner(graph, record, judged)
     # A low-rank product takes as long as its stores, so shared work goes to the other product.
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
@@ -134,9 +148,9 @@ def _fuse_all(graph: Graph, record: Record, judged: list[Site]) -> _Fused:
             done |= set(region.anchors)
             fired |= plan.patterns
             call = emit(region, site, strict=record.options.strict)
-            calls[call] = first + len(sites)
+            calls.append(call)
             planner.scope.refresh()
-        call.meta[SITE] = first + len(sites)
+        call.meta[SITE] = plan.report
         sites.append(plan.report)
     return calls, fired, sites
 
@@ -176,11 +190,14 @@ class _Planner:
         report = unfused(anchor, self.scope)
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
-        if (why := overlap(anchor) or self.record.plan.legal(anchor)) is not None:
+        if (why := overlap(anchor) or self.record.sites.refusal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
             return _refuse_site(report, _excuse(anchor, why))
+        if routes_of(anchor)[0] is None and _leaves(anchor):
+            text = "nothing to absorb: the caller reads it (it is an output of the graph)"
+            return _refuse_site(report, refuse("no-neighbours", text))
         first: Refusal | None = None
         for builder in self._candidates(anchor):
             try:
@@ -189,7 +206,7 @@ class _Planner:
                     continue
                 region, site = result
                 if region.idle and not region.program.grouped:
-                    return _refuse_site(report, _idle_reason(region))
+                    return _refuse_site(report, idle_reason(region))
                 check_views(region)
             except Refused as error:
                 first = first or error.refusal
@@ -203,20 +220,18 @@ class _Planner:
     def _site(self, region: Region) -> Site:
         """``region`` as a site. A kernel reads a sum's terms in place, or weights are
         concatenated."""
-        pairs = [tuple(map(fake, gemm_inputs(anchor))) for anchor in region.anchors]
-        terms, copied = len(pairs) if region.in_place else 1, ()
+        terms, copied = len(region.anchors) if region.in_place else 1, ()
         if region.total is not None and not region.in_place:
-            copied = tuple(a.shape[1] for a, _ in pairs)
-        a, b = pairs[0]
-        return self.record.plan.site(
-            region.program, a, b, region.shape, terms=terms, copied=copied,
-            after=self._later_reads(region), name=_name(region.anchors),
+            copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
+        return self.record.sites.refined(
+            region, terms=terms, copied=copied, after=self._later_reads(region),
+            name=name_of(region.anchors),
         )  # fmt: skip
 
     def _candidates(self, anchor: Node) -> Iterator[Builder]:
         """Functions that grow regions around ``anchor``, the most profitable first."""
-        legal = self.record.plan.legal
-        sums = None if self.scope.eager else find_sum(anchor, self.scope, legal)
+        refusal = self.record.sites.refusal
+        sums = None if self.scope.eager else find_sum(anchor, self.scope, refusal)
         if sums is not None:
             yield lambda bans: grow(sums[0], self.scope, bans, sums[1])
         yield lambda bans: alternating(anchor, self.scope, bans)
@@ -243,7 +258,7 @@ class _Planner:
             bans |= dict.fromkeys(adds, _disabled("residual"))
         while region is not None:
             site = self._site(region)
-            fits = not region.work or self.record.plan.fits(site)
+            fits = not region.work or self.record.sites.fits(site)
             heavy = [] if fits else heaviest(region)
             if not heavy:
                 return region, site
@@ -271,10 +286,10 @@ class _Planner:
             site=site.name,
             shape=region.shape,
             patterns=tuple(patterns),
-            absorbed=_op_names(region),
+            absorbed=op_names(region),
             bytes_before=before,
             bytes_after=after,
-            stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
+            stops=tuple(stop(n, why).at(short(n), n.name) for n, why in region.refusals.items()),
             choice=site.choice,
             program=site.program,
         )
@@ -300,20 +315,6 @@ class _Planner:
         )
 
 
-def unfused(gemm: Node, scope: Scope) -> SiteReport:
-    """The report of a GEMM that is not fused, without a reason."""
-    shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
-    traffic = bytes_plain(gemm)
-    role = "weight gradient" if _is_wgrad(gemm) else "input gradient"
-    return SiteReport(
-        locate(gemm),
-        shape,
-        bytes_before=traffic,
-        bytes_after=traffic,
-        role="forward" if gemm in scope.forward else role,
-    )
-
-
 def _refuse_site(report: SiteReport, why: Refusal | None) -> _SitePlan:
     return _SitePlan(replace(report, choice=replace(report.choice, refusal=why)))
 
@@ -322,26 +323,9 @@ def _disabled(name: str) -> Refusal:
     return refuse("disabled", f"options['disable'] names {name!r}")
 
 
-def _is_wgrad(anchor: Node) -> bool:
-    """Is ``anchor`` the gradient of a weight? Its K is the number of rows."""
-    return is_transpose(gemm_inputs(anchor)[0]) or bool(anchor.meta.get(WEIGHT_GRADIENT))
-
-
 def _excuse(anchor: Node, why: Refusal | None) -> Refusal | None:
     """``why``, but as an excused reason for a weight gradient, whose K no kernel may support."""
-    return why.excused() if why is not None and _is_wgrad(anchor) else why
-
-
-def _op_names(region: Region) -> tuple[str, ...]:
-    """The short names of the ops that an epilogue computes, for reports."""
-    names = tuple(_short(node) for node in region.work if not is_cast(node))
-    return names or (("cast",) if region.work else ("product",))
-
-
-def _name(anchors: tuple[Node, ...]) -> str:
-    """``mlp.gate_proj``, or ``mlp.gate_proj + up_proj`` for a pair; node names without modules."""
-    first, *others = (locate(anchor) for anchor in anchors)
-    return " + ".join([first, *(other.rpartition(".")[2] for other in others)])
+    return why.excused() if why is not None and is_wgrad(anchor) else why
 
 
 def _neighbours(anchor: Node) -> list[Node]:
@@ -350,26 +334,10 @@ def _neighbours(anchor: Node) -> list[Node]:
     return [u for u in users if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
 
 
-def _short(node: Node) -> str:
-    """The name of ``node`` in the table: ``mul`` for ``aten.mul.Tensor``."""
-    return str(node.target).removeprefix("aten.").removeprefix("coda_inductor.").split(".")[0]
-
-
-def _idle_reason(region: Region) -> Refusal:
-    """The reason why nothing was absorbed: the first neighbor's."""
-    for node, why in region.refusals.items():
-        text = f"nothing to absorb: {label(consumer(node))} reads it ({{}})"
-        return _stop(node, why).within(text)
-    return refuse("no-neighbours", "its result is not used")
-
-
-def _stop(node: Node, why: Refusal) -> Refusal:
-    """The reason why ``node`` was not absorbed: a collective, if it leads to one; else ``why``."""
-    if (collective := ahead(node)) is None:
-        return why
-    name = collective.target.overloadpacket.__name__
-    text = f"{name}, a collective, is between this GEMM and what follows"
-    return refuse("collective", text)
+def _leaves(anchor: Node) -> bool:
+    """Does only the graph's caller read ``anchor``, as the gradient of a weight?"""
+    _, users = readers(anchor, lambda n: renames(n) or is_transpose(n))
+    return bool(users) and all(user.op == "output" for user in users)
 
 
 def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:

@@ -28,28 +28,27 @@ from coda_inductor.semantic.experts import WGRAD
 if TYPE_CHECKING:
     from coda_inductor.plan import Plan
 
-#: Meta of a GEMM's node, or of the call that replaced it: the number of its report in the list.
+#: Meta of a GEMM's node, or of the call that replaced it: its report.
 SITE = "coda_site"
 
 
-def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
-    """Compile the kernels of ``calls`` (each with the number of its site) in parallel; expand calls
-    that run as plain ops or do not compile. One warning per cause.
+def lower(graph: Graph, calls: list[Node], record: Record) -> None:
+    """Compile the kernels of ``calls`` in parallel; expand calls that run as plain ops or do not
+    compile. One warning per cause.
 
     Raises:
         FallbackError: with ``options["strict"]``, for a failure.
     """
-    sites, plan = record.report.sites, record.plan
-    _announce(sites, strict=record.options.strict)
-    kernels = [call for call, i in calls.items() if sites[i].how == "kernel"]
-    plain = [call for call, i in calls.items() if sites[i].how == "reference"]
+    _announce(record.report.sites, strict=record.options.strict)
+    kernels = [call for call in calls if call.meta[SITE].how == "kernel"]
+    plain = [call for call in calls if call.meta[SITE].how == "reference"]
     kernels += graph.find_nodes(op="call_function", target=WGRAD)
     if record.later:
         pool.submit([request for call in kernels for request in _requests(call)])
     else:
         _settle(kernels, record)
     for call in plain:
-        expand(call, exact=_exact(call, plan))
+        expand(call, exact=_exact(call, record.plan))
 
 
 def settle(graph: Graph, record: Record) -> bool:
@@ -65,22 +64,21 @@ def settle(graph: Graph, record: Record) -> bool:
 def _settle(calls: list[Node], record: Record) -> bool:
     kernels = {call: _requests(call) for call in calls}
     errors = pool.wait([r for group in kernels.values() for r in group]) if kernels else {}
-    sites, changed = record.report.sites, False
+    changed = False
     for call, group in kernels.items():
         error = next((e for r in group if (e := errors[r]) is not None), None)
         if error is None:
             continue
-        i = call.meta.get(SITE)
-        name = call.name if i is None else sites[i].site
+        site: SiteReport | None = call.meta.get(SITE)
+        name = call.name if site is None else site.site
         why = refuse("defect", f"its kernel does not compile: {error}", failure=True)
         if record.options.strict:
             raise FallbackError(f"{name}: {why.text}")
         if call.target is WGRAD:  # this op falls back by itself
             continue
         warn_once(name, why.text)
-        if i is not None:
-            choice = replace(sites[i].choice, how="reference", refusal=why)
-            sites[i] = replace(sites[i], choice=choice)
+        if site is not None:
+            site.choice = replace(site.choice, how="reference", refusal=why)
         record.failed = changed = True
         expand(call, exact=_exact(call, record.plan))
     return changed

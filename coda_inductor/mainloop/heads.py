@@ -139,8 +139,7 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
 
 
 def _load_swapped(registers: list[tuple[Subtile, int]], load, like):
-    """A fragment like ``like`` with the values of ``registers``, which ``load`` loads by
-    subtile."""
+    """Load ``registers`` subtile by subtile into a fragment with the layout of ``like``."""
     parts = {}
     for subtile in dict.fromkeys(subtile for subtile, _ in registers):
         parts[subtile] = cute.make_rmem_tensor(like.layout, like.element_type)

@@ -140,14 +140,14 @@ class Chain:
         """The level of each group of each kind, if ``done`` layers have moved to the next point."""
         here = self.points[point].key
         after = self.points[point + 1].key if done else here
-        steps = self._steps(point)
+        steps = self._changing_layers(point)
         levels = []
         for members, level, then in zip(self.kinds, here, after, strict=True):
             count = math.ceil(done * len(members) / steps)
             levels.append([then] * count + [level] * (len(members) - count))
         return levels
 
-    def _steps(self, point: int) -> int:
+    def _changing_layers(self, point: int) -> int:
         """The number of layers that change from a point to the next one: the number of groups of
         the changing kinds. Other kinds have more groups: a layer has several norms, for example."""
         if point + 1 == len(self.points):
@@ -159,7 +159,7 @@ class Chain:
         """All points, and the mixes of neighboring ones."""
         saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
         for i, here in enumerate(self.points):
-            steps = self._steps(i)
+            steps = self._changing_layers(i)
             last = i + 1 == len(self.points)
             slope = 0.0 if last else (self.points[i + 1].ms - here.ms) / steps
             for done in range(steps):

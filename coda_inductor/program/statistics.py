@@ -44,7 +44,8 @@ def consistent(program: EpilogueProgram, exact: Collection[str] = ()) -> Epilogu
 
 
 def inconsistent(program: EpilogueProgram) -> Reduce | None:
-    """The first reduction over N that reads an unrounded value of a rounded store, or None."""
+    """The first reduction over N whose input is stored in 16 bits but reduced in float32; None if
+    there is no such reduction."""
     rounding = _Rounding(program)
     rows = (reduce for reduce in program.reduces if reduce.axis == "row")
     return next((reduce for reduce in rows if rounding(reduce.value) != reduce.value), None)

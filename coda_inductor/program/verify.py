@@ -30,12 +30,12 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     if not program.outputs:
         raise ProgramError("a program needs at least one store or reduction")
     names = set(program.accs)
-    _operands(program, names)
+    _check_operands(program, names)
     _groups(program)
-    booleans = _steps(program, names)
+    booleans = _check_steps(program, names)
     routes = {o.name for o in program.operands if o.spec.route}
-    _outputs(program, names - booleans - routes, names)
-    _heads(program)
+    _check_outputs(program, names - booleans - routes, names)
+    _check_heads(program)
     if (reduce := inconsistent(program)) is not None:
         raise ProgramError(
             f"reduce {reduce.name!r} reads an unrounded value that is stored rounded: "
@@ -63,7 +63,7 @@ def _fresh(name: str, noun: str, names: set[str]) -> None:
     names.add(name)
 
 
-def _operands(program: EpilogueProgram, names: set[str]) -> None:
+def _check_operands(program: EpilogueProgram, names: set[str]) -> None:
     for operand in program.operands:
         _fresh(operand.name, "operand", names)
         if operand.kind not in KINDS:
@@ -95,7 +95,7 @@ def _groups(program: EpilogueProgram) -> None:
         raise ProgramError("a grouped program has no sums over M: they are a group's")
 
 
-def _steps(program: EpilogueProgram, names: set[str]) -> set[str]:
+def _check_steps(program: EpilogueProgram, names: set[str]) -> set[str]:
     """Check the steps. Returns the names of bools."""
     booleans = set()
     for step in program.steps:
@@ -128,7 +128,7 @@ def _steps(program: EpilogueProgram, names: set[str]) -> set[str]:
     return booleans
 
 
-def _outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> None:
+def _check_outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> None:
     for output in program.outputs:
         _fresh(output.name, "output", names)
         if output.value not in numbers:
@@ -145,7 +145,7 @@ def _outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> No
             raise ProgramError(f"reduce {reduce.name!r}: logsumexp is over N, of one accumulator")
 
 
-def _heads(program: EpilogueProgram) -> None:
+def _check_heads(program: EpilogueProgram) -> None:
     """Check swaps (``program.heads``): kernels can read only accumulators at another column."""
     swaps = [step for step in program.steps if step.op == "swap"]
     tables = [o for o in program.operands if o.kind == "table"]

@@ -41,7 +41,7 @@ from coda_inductor.semantic.dropout import BACKWARD
 _SMALLER = 8
 
 
-def unburden(graph: Graph, _record: Record) -> None:
+def reorder_low_rank(graph: Graph, _record: Record) -> None:
     """Scale results of low-rank products, not inputs, and add low-rank terms last, in place."""
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
         _scale_products(node)

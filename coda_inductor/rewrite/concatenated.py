@@ -40,7 +40,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.decompose import decompose_pointwise
 
 if TYPE_CHECKING:
-    from coda_inductor.plan import Plan
+    from coda_inductor.sites import Sites
 
 
 def add_products(graph: Graph, record: Record) -> None:
@@ -78,26 +78,26 @@ def columns_of(a: Node) -> list[Node]:
     return list(args["tensors"]) if fits and last and fixed and whole_rows else []
 
 
-def in_epilogue(parts: list[Node], scope: Scope, plan: Plan) -> bool:
+def in_epilogue(parts: list[Node], scope: Scope, sites: Sites) -> bool:
     """Does an epilogue, in a kernel that is expected to win, compute one of ``parts``?"""
     return any(
         maker is not None
-        and plan.legal(maker) is None
-        and plan.absorbs(maker, part, scope, wins=True)
+        and sites.refusal(maker) is None
+        and sites.absorbs(maker, part, scope, wins=True)
         for part, maker in zip(parts, map(producer, parts), strict=True)
     )
 
 
 def _refusal(gemm: Node, parts: list[Node], scope: Scope, record: Record) -> Refusal | None:
     """The reason why the concatenation of ``parts`` stays the operand of ``gemm``, or None."""
-    plan, (a, b) = record.plan, gemm_inputs(gemm)
-    if (why := plan.legal(gemm)) is not None:
+    sites, (a, b) = record.sites, gemm_inputs(gemm)
+    if (why := sites.refusal(gemm)) is not None:
         return why.excused()
     if bias_of(gemm) is not None and not plain_bias(gemm):
         return refuse("bias-form", "its bias or alpha/beta are not supported")
     if any(len(name.users) != 1 for name in chain(a)):
         return refuse("no-gain", "the concatenation is read elsewhere, so it is written anyway")
-    if not in_epilogue(parts, scope, plan):
+    if not in_epilogue(parts, scope, sites):
         return refuse("no-gain", "no epilogue computes a part of the concatenation")
     # Written and read: the concatenation; each product but the first, and the first one too where
     # no epilogue adds the others.

@@ -80,9 +80,9 @@ def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
     gemm = producer(rows)
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("no-gemm", "no GEMM computes rows of the heads that it reads")
-    if (why := record.plan.legal(gemm)) is not None:
+    if (why := record.sites.refusal(gemm)) is not None:
         return why.excused().within(f"{label(gemm)} is not fused: {{}}")
-    if not record.plan.absorbs(gemm, rows, scope):
+    if not record.sites.absorbs(gemm, rows, scope):
         return refuse("no-gemm", f"an op between it and {label(gemm)} cannot be in an epilogue")
     return rows, heads, list(order)
 

@@ -17,7 +17,6 @@ from coda_inductor.select import gate, roofline
 from coda_inductor.select.config import Config, configs_in, legal_configs
 from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.figures import Figures
-from coda_inductor.select.legality import unsupported
 from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.select.site import Site
 
@@ -45,7 +44,7 @@ def select(site: Site, *, gated: bool, store: Measurements | None = None) -> Cho
 def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
     gpu = store.gpu
     ground = "roofline" if gpu.rated else "unknown"
-    if (why := unsupported(site)) is not None:
+    if (why := site.refusal) is not None:
         plain = roofline.products_us(site, gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
     entry = store.find(site)

@@ -16,6 +16,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.readings.plain import Majors, Plain
 from coda_inductor.mainloop.tensors import a_major, b_major
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.refusal import Refusal
 from coda_inductor.report import UNFUSED, Choice
 
 _META = torch.device("meta")
@@ -88,6 +89,13 @@ class Site:
     def reading(self) -> Plain:
         """The kernel's reading of A and B."""
         return reading_of(self.program, self.terms)
+
+    @functools.cached_property
+    def refusal(self) -> Refusal | None:
+        """The reason why it cannot be a kernel, or None."""
+        from coda_inductor.select.legality import unsupported
+
+        return unsupported(self)
 
 
 #: The fields of a site that concern one compilation only.

@@ -174,9 +174,11 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """A context that runs code as if called at top level, without autocast. In the handler of a
-    dispatch mode functorch's keys are off, and without them there is no gradient inside a kernel.
-    All other keys are then on too: autocast's would cast float32 products to 16 bits."""
+    """A context that runs code as if called at top level, without autocast.
+
+    The handler of a dispatch mode runs without functorch's dispatch keys, which a gradient inside a
+    kernel needs, so all keys are restored. That turns autocast on again, which would cast float32
+    products to 16 bits, so it is turned off."""
     full = dispatch_keyset_full()
     include = dispatch_tls_local_include_set()
     with (

@@ -16,6 +16,7 @@ from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.refusal import refuse
 from coda_inductor.select.site import Site
+from coda_inductor.sites import Sites
 
 B, T, N, K = 2, 3, 10, 8
 LINEAR = ((B, T, K), (N, K))
@@ -139,7 +140,8 @@ def test_equality_of_tensors_is_not_tested_on_unrounded_values(compare):
 
 def test_a_gemm_with_nothing_to_absorb_is_no_failure(monkeypatch):
     """Weight gradients of a ragged number of rows: no kernel, and none wanted."""
-    monkeypatch.setattr(Plan, "legal", lambda *_: refuse("unaligned", "an odd shape", failure=True))
+    odd = refuse("unaligned", "an odd shape", failure=True)
+    monkeypatch.setattr(Sites, "refusal", lambda *_: odd)
     harness = check(F.linear, *(randn(*shape) for shape in LINEAR))
     assert reasons(harness) == "nothing to absorb, and an odd shape"
     with pytest.raises(Exception, match="an odd shape"):
@@ -305,7 +307,7 @@ def room(monkeypatch):
             program = site.program
             return sum(WIDTHS[t.dtype] for t in (*program.loads, *program.stores)) <= bytes_
 
-        monkeypatch.setattr(Plan, "fits", fits)
+        monkeypatch.setattr(Sites, "fits", fits)
 
     return limit
 
@@ -347,4 +349,4 @@ def test_only_kernels_have_a_limit(how, fast, fits):
         a_dtype="float8_e4m3fn", fast=fast,
     )  # fmt: skip
     site = Site(program, 4096, 4096, 4096)
-    assert Plan(parse(None, {}), **how).fits(site) == fits
+    assert Sites(Plan(parse(None, {}), **how)).fits(site) == fits

@@ -91,7 +91,7 @@ def test_the_gate_is_told_what_is_copied_at_every_call(widths, joined, monkeypat
         return loses(site, *us)
 
     monkeypatch.setattr(gate, "loses", spy)
-    monkeypatch.setattr(Plan, "_kernels", lambda *_: True)
+    monkeypatch.setattr(Plan, "on_kernels", lambda *_: True)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", dict.fromkeys)
     function = three if len(widths) == 3 else two

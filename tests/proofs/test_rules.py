@@ -23,6 +23,7 @@ from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.semantic import layer_norm, rms_norm
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.norms import biased_rms_norm
+from coda_inductor.sites import Sites
 
 M, D, K, N = 3, 4, 5, 6  # -1 / D is exact
 EPS = 2.0**-10
@@ -93,7 +94,7 @@ def by(function):
 
     def run(graph):
         record = Record(parse(None, {"strict": True}), dry=True)
-        record.plan = Plan(record.options, dry=True)
+        record.sites = Sites(Plan(record.options, dry=True))
         function(graph, record)
 
     return run

@@ -97,7 +97,7 @@ def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
     stack(monkeypatch, WHY)
     from coda_inductor.plan import Plan
 
-    monkeypatch.setattr(Plan, "_kernels", lambda *_: True)
+    monkeypatch.setattr(Plan, "on_kernels", lambda *_: True)
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda x: (x @ x).relu(), tracing_mode="fake"
     )(torch.ones(8, 8))

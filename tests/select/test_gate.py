@@ -22,6 +22,7 @@ from coda_inductor.select import gate, roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.device import H100, match_gpu, tables
 from coda_inductor.select.site import Site
+from coda_inductor.sites import Sites
 
 aten = torch.ops.aten
 OUT = frozenset({"out0"})
@@ -109,9 +110,9 @@ def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: unknown)
     graph = graph_of(llama(8192))
     auto, always = (plan(graph, gate=gate) for gate in ("auto", "always"))
-    why = auto.legal(gemm_of(graph)).text
+    why = Sites(auto).refusal(gemm_of(graph)).text
     assert "there are no measurements on B200 (compute capability 10.x)" in why
-    assert always.legal(gemm_of(graph)) is None
+    assert Sites(always).refusal(gemm_of(graph)) is None
     assert (auto.compiles, always.compiles) == (False, True)
 
 
@@ -131,8 +132,8 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
     monkeypatch.setattr(availability, "library_stack", lambda: None)
     availability.kernel_stack.cache_clear()
     old, new = (plan(graph, gate="always") for graph in graphs)
-    assert "compute capability 8.0 is not supported" in old.legal(gemm_of(graphs[0])).text
-    assert new.legal(gemm_of(graphs[1])) is None
+    assert "compute capability 8.0 is not supported" in Sites(old).refusal(gemm_of(graphs[0])).text
+    assert Sites(new).refusal(gemm_of(graphs[1])) is None
     assert (old.compiles, new.compiles) == (False, True)
     availability.kernel_stack.cache_clear()
 
@@ -147,7 +148,7 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
 ])  # fmt: skip
 def test_which_gemms_may_be_fused(dtypes, b_stride, why):
     graph = graph_of([(8192, 2048, 4096)], dtypes, b_stride)
-    found = plan(graph, gate="always").legal(gemm_of(graph))
+    found = Sites(plan(graph, gate="always")).refusal(gemm_of(graph))
     assert found is None if why is None else why in found.text
 
 

@@ -35,7 +35,8 @@ from coda_inductor.graph.sizes import same_strides
 
 #: Queries and keys of a block. The kernels' tiles divide it.
 BLOCK = 128
-#: The options that FlexAttention's own front end would set, and never the kernel for decoding.
+#: The kernel options that ``flex_attention`` sets itself, and ``BACKEND``, so that the kernel for
+#: decoding is never chosen.
 OPTIONS = {
     "BACKEND": "TRITON",
     "PRESCALE_QK": False,

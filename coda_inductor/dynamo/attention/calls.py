@@ -205,8 +205,8 @@ def grouped(
     call: Node, arguments: Mapping[str, Any], hazards: Hazards, record: Record
 ) -> list[Node] | None:
     """The keys and values of ``call``, (B, H, T, D), before their heads were repeated. None if they
-    were not, or if they must stay repeated, because a later write would change a view but not a
-    copy, and because the tensors that attention saves for the backward pass must not change."""
+    were not, or if an in-place op after the repetition would change a view of them, but not a copy,
+    or what attention saves for the backward pass."""
     repetitions = [_repetition(arguments[name]) for name in ("key", "value")]
     pair = [repetition for repetition in repetitions if repetition is not None]
     sources, between = [r[0] for r in pair], [node for r in pair for node in r[2]]
@@ -224,7 +224,7 @@ def grouped(
 
 
 def _repetition(repeated: Any) -> _Repetition | None:
-    """How ``repeated`` repeats the heads of another tensor, n times in a row each, or None."""
+    """The source of ``repeated``; None if ``repeated`` is not a repetition of each head n times."""
     full = fake(repeated).shape
     chain: list[Node] = []
     node = repeated

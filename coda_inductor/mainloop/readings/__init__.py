@@ -30,7 +30,7 @@ READINGS = (
 
 def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:
     """The reading for calls of ``program``; ``terms``: the number of products in an accumulator."""
-    return next(reading for reading in READINGS if reading.takes(program, terms))
+    return next(reading for reading in READINGS if reading.fits(program, terms))
 
 
 def reading_with(program: EpilogueProgram, variant: str) -> Plain:

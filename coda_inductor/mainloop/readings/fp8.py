@@ -29,7 +29,7 @@ _SMALL = (128, 128)
 class Fp8(Plain):
     """Reads A (M, K) and B (K, N), both FP8 and contiguous along K."""
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8
 
     def refuses(self, site: Any) -> Why:
@@ -77,7 +77,7 @@ class Fp8(Plain):
 class PairedFp8(Fp8, Pair):
     """Reads one A and two B's in place, all FP8."""
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8 and program.paired
 
     def majors(self, as_: Tensors, bs: Tensors) -> Majors:

@@ -38,8 +38,8 @@ from coda_inductor.program.grouped import grouped_product
 class Grouped(Plain):
     """Reads A (M, K), or gathers its rows from (R, K), and reads B (E, K, N) of either major."""
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
-        return program.grouped and super().takes(program, terms)
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
+        return program.grouped and super().fits(program, terms)
 
     def refuses(self, site: Any) -> Why:
         if "experts" not in site.arch.features:
@@ -96,7 +96,7 @@ class GroupedAlternating(GroupedPair):
     variants, distances = ("",), ()
     bind, reads = Grouped.bind, Grouped.reads
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
         return program.alternating
 
     def refuses(self, site: Any) -> Why:

@@ -42,7 +42,7 @@ class Join(Plain):
     distances = ("join_delta_a", "join_delta_b", "join_first_a", "join_first_b")
     terms = 2
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
         return terms > 1
 
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:

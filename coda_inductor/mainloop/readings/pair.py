@@ -47,7 +47,7 @@ class Pair(Plain):
     variants: tuple[str, ...] = ("", "swapped")
     distances: tuple[str, ...] = ("pair_delta",)
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
         return program.paired
 
     def refuses(self, site: Any) -> Why:

@@ -41,7 +41,7 @@ class Plain:
     distances: tuple[str, ...] = ()
     terms = 1
 
-    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+    def fits(self, program: EpilogueProgram, terms: int) -> bool:
         """Does this reading apply to ``terms`` products of ``program``, if no earlier one does?"""
         return True
 
@@ -93,7 +93,7 @@ class Plain:
         return self.reads(as_, bs) if fits else None
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
-        """The function of :meth:`in_place`, for operands that TMA can read."""
+        """What :meth:`in_place` returns if TMA can read both operands."""
         return lambda as_, bs: (as_[0], bs[0], "", ())
 
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:

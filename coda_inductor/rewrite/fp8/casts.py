@@ -50,7 +50,7 @@ from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by_rows, scaled_
 from coda_inductor.semantic.fp8_casts import CAST
 
 if TYPE_CHECKING:
-    from coda_inductor.plan import Plan
+    from coda_inductor.sites import Sites
 
 
 def expand_quantizations(graph: Graph, record: Record) -> None:
@@ -68,7 +68,7 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
         waiting = wait(nodes, scope, record)
         scope.refresh()
         x = arguments(nodes[0])["x"]
-        _expand(nodes, waiting or Source(x, x), scope, plan)
+        _expand(nodes, waiting or Source(x, x), scope, record.sites)
         if waiting is None:
             scope.refresh()
         else:
@@ -81,14 +81,14 @@ def _quantizations(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=quantize))
 
 
-def _expand(nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
+def _expand(nodes: list[Node], source: Source, scope: Scope, sites: Sites) -> None:
     x, gemm = source.x, producer(source.x)
-    absorbed = gemm is not None and plan.absorbs(gemm, x, scope)
+    absorbed = gemm is not None and sites.absorbs(gemm, x, scope)
     calls = {node: arguments(node) for node in nodes}
     kinds = {tuple(call["dims"]) for call in calls.values()}
     if not absorbed and kinds <= {ROW, ALL} and all(call["divides"] for call in calls.values()):
         parts = columns_of(x)
-        parts = parts if in_epilogue(parts, scope, plan) else []
+        parts = parts if in_epilogue(parts, scope, sites) else []
         for node, call in calls.items() if parts or ALL in kinds else ():
             put = Put(node)
             rows = [put.reshape(part, [-1, fake(part).shape[-1]]) for part in parts] or [x]

@@ -55,7 +55,7 @@ from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 
 def raise_fp8(graph: Graph, record: Record) -> None:
-    """Apply the rewrite, in place. Only torchao's ops count."""
+    """Apply the rewrite, in place. Only sequences of torchao's ops are raised and counted."""
     products = [n for n in graph.nodes if n.target in (aten_scaled_mm, scaled_mm)]
     if not products or not record.enabled("fp8_product"):
         return

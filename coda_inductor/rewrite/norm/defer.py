@@ -60,7 +60,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
         deferred, products = defer(norm, result, scope)
         differentiate(result, deferred, products, scope)
         if deferred.mean is not None:
-            means.note(x, deferred.mean)
+            means.add(x, deferred.mean)
         prune(list(norm.users))
         scope.refresh()
         logger.debug("%s at %s waits for %d GEMMs", name, locate(norm), len(result.gemms))
@@ -99,7 +99,7 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
 
 def _refusal(norm: Node, result: Uses, scope: Scope, record: Record) -> Refusal | None:
     """The refusal of the first general condition that does not hold, or None."""
-    legal, gradient = record.plan.legal, f"{NORMS[norm.target].name}_backward"
+    gradient = f"{NORMS[norm.target].name}_backward"
     if result.backward is not None and not record.enabled(gradient):
         return refuse("disabled", f"options['disable'] names {gradient}")
     if not result.gemms:
@@ -110,6 +110,6 @@ def _refusal(norm: Node, result: Uses, scope: Scope, record: Record) -> Refusal 
             "float16: the un-normalized operand may overflow (options['fp16_norms'] allows it)",
         )
     for gemm in result.gemms:
-        if (why := legal(gemm)) is not None:
+        if (why := record.sites.refusal(gemm)) is not None:
             return why.within(f"{label(gemm)} reads it and is not fused: {{}}")
     return input_refusal(norm, scope, record)

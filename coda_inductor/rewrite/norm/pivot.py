@@ -40,7 +40,7 @@ class Means:
     def __init__(self) -> None:
         self.means: dict[Node, Node] = {}
 
-    def note(self, x: Node, mean: Node) -> None:
+    def add(self, x: Node, mean: Node) -> None:
         """Remember ``mean`` (..., 1), the mean of ``x``."""
         self.means[source(x)] = mean
 
@@ -52,7 +52,7 @@ class Means:
         mean = parts(norm).get(index)
         if mean is None:
             mean = Put(norm, norm.next)(operator.getitem, norm, index)
-        self.note(arguments(norm)["x"], mean)
+        self.add(arguments(norm)["x"], mean)
 
     def find(self, norm: Node) -> tuple[Node, list[Node]] | None:
         """(mean, terms) if the norm's input is a tensor with a known mean plus terms; else None."""

@@ -175,13 +175,13 @@ def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
     does computes the GEMMs' operand as well, and the norm has no kernel. A kernel of Inductor's
     that computes x would stay, and move as many bytes with that operand as with the norm's
     result."""
-    x, plan = arguments(norm)["x"], record.plan
+    x, sites = arguments(norm)["x"], record.sites
     source = producer(x)
     if source is None:
         return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
-    if (why := plan.legal(source)) is not None:
+    if (why := sites.refusal(source)) is not None:
         return why.within(f"{label(source)}, which makes its input, is not fused: {{}}")
-    if not plan.absorbs(source, x, scope):
+    if not sites.absorbs(source, x, scope):
         return refuse(
             "norm-input-elsewhere", f"an op between {label(source)} and it cannot be in an epilogue"
         )

@@ -23,6 +23,7 @@ from coda_inductor.semantic.fp8 import (
     scaled_mm,
     scaled_mm_definition,
 )
+from coda_inductor.sites import Sites
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -191,7 +192,7 @@ def test_a_product_is_given_its_scales_or_stays_torchaos(
     monkeypatch.setattr(availability, "scales_vectors", lambda _: cublas)
     graph = traced(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, True), *operands())
     record = Record(parse(None, {}), "test")
-    record.plan = Plan(record.options, no_kernels=no_kernels, on_gpu=True)
+    record.sites = Sites(Plan(record.options, no_kernels=no_kernels, on_gpu=True))
     rest.finish_fp8(graph, record)
     (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
     assert node.args[6] is stays  # multiplied after it

@@ -9,9 +9,9 @@ from passes import codes
 from test_norms import EPS, HIDDEN, D, arguments, behind, norm, norm_gemm
 
 from coda_inductor import FallbackError
-from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.norms import rms_norm
+from coda_inductor.sites import Sites
 
 
 class Own(torch.autograd.Function):
@@ -109,11 +109,11 @@ def test_dead_norm_disappears():
 def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, width):
     """The one that makes its input, or the one that reads it: for the cause that the GEMM has."""
 
-    def legal(self, gemm):
+    def refusal(self, gemm):
         out_of_luck = gemm.meta["val"].shape[-1] == width
         return refuse("too-small", "out of luck") if out_of_luck else None
 
-    monkeypatch.setattr(Plan, "legal", legal)
+    monkeypatch.setattr(Sites, "refusal", refusal)
     harness = check(norm_gemm, *arguments())
     assert harness.counts["rms_norm"] == 0
     (miss,) = harness.report.refusals

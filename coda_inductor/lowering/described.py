@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report of a GEMM says: its name, the ops that it absorbed, and why it ended there."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from coda_inductor.fuse.region import Region
+from coda_inductor.fuse.traffic import bytes_plain
+from coda_inductor.graph.collectives import ahead
+from coda_inductor.graph.gemms import WEIGHT_GRADIENT, gemm_inputs
+from coda_inductor.graph.nodes import fake, is_cast, is_transpose, label, locate
+from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.walk import consumer
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.report import SiteReport
+
+
+def unfused(gemm: Node, scope: Scope) -> SiteReport:
+    """The report of a GEMM that is not fused, without a reason."""
+    shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
+    traffic = bytes_plain(gemm)
+    role = "weight gradient" if is_wgrad(gemm) else "input gradient"
+    return SiteReport(
+        locate(gemm),
+        shape,
+        bytes_before=traffic,
+        bytes_after=traffic,
+        role="forward" if gemm in scope.forward else role,
+    )
+
+
+def is_wgrad(anchor: Node) -> bool:
+    """Is ``anchor`` the gradient of a weight? Its K is the number of rows."""
+    return is_transpose(gemm_inputs(anchor)[0]) or bool(anchor.meta.get(WEIGHT_GRADIENT))
+
+
+def name_of(anchors: tuple[Node, ...]) -> str:
+    """``mlp.gate_proj``, or ``mlp.gate_proj + up_proj`` for a pair; node names without modules."""
+    first, *others = (locate(anchor) for anchor in anchors)
+    return " + ".join([first, *(other.rpartition(".")[2] for other in others)])
+
+
+def op_names(region: Region) -> tuple[str, ...]:
+    """The short names of the ops that an epilogue computes, for reports."""
+    names = tuple(short(node) for node in region.work if not is_cast(node))
+    return names or (("cast",) if region.work else ("product",))
+
+
+def short(node: Node) -> str:
+    """The name of ``node`` in the table: ``mul`` for ``aten.mul.Tensor``."""
+    return str(node.target).removeprefix("aten.").removeprefix("coda_inductor.").split(".")[0]
+
+
+def idle_reason(region: Region) -> Refusal:
+    """The reason why nothing was absorbed: the first neighbor's."""
+    for node, why in region.refusals.items():
+        text = f"nothing to absorb: {label(consumer(node))} reads it ({{}})"
+        return stop(node, why).within(text)
+    return refuse("no-neighbours", "its result is not used")
+
+
+def stop(node: Node, why: Refusal) -> Refusal:
+    """The reason why ``node`` was not absorbed: a collective, if it leads to one; else ``why``."""
+    if (collective := ahead(node)) is None:
+        return why
+    name = collective.target.overloadpacket.__name__
+    text = f"{name}, a collective, is between this GEMM and what follows"
+    return refuse("collective", text)
