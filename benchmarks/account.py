@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from coda_inductor.select.device import gpu_of
+from coda_inductor.gpu import gpu_of
 
 from . import energy, environment, models, worth_models
 from .measure import Call, device, synchronize, table

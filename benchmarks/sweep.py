@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from coda_inductor.select.device import H100
+from coda_inductor.gpu import H100
 from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.measurements import sites_in
 

@@ -11,14 +11,16 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     torchtitan    its trainer's head and loss as one graph
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
     tracing       a graph through the passes and AOTAutograd, without code generation
+    notice        warnings about a whole graph, once per process
     falls         which passes are left out if a graph does not compile
     joint, pipeline   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
     rewrite       algebra on the aten graph: norms, losses, rotations, FP8
     memory        the tensors that are kept or computed again, within a limit
     lowering      the pass that fuses: regions become kernel calls
-    record, plan  notes of one compilation; decisions about fusion in one graph
+    record, sites, plan   notes of one compilation; what is known of each GEMM, and of all together
     fuse          GEMM + neighbours -> EpilogueProgram
+    kernels       the door: all that is above knows of the kernels what this says
     tune, locks   measures sites; one process at a time
     processes     our own processes beside the user's
     runtime, debug   the custom op, compile workers, launches; debug folders
@@ -27,7 +29,8 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     codegen, patterns, table   program -> CuTeDSL source; pattern files and their proofs; tables
     matching, graph     matching on Dynamo's graph; reading and editing graphs
     semantic, program   the ops that idioms become; epilogue programs and their meaning
-    arch, options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
+    gpu, arch     GPU models and their generations
+    options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
 """
 
 import importlib

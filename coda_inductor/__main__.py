@@ -14,7 +14,7 @@ from typing import Any
 
 import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
-from coda_inductor.mainloop.availability import identity
+from coda_inductor.kernels import QUACK
 from coda_inductor.options import parse
 from coda_inductor.pipeline import names
 
@@ -29,7 +29,7 @@ COMMANDS = {
 
 def _versions() -> Iterable[str]:
     """The lines for a bug report: the versions, and the reason if kernels cannot run here."""
-    for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
+    for line in (f"coda_inductor {coda_inductor.__version__}", *QUACK.facts["versions"]()):
         name, value = line.split(" ", maxsplit=1)
         yield f"{name:<20}{value}"
 

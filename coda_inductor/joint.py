@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from coda_inductor import patterns
+from coda_inductor import notice, patterns
 from coda_inductor.compat import CustomGraphPass, functorch_config, inductor_config
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint
+from coda_inductor.kernels import QUACK, pool
 from coda_inductor.log import warn_once
-from coda_inductor.mainloop import availability
-from coda_inductor.mainloop.availability import identity
 from coda_inductor.memory import costs
 from coda_inductor.memory.limit import limit
 from coda_inductor.memory.partition import installed
@@ -30,8 +29,6 @@ from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
-from coda_inductor.runtime import launch, notice, pool
-from coda_inductor.select.measurements import generation
 
 _NO_PLANNER = (
     "another custom_partitioner_fn is set in torch._inductor.config or torch.compile's options, or "
@@ -139,7 +136,7 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
         PatternError: with ``strict``, when a pattern file does not load.
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
-    launch.forget_failures()
+    QUACK.try_again()
     costs.install()
     notice.before_compile(gm, inputs, record.options)
     record.room = _room(gm, inputs, record.options.memory)
@@ -152,7 +149,7 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
 
 def _may_fuse(inputs: Sequence[Any], options: Options) -> bool:
     """Is there a large weight on a GPU with kernels? Asked before anything is traced."""
-    if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
+    if options.reference or options.gate == "never" or QUACK.missing() is not None:
         return False
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2)
     return any(hint(x.numel()) >= _LARGE for x in tensors)
@@ -182,12 +179,11 @@ def _digest(path: Path) -> str:
 #: a pass or an option that decides by something else adds it here.
 FACTS: dict[str, Callable[[Record], Any]] = {
     "sources": lambda _: _sources(),
-    "versions": lambda _: identity(),
     "options": lambda record: record.options.identity,
     "patterns": lambda record: [_digest(p) for p in patterns.files(record.options.patterns)],
-    "measurements": lambda _: generation(),
     "ranks": lambda _: several_ranks(),
     "budget": lambda _: getattr(functorch_config, BUDGET, 1.0),
     "donated_buffer": lambda _: functorch_config.donated_buffer,
     "room": lambda record: record.room,
+    "kernels": lambda _: {name: read() for name, read in QUACK.facts.items()},
 }

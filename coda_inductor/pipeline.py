@@ -9,19 +9,17 @@ were not in the list. ``options["disable"]`` may name any pass, pattern or count
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-import coda_inductor.runtime.linear_cross_entropy  # noqa: F401 (registers its op)
 from coda_inductor import patterns
-from coda_inductor.codegen.render import render
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.assertions import drop_assertions
@@ -36,6 +34,7 @@ from coda_inductor.graph.aliases import mark_writes
 from coda_inductor.graph.layout import Layouts, layouts, moved
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.kernels import pool, render, tuner
 from coda_inductor.log import count, logger, say_once, warn_once
 from coda_inductor.lowering.driver import fuse_gemms
 from coda_inductor.matching import bodies, changes
@@ -64,11 +63,7 @@ from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views
-from coda_inductor.runtime import pool
-from coda_inductor.select.choice import MANY
-from coda_inductor.select.measurements import Measurements
 from coda_inductor.sites import Sites
-from coda_inductor.tune.tuner import ASKED, Tuner
 
 
 def _fuses(_graph: Graph, record: Record) -> bool:
@@ -91,17 +86,14 @@ def _undecided(record: Record) -> Sites:
 def _decide(graph: Graph, record: Record) -> None:
     """Decide what may be fused in this graph; start the compile workers, which takes a while."""
     options = record.options
-
-    def tuner(store: Measurements, device: torch.device) -> Tuner:
-        return Tuner(store, device, options.tune_seconds or ASKED, MANY)
-
     if getattr(virtualized, "aot_compilation", False) and not options.aot:
         text = "AOTInductor's programs run without Python, and our kernels are launched by Python"
         why = refuse("aot-inductor", text)
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
         record.sites = Sites(replace(record.plan, veto=why))
         return
-    record.sites = Sites(record.plan.for_graph(graph, tuner))
+    measurer = functools.partial(tuner, seconds=options.tune_seconds)
+    record.sites = Sites(record.plan.for_graph(graph, measurer))
     if record.plan.compiles and not record.dry:
         pool.warm_up()
 

@@ -12,26 +12,28 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
+from coda_inductor.gpu import H100, Gpu, gpu_of
 from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint
-from coda_inductor.mainloop import availability
+from coda_inductor.kernels import (
+    QUACK,
+    Kernels,
+    Measurements,
+    Reference,
+    Site,
+    host_bound,
+    measurements_of,
+    norm_loses,
+    product_us,
+    unmeasured,
+)
 from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import UNFUSED, Choice
-from coda_inductor.select import gate
-from coda_inductor.select.choice import select
-from coda_inductor.select.config import Config
-from coda_inductor.select.device import H100, Gpu, gpu_of
-from coda_inductor.select.measurements import Measurements, measurements_of
-from coda_inductor.select.roofline import product_us
-from coda_inductor.select.site import Site
-
-#: Gives the partials of a call their shape where the call is expanded; any legal config will do.
-REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
 
 def as_16_bits(b: torch.Tensor) -> int:
@@ -119,14 +121,14 @@ class Plan:
         store = measurements_of(gpu)
         too_small = no_kernels = measures = None
         if not options.reference:
-            no_kernels = availability.kernel_stack(device)
+            no_kernels = QUACK.missing(device)
         if options.gate == "auto":
-            too_small = None if cuda_graphs else gate.host_bound(shapes, gpu, training=training)
+            too_small = None if cuda_graphs else host_bound(shapes, gpu, training=training)
         asked = options.tune == "always" and not options.reference
         if asked and measurer is not None and (cuda is not None or not self.dry):
             measures = measurer(store, device) if (no_kernels or too_small) is None else None
         if options.gate == "auto" and measures is None:
-            no_kernels = no_kernels or gate.unmeasured(gpu)
+            no_kernels = no_kernels or unmeasured(gpu)
         return replace(self, too_small=too_small, no_kernels=no_kernels, on_gpu=True,
                        store=store, measurer=measures)  # fmt: skip
 
@@ -158,14 +160,14 @@ class Plan:
             return refuse("gate-never", "options['gate'] is 'never'")
         if self.veto is not None or not self.on_kernels(device):
             return self.veto
-        if (why := availability.kernel_stack(self.device or device)) is not None:
+        if (why := QUACK.missing(self.device or device)) is not None:
             return why.failing() if self.options.strict else why  # runtime.notice warns once
         # First: only where something is fused are operands laid out for kernels (by FP8's casts).
         return self.too_small or self.no_kernels
 
     def scales_vectors(self, device: torch.device) -> bool:
         """Do kernels run on ``device``, and does cuBLAS scale rows and columns of FP8 products?"""
-        return self.compiles and availability.scales_vectors(self.device or device)
+        return self.compiles and QUACK.scales_vectors(self.device or device)
 
     def norm_loses(self, gemms: list[Node], vectors: int = 1) -> Refusal | None:
         """The reason if deferring a LayerNorm past ``gemms`` costs more than it saves, or None.
@@ -175,7 +177,7 @@ class Plan:
             return None
         m, k = fake(a).shape
         n = vectors * sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
-        return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
+        return norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
         """The reason if splitting a packed projection of ``a`` (M, K) costs more than it saves, or
@@ -191,13 +193,8 @@ class Plan:
 
     def judge(self, site: Site) -> Choice:
         """Choose how a planned site runs."""
-        if self.options.reference:
-            why = refuse("reference-asked", "options['reference'] is set")
-        elif not self.on_kernels(site.device):
-            why = refuse("no-kernels-on-device", f"device {site.device.type} has no kernels")
-        else:
-            return select(site, gated=self.options.gate == "auto", store=self.store)
-        return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
+        gated = self.options.gate == "auto"
+        return self.kernels(site.device).choose(site, gated=gated, store=self.store)
 
     def estimate_plain(self, gemm: Node) -> Choice:
         """The choice for a GEMM alone, in cuBLAS, with its expected time if a kernel could run."""
@@ -210,6 +207,14 @@ class Plan:
         ground = "roofline" if self.gpu.rated else "unknown"
         us = product_us(m, n, k, self.gpu, fp8=bare.fp8)
         return Choice("unfused", unfused_us=us, ground=ground)
+
+    def kernels(self, device: torch.device) -> Kernels:
+        """What computes the programs of tensors on ``device``."""
+        if self.on_kernels(device):
+            return QUACK
+        if self.options.reference:
+            return Reference(refuse("reference-asked", "options['reference'] is set"))
+        return Reference(refuse("no-kernels-on-device", f"device {device.type} has no kernels"))
 
     def on_kernels(self, device: torch.device) -> bool:
         """Do kernels run on ``device``? Elsewhere than on CUDA, the reference is compiled."""

@@ -26,8 +26,8 @@ from coda_inductor.refusal import Refusal
 from coda_inductor.report import GraphReport
 
 if TYPE_CHECKING:
+    from coda_inductor.gpu import Gpu
     from coda_inductor.plan import Plan
-    from coda_inductor.select.device import Gpu
     from coda_inductor.sites import Sites
 
 #: Attributes that passes write, besides the report.

@@ -22,14 +22,12 @@ from coda_inductor.graph.nodes import fake, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import base
+from coda_inductor.kernels import QUACK, Site
 from coda_inductor.plan import Plan, several_ranks
 from coda_inductor.program import EpilogueProgram, Operand, Store
 from coda_inductor.program.dtypes import FLOATS, FP8, dtype_name
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.select.choice import select
-from coda_inductor.select.legality import unaligned
-from coda_inductor.select.site import Site
 
 _STORE = Store("out0", "acc", "bfloat16")
 
@@ -70,8 +68,9 @@ class Sites:
 
     def fits(self, site: Site) -> bool:
         """Is there a kernel with enough shared memory for ``site``? True if no kernels run."""
-        asked = self.plan.dry or self.plan.on_kernels(site.device)
-        return not asked or site.refusal is None or site.refusal.code != "shared-memory"
+        kernels = QUACK if self.plan.dry else self.plan.kernels(site.device)
+        why = kernels.refuses(site)
+        return why is None or why.code != "shared-memory"
 
     def absorbs(self, gemm: Node, x: Node, scope: Scope, *, wins: bool = False) -> bool:
         """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: only in
@@ -83,8 +82,7 @@ class Sites:
             return False
         if not wins or not self.plan.on_kernels(fake(gemm).device):
             return True
-        gated, store = self.plan.options.gate == "auto", self.plan.store
-        return select(self.refined(region), gated=gated, store=store).how != "unfused"
+        return self.plan.judge(self.refined(region)).how != "unfused"
 
     def for_products(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, training: bool
@@ -109,10 +107,8 @@ class Sites:
         )  # fmt: skip
         if any(same(size, 0) for size in (*x.shape, *w.shape)):
             return Known(refuse("no-gain", "one of its sizes is 0"), site)
-        if (why := self.plan.refusal(x.device)) is not None or not self.plan.on_kernels(x.device):
-            return Known(why, site)
-        left, right = unaligned("its left operand", x), unaligned("its right operand", w)
-        return Known(site.refusal or left or right, site)
+        why = self.plan.refusal(x.device) or self.plan.kernels(x.device).refuses(site, x, w)
+        return Known(why, site)
 
     def _known(self, gemm: Node) -> Known:
         a, b = gemm_inputs(gemm)

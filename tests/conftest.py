@@ -181,7 +181,7 @@ def no_notice():
     """The process is told nothing of missing kernels: tests count other warnings. From here on the
     codes of refusals are noted."""
     provoked.note_codes()
-    from coda_inductor.runtime import notice
+    from coda_inductor import notice
 
     notice.logged |= {"kernels", "torch"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from measured import HOPPER, figures
 
-from coda_inductor import pipeline
+from coda_inductor import kernels
 from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.figures import key_of, to_row
 from coda_inductor.select.measurements import Measurements
@@ -123,6 +123,6 @@ class Process:
 def install(patch, machine: Machine, processes: int = 2) -> None:
     """Let what tunes by itself measure with ``machine``, in so many processes."""
     made = functools.partial(tuner.Tuner, start=machine.process, compiler=machine)
-    patch.setattr(pipeline, "Tuner", made)
+    patch.setattr(kernels, "Tuner", made)
     patch.setenv("CODA_COMPILE_WORKERS", str(4 * processes))
     patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))

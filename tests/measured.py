@@ -8,8 +8,8 @@ from pathlib import Path
 
 from programs import B_MAJOR, TERMS, kinds
 
+from coda_inductor.gpu import H100, Gpu, read
 from coda_inductor.select.config import legal_configs
-from coda_inductor.select.device import H100, Gpu, read
 from coda_inductor.select.figures import Figures, key_of, to_row
 from coda_inductor.select.site import Site
 

@@ -10,10 +10,10 @@ from programs import grouped, kinds
 
 from coda_inductor import arch
 from coda_inductor.arch import ARCHS, Arch, arch_of, arch_with
+from coda_inductor.gpu import H100, match_gpu
 from coda_inductor.mainloop import availability
 from coda_inductor.select.choice import candidates, select
 from coda_inductor.select.config import Config, legal_configs, mainloop_stages
-from coda_inductor.select.device import H100, match_gpu
 from coda_inductor.select.measurements import Measurements
 
 LARGE, SMALL = "256x256:2x1:co", "128x128:1x1:co"

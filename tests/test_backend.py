@@ -21,6 +21,7 @@ from coda_inductor import OptionError, debug, joint, log
 from coda_inductor.backend import coda
 from coda_inductor.debug import DebugFolder
 from coda_inductor.joint import JointPass
+from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 
@@ -172,9 +173,9 @@ def test_uuid_changes_with_what_changes_a_graph_and_with_nothing_else(monkeypatc
     assert isinstance(before, str)
     found = [before, *(uuid(**options) for options in OPTIONS)]
     found += [uuid(UsersPass("1")), uuid(UsersPass("2"))]
-    for name in ("generation", "identity"):  # of measurements, of libraries
+    for name in ("measurements", "versions"):
         with monkeypatch.context() as patch:
-            patch.setattr(joint, name, lambda: ("another",))
+            patch.setitem(joint.QUACK.facts, name, lambda: ("another",))
             found.append(uuid())
     for text in ("x = 1\n", "x = 2\n"):
         path.write_text(text)
@@ -205,7 +206,7 @@ def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass(tmp_path):
 def test_a_compile_server_starts_before_a_large_graph_is_traced(case, monkeypatch):
     started = []
     monkeypatch.setattr(joint.pool, "warm_up", lambda: started.append(True))
-    monkeypatch.setattr(joint.availability, "kernel_stack", lambda *_: None)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         size, device = 64 if case == "small" else 2048, "cpu" if case == "cpu" else "cuda"
         weight = torch.empty(size, size, device=device)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
 from benchmarks import __main__, sweep, whole  # noqa: E402
-from coda_inductor.select.device import H100  # noqa: E402
+from coda_inductor.gpu import H100  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 

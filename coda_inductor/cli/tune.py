@@ -19,9 +19,9 @@ from tabulate import tabulate
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.cli import models
 from coda_inductor.errors import ExplainError, OptionError
+from coda_inductor.gpu import gpu_of
 from coda_inductor.select import measurements
 from coda_inductor.select.choice import MANY
-from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.tune.tuner import Tuner

@@ -57,8 +57,8 @@ def explain(
     from coda_inductor.errors import ExplainError
     from coda_inductor.explanation.build import build
     from coda_inductor.explanation.capture import capture
+    from coda_inductor.gpu import find_gpu, gpu_of
     from coda_inductor.options import parse
-    from coda_inductor.select.device import find_gpu, gpu_of
 
     if not callable(model):
         raise ExplainError(

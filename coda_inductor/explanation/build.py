@@ -12,10 +12,10 @@ from torch.fx import Node
 from coda_inductor.explanation.capture import Captured
 from coda_inductor.explanation.forecast import forecast, masked
 from coda_inductor.explanation.result import Explanation, Saved
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.nodes import bytes_of, fake, may_view, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
-from coda_inductor.select.device import Gpu
 from coda_inductor.tracing import Traced
 
 

@@ -28,6 +28,7 @@ from coda_inductor.compat import (
     pgo,
 )
 from coda_inductor.errors import ExplainError
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.sides import Scope
 from coda_inductor.lowering.described import unfused
@@ -35,7 +36,6 @@ from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.report import UNFUSED, GraphReport
-from coda_inductor.select.device import Gpu
 from coda_inductor.tracing import Traced, dry_run, trace
 
 

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import arguments, aten, bytes_of, fake, may_view
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, readers
+from coda_inductor.kernels import product_us
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.report import SiteReport
-from coda_inductor.select.device import Gpu
-from coda_inductor.select.roofline import product_us
 
 #: The largest error of a forecast, among the measured steps of ``test_forecast.py``.
 ERROR = 0.16

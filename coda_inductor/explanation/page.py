@@ -16,8 +16,8 @@ from pygments.lexers import PythonLexer
 
 import coda_inductor
 from coda_inductor import table
-from coda_inductor.codegen.render import render
 from coda_inductor.explanation.result import Explanation, Saved, common_text, locations
+from coda_inductor.kernels import render
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.table import Row
 

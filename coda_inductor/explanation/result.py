@@ -11,9 +11,9 @@ from html import escape
 from pathlib import Path
 
 from coda_inductor.explanation.forecast import ERROR
+from coda_inductor.gpu import H100
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport
-from coda_inductor.select.device import H100
 from coda_inductor.table import (
     Row,
     fitted,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor import kernels
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import Put, reorder, replace_parts
@@ -32,12 +33,10 @@ from coda_inductor.program.dtypes import HALF
 from coda_inductor.program.heads import swap
 from coda_inductor.program.operands import KINDS
 from coda_inductor.refusal import Refused, refuse
-from coda_inductor.runtime import direct, op
-from coda_inductor.select.site import Site
 from coda_inductor.semantic.loss import row_logsumexp
 
 
-def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
+def emit(region: Region, site: kernels.Site, *, strict: bool = False) -> Node:
     """Replace ``region``, planned as ``site``, by a call of ``coda_inductor::gemm_epilogue``;
     returns the call. ``strict`` is passed to the op.
 
@@ -45,14 +44,12 @@ def emit(region: Region, site: Site, *, strict: bool = False) -> Node:
     """
     inputs = [*region.anchors, *(node for node, _ in region.operands)]
     inputs += [n for a in region.anchors for n in a.all_input_nodes]
-    direct.install()
     first = max(inputs)
     end = first.next
     put = Put(region.anchors[-1], end)
     as_, bs = factors(region, end)
     operands = [_operand(put, node, kind, region) for node, kind in region.operands]
-    program, config = site.program, site.choice.config
-    call = put(op.OP, as_, bs, operands, program.to_json(), config, site.name, strict)
+    program, call = site.program, kernels.call(put, site, as_, bs, operands, strict=strict)
     outputs = [put(operator.getitem, call, i) for i in range(len(program.outputs))]
     for output, nodes in zip(outputs, region.stored().values(), strict=False):
         _rewire_store(end, region, output, nodes)

@@ -20,7 +20,7 @@ from coda_inductor.graph.nodes import fake, renames, renames_or_casts
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base, closure, readers
-from coda_inductor.mainloop.readings.join import joinable
+from coda_inductor.kernels import joinable
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,

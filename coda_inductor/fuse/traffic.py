@@ -16,8 +16,8 @@ from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.graph.sizes import hint
+from coda_inductor.kernels import tile
 from coda_inductor.program.dtypes import WIDTHS
-from coda_inductor.select.config import Config
 
 _PARTIAL = 4  # float32
 
@@ -48,6 +48,6 @@ def bytes_plain(anchor: Node) -> int:
 
 
 def _partials(region: Region, config: str) -> int:
-    (m, n, _), tile = region.shape, Config.parse(config)
-    tiles = {"row": hint(m) * -(-n // tile.tile_n), "col": -(-hint(m) // tile.tile_m) * n}
+    (m, n, _), (tile_m, tile_n) = region.shape, tile(config)
+    tiles = {"row": hint(m) * -(-n // tile_n), "col": -(-hint(m) // tile_m) * n}
     return _PARTIAL * sum(tiles[reduce.axis] for reduce in {*region.reduces.values()})

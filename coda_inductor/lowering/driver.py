@@ -46,6 +46,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import readers
+from coda_inductor.kernels import Site
 from coda_inductor.log import logger
 from coda_inductor.lowering.described import (
     idle_reason,
@@ -61,7 +62,6 @@ from coda_inductor.options import GEMM
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, failed, refuse
 from coda_inductor.report import SiteReport
-from coda_inductor.select.site import Site
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.

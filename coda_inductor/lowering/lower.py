@@ -15,14 +15,12 @@ from torch.fx import Graph, Node
 from coda_inductor.errors import FallbackError
 from coda_inductor.fuse.emit import expand
 from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.kernels import OP, QUACK, pool
 from coda_inductor.log import warn_once
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.report import SiteReport
-from coda_inductor.runtime import on_cuda, pool
-from coda_inductor.runtime.launch import requests
-from coda_inductor.runtime.op import OP
 from coda_inductor.semantic.experts import WGRAD
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def lower(graph: Graph, calls: list[Node], record: Record) -> None:
     plain = [call for call in calls if call.meta[SITE].how == "reference"]
     kernels += graph.find_nodes(op="call_function", target=WGRAD)
     if record.later:
-        pool.submit([request for call in kernels for request in _requests(call)])
+        pool.submit([request for call in kernels for request in QUACK.requests(call)])
     else:
         _settle(kernels, record)
     for call in plain:
@@ -62,7 +60,7 @@ def settle(graph: Graph, record: Record) -> bool:
 
 
 def _settle(calls: list[Node], record: Record) -> bool:
-    kernels = {call: _requests(call) for call in calls}
+    kernels = {call: QUACK.requests(call) for call in calls}
     errors = pool.wait([r for group in kernels.values() for r in group]) if kernels else {}
     changed = False
     for call, group in kernels.items():
@@ -103,13 +101,3 @@ def _exact(call: Node, plan: Plan) -> bool:
     args = arguments(call)
     scaled = any(o.kind == "col" for o in EpilogueProgram.from_json(args["program"]).operands)
     return scaled or not plan.rounds(fake(args["as_"][0]))
-
-
-def _requests(call: Node) -> list[pool.KernelRequest]:
-    """The kernels that a call may launch."""
-    args = arguments(call)
-    if call.target is WGRAD:
-        a, rows, *bs = (x and fake(x) for x in (args["a"], args["rows"], *args["bs"]))
-        return on_cuda.requests(a, rows, bs, args["turned"])
-    left, right = ([fake(x) for x in args[name]] for name in ("as_", "bs"))
-    return requests(left, right, args["program"], args["config"])

@@ -17,12 +17,11 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from coda_inductor.compat import tree_map
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.nodes import bytes_of, fake
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import hint
-from coda_inductor.runtime.linear_cross_entropy import BACKWARD
-from coda_inductor.runtime.op import OP
-from coda_inductor.select.device import Gpu
+from coda_inductor.kernels import HEAD_GRADIENTS, OP
 from coda_inductor.semantic import dropout
 from coda_inductor.semantic.experts import WGRAD
 from coda_inductor.semantic.loss import SLICE_BYTES
@@ -38,8 +37,8 @@ _ATTENTION = 0.55
 def install() -> None:
     """Register FLOP formulas of our ops with torch, once for this process."""
     adapters = (dropout.FORWARD, _dropout_linear), (dropout.BACKWARD, _dropout_linear_backward)
-    formulas = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (BACKWARD, _head_gradients), *adapters
-    for op, formula in formulas:
+    ours = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (HEAD_GRADIENTS, _head_gradients)
+    for op, formula in (*ours, *adapters):
         packet = op.overloadpacket
         if packet not in flop_registry:
             register_flop_formula(packet)(formula)
@@ -80,7 +79,8 @@ def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
 
 def workspace(node: Node) -> int:
     """Bytes that the kernel of ``node`` needs beside its inputs and results."""
-    if node.target is BACKWARD:  # a slice, and the sum over slices in float32, before dx itself
+    if node.target is HEAD_GRADIENTS:
+        # A slice, and the sum over slices in float32, before dx itself.
         return min(SLICE_BYTES, bytes_of(node.all_input_nodes[1])) + bytes_of(fake(node)[0])
     if "attention_backward" in str(node.target):  # the gradient of queries in float32
         return 2 * bytes_of(node.all_input_nodes[1])

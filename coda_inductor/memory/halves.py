@@ -23,12 +23,11 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import arguments
+from coda_inductor.kernels import OP, has_config
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.runtime.op import OP
-from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import Gpu
 
 
 def add_halves(graph: Graph, backward: Collection[Node], gpu: Gpu) -> dict[Node, Node]:
@@ -78,7 +77,7 @@ def half_of(program: EpilogueProgram, index: int) -> tuple[EpilogueProgram, int,
 def _half(pair: Node, program: EpilogueProgram, index: int, gpu: Gpu) -> Node | None:
     """A node that computes output ``index`` of ``pair`` alone; None if no kernel can."""
     parts, call = half_of(program, index), arguments(pair)
-    if parts is None or Config.parse(call["config"]) not in legal_configs(parts[0], gpu.arch):
+    if parts is None or not has_config(parts[0], call["config"], gpu.arch):
         return None
     half, product, positions = parts
     operands, bs = [call["operands"][i] for i in positions], [call["bs"][product]]

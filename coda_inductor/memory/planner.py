@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.memory.candidates import Drop, Group, Stash, groups, heavy
 from coda_inductor.memory.costs import milliseconds
-from coda_inductor.select.device import Gpu
 
 #: Combinations of one layer that are compared; kinds beyond them, the smallest ones, are
 #: freed last.

@@ -11,7 +11,6 @@ pool                  kernels compiled in parallel, ahead of time
 client                the connection to a compile server
 server                the server's process
 worker                a worker of the server
-notice                warnings about kernels, once per process
 
 Importing ``op`` registers it and imports no kernel library (QuACK, CuTeDSL, Triton): those are
 imported when the first kernel is built. If they are missing, that is a reason, not an error.

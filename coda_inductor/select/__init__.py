@@ -2,7 +2,6 @@
 """Choose how a site runs, and estimate its time. No module here runs kernels.
 
 site          a program with its sizes and surroundings, and the choice for it
-device        the GPU that a choice is for
 config        kernel configs, and the legal ones for a program
 legality      can a site be a kernel?
 figures       the measurements of one site

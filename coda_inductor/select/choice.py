@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from coda_inductor.gpu import H100, Gpu
 from coda_inductor.refusal import refuse
 from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
 from coda_inductor.select.config import Config, configs_in, legal_configs
-from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.select.site import Site

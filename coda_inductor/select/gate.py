@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coda_inductor.gpu import H100, Gpu
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.roofline import MARGIN, product_us
 from coda_inductor.select.site import Site
 

@@ -25,10 +25,10 @@ import torch
 
 from coda_inductor.cache_dir import cache_dir, folder, prewarmed, write
 from coda_inductor.codegen.render import RENDERER_VERSION
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.sizes import hint
 from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
-from coda_inductor.select.device import Gpu
 from coda_inductor.select.figures import Figures, from_row, key_of, signature, to_row
 from coda_inductor.select.site import Site, site_from, site_text
 

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import math
 
+from coda_inductor.gpu import Gpu
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.program.scales import scaled
 from coda_inductor.program.statistics import ROUNDING
-from coda_inductor.select.device import Gpu
 from coda_inductor.select.site import Site
 
 #: Safety factor on a kernel's expected time.

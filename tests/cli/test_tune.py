@@ -9,7 +9,7 @@ import torch
 from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
-from coda_inductor import pipeline, plan
+from coda_inductor import kernels, plan
 from coda_inductor.__main__ import main
 from coda_inductor.cli import tune as command
 from coda_inductor.mainloop import availability
@@ -100,7 +100,7 @@ def test_a_model_is_measured_once(gpu, cache, capsys):
 
 
 def test_what_was_left_is_measured_once(gpu, cache, monkeypatch, capsys):
-    monkeypatch.setattr(command, "Tuner", pipeline.Tuner)
+    monkeypatch.setattr(command, "Tuner", kernels.Tuner)
     cache.leave([site(), site("swiglu", n=8192)])
     assert main(["tune"]) == 0
     assert f"2 that were left: 2 sites measured, kept in {cache.path}" in capsys.readouterr().out
@@ -112,8 +112,8 @@ def test_what_was_left_is_measured_once(gpu, cache, monkeypatch, capsys):
 
 def test_options_reach_the_backend(gpu, monkeypatch):
     seen = []
-    tuner = pipeline.Tuner
-    monkeypatch.setattr(pipeline, "Tuner", lambda *given: seen.append(given) or tuner(*given))
+    tuner = kernels.Tuner
+    monkeypatch.setattr(kernels, "Tuner", lambda *given: seen.append(given) or tuner(*given))
     assert main([*LLAMA, "--tokens", "4096", "--seconds", "7"]) == 0
     assert {given[2] for given in seen} == {7.0}
 

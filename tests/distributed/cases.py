@@ -40,10 +40,9 @@ from zoo import titan
 from zoo.layers import Decoder, Gated, rotated
 
 import coda_inductor
-from coda_inductor import log, op_by_op
+from coda_inductor import log, notice, op_by_op
 from coda_inductor.compat import InductorError
 from coda_inductor.memory import room as rooms
-from coda_inductor.runtime import notice
 
 #: What one graph, which serves all blocks, does. Its first norm reads an input.
 BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}

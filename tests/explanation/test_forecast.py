@@ -21,9 +21,9 @@ from zoo.layers import Attention, Gated, Lora, Spelled
 from benchmarks import environment, headline, models, worth_models
 from coda_inductor import explain
 from coda_inductor.explanation.forecast import ERROR, _others_us
+from coda_inductor.gpu import H100
 from coda_inductor.lowering.driver import _Planner
 from coda_inductor.refusal import refuse
-from coda_inductor.select.device import H100
 
 QUICK = ("Llama 8B, 4 layers, prefill", "phi3-8192-forward-bf16")
 #: Masks that hide blocks, which a forecast does not know, and what torchao converts on a GPU only;

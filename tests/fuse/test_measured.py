@@ -14,15 +14,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from zoo.layers import Gated
 
-from coda_inductor import pipeline
+from coda_inductor import kernels
 from coda_inductor.compat import BackendCompilerFailed
+from coda_inductor.gpu import H100, tables
 from coda_inductor.lowering import driver
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
 from coda_inductor.select.choice import MANY
-from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.site import Site
@@ -128,7 +128,7 @@ def plan(monkeypatch, tmp_path):
 
         monkeypatch.setattr("coda_inductor.plan.measurements_of", lambda _: store)
         monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: gpu)
-        monkeypatch.setattr(pipeline, "Tuner", tuner)
+        monkeypatch.setattr(kernels, "Tuner", tuner)
         record = Record(parse(mode, options), "test", dry=True, device=CUDA)
         seen = []
 

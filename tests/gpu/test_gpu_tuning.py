@@ -13,10 +13,10 @@ import pytest
 from oracle import NEEDS_KERNELS
 from programs import inputs, kinds
 
+from coda_inductor.gpu import gpu_of
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.pool import wait
 from coda_inductor.select import choice
-from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import from_row
 from coda_inductor.select.site import Site, site_text
 from coda_inductor.tune import worker
@@ -30,7 +30,7 @@ COMPILE = """
 import json
 import torch
 import coda_inductor
-from coda_inductor.select.device import gpu_of
+from coda_inductor.gpu import gpu_of
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.measurements import measurements_of
 from coda_inductor.tune import tuner

@@ -9,9 +9,9 @@ from harness import Harness
 from programs import parsed
 from torch.utils.flop_counter import FlopCounterMode
 
+from coda_inductor.gpu import H100
 from coda_inductor.memory import costs
 from coda_inductor.runtime.op import gemm_epilogue
-from coda_inductor.select.device import H100
 
 SCALED = parsed("bfloat16", "r:row", "y mul acc r", "y")
 PAIR = parsed("bfloat16", "", "y mul acc0 acc1", "y", accs=("acc0", "acc1"))

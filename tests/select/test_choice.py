@@ -8,10 +8,10 @@ from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, tab
 from programs import kinds
 
 from coda_inductor.arch import BLACKWELL
+from coda_inductor.gpu import H100
 from coda_inductor.select import roofline
 from coda_inductor.select.choice import MANY, candidates, select
 from coda_inductor.select.config import Config, configs_in
-from coda_inductor.select.device import H100
 from coda_inductor.select.figures import signature
 from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.roofline import MARGIN, around_us, fused_us, products_us

@@ -8,9 +8,9 @@ import pytest
 import torch
 from measured import borrowing, table
 
+from coda_inductor import gpu as device
 from coda_inductor.arch import arch_with
-from coda_inductor.select import device
-from coda_inductor.select.device import H100, gpu_of, match_gpu, read, tables
+from coda_inductor.gpu import H100, gpu_of, match_gpu, read, tables
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from coda_inductor import arch
+from coda_inductor.gpu import H100, match_gpu, tables
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan
 from coda_inductor.program import Reduce
 from coda_inductor.select import gate, roofline
 from coda_inductor.select.choice import select
-from coda_inductor.select.device import H100, match_gpu, tables
 from coda_inductor.select.site import Site
 from coda_inductor.sites import Sites
 

@@ -13,9 +13,9 @@ from measured import B200, HOPPER, borrowing, figures, keyed, site, table
 from programs import kinds
 
 from coda_inductor import cache_dir
+from coda_inductor.gpu import H100, tables
 from coda_inductor.program import EpilogueProgram, Step
 from coda_inductor.select import measurements as kept
-from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import from_row, key_of, rows_class, signature, to_row
 from coda_inductor.select.measurements import Measurements, as_text
 from coda_inductor.select.site import Site, site_from, site_text

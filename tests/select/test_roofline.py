@@ -8,8 +8,8 @@ import pytest
 from measured import site
 from programs import E4M3, fp8, kinds, legal, parsed
 
+from coda_inductor.gpu import H100, tables
 from coda_inductor.select.choice import select
-from coda_inductor.select.device import H100, tables
 from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.roofline import (
     FURTHER_SUM_BYTES,

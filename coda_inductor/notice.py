@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
+from coda_inductor.gpu import gpu_of
+from coda_inductor.kernels import QUACK, unmeasured
 from coda_inductor.log import logger
-from coda_inductor.mainloop import availability
 from coda_inductor.matching import bodies
 from coda_inductor.options import GEMM, Options
 from coda_inductor.patterns import loading
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.select import gate
-from coda_inductor.select.device import gpu_of
 
 if TYPE_CHECKING:
     from coda_inductor.record import Record
@@ -100,7 +99,7 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
     product, or if the options exclude kernels."""
     if options.reference or options.gate == "never" or not _has_product(gm):
         return None
-    if (why := availability.kernel_stack()) is not None:
+    if (why := QUACK.missing()) is not None:
         return why
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     gpu = next((d for d in devices if d.type == "cuda"), None)
@@ -108,7 +107,7 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
         text = "the model is not on a GPU, but this machine has one: model.cuda()"
         return refuse("no-kernels-on-device", text)
     unmeasurable = options.gate == "auto" and options.tune == "never"
-    return gate.unmeasured(gpu_of(gpu)) if unmeasurable else None
+    return unmeasured(gpu_of(gpu)) if unmeasurable else None
 
 
 def cut_by_ddp(gm: GraphModule) -> bool:

@@ -17,7 +17,7 @@ import torch
 from coda_inductor.arch import Arch, arch_with
 from coda_inductor.errors import OptionError, suggest
 
-_SHIPPED = Path(__file__).parent / "tables"
+_SHIPPED = Path(__file__).parent / "select" / "tables"
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo.users import MISH, write
 
-from coda_inductor import backend
+from coda_inductor import backend, notice
 from coda_inductor.errors import FallbackError
+from coda_inductor.gpu import H100, match_gpu, tables
 from coda_inductor.mainloop import availability, requirements
 from coda_inductor.options import parse
 from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
-from coda_inductor.runtime import notice
 from coda_inductor.select import gate
-from coda_inductor.select.device import H100, match_gpu, tables
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
