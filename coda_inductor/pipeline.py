@@ -22,7 +22,6 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
-from coda_inductor.dynamo.assertions import drop_assertions
 from coda_inductor.dynamo.dropouts import multiply_masks
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.idioms import raise_idioms
@@ -125,8 +124,7 @@ class Pass:
 
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
-    Pass("assertions", drop_assertions, eager=True, stage="0_before"),
-    Pass("in_place", change_copies, eager=True),
+    Pass("in_place", change_copies, eager=True, stage="0_before"),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
     Pass("dropouts", multiply_masks, counts=("adapter_dropout",)),

@@ -320,8 +320,8 @@ def test_export():
     ours, fired = run("export")
     with torch.no_grad():
         same(ours["logits"], ours["model"](ours["tokens"]).logits)
-    assert fired["rms_norm"] >= NORMS
     assert fired["swiglu"] >= GATES
+    assert not fired["rms_norm"], "torch asserts the dtypes of its casts"
 
 
 def test_inductor_and_accelerate_regions():

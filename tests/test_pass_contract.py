@@ -153,7 +153,6 @@ CASES = {
         ("packed", "fuse"),
         broken={"in rows": of.gated(lambda z: z.unflatten(1, (2, -1)).unbind(1))},
     ),
-    "assertions": Case(of.asserted, ((D, D), (D,)), found(rms_norm), "assertions", ("assertions",)),
     "in_place": Case(
         of.in_place, ((D, D), (D,)), found(rms_norm), "in_place", ("in_place",),
         but={"autocast": 0},  # which might widen a root of 16 bits

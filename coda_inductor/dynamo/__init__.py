@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes on Dynamo's graph, before AOTAutograd, in this order.
 
-assertions      assertions of exported programs that hold are removed
 in_place        in-place ops become plain ops where nothing can see the difference
 losses          losses in many spellings become cross entropies
 packed          a packed weight of gate and up becomes two weights
