@@ -22,11 +22,15 @@ _CHOICES = {"gate": GATES, "tune": GATES, "numerics": ("fused", "eager")}
 #: (option, another option, the other's value that leaves the first without effect).
 _WITHOUT_EFFECT = (("tune_seconds", "tune", "never"), ("patterns", "numerics", "eager"))
 #: Options of earlier versions, which are warned of for one more: code that sets them still runs.
-_REMOVED = dict.fromkeys(
-    ("fp8", "fp8_skip", "fp8_small"),
-    "no layer is converted to FP8 by it. Convert the model with torchao's "
-    "convert_to_float8_training, whose module_filter_fn chooses layers (docs/fp8.md has the line)",
-)
+_REMOVED = {
+    "aot": "nothing is fused in programs of AOTInductor. Run the exported program in Python "
+    "instead: torch.compile(program.module(), backend='coda')",
+    **dict.fromkeys(
+        ("fp8", "fp8_skip", "fp8_small"),
+        "no layer is converted to FP8 by it. Convert the model with torchao's "
+        "convert_to_float8_training, whose module_filter_fn chooses layers (docs/fp8.md)",
+    ),
+}
 #: Values of ``CODA_DEBUG`` that do not turn it on.
 _OFF = ("", "0", "false", "no", "off")
 #: The name of the whole backend in ``disable``, and the prefix of a GEMM's name.
@@ -68,8 +72,6 @@ class Options:
             from 0 to 1: the share of what torch.compile keeps for the backward pass, as
             ``torch._functorch.config.activation_memory_budget``. Tensors beyond that are computed
             again, the cheapest first. None (the default): torch's own setting.
-        aot: also fuse in AOTInductor's programs (with ``coda_inductor.enable``). They then need a
-            Python process that has imported ``coda_inductor.backend``.
         inductor: Inductor's own options, passed on.
     """
 
@@ -85,7 +87,6 @@ class Options:
     numerics: str = "fused"
     fp16_norms: bool = False
     memory: int | float | str | None = None
-    aot: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -15,6 +15,7 @@ The backend runs around Inductor and not inside it. Therefore it differs in this
   and does not run op by op (``op_by_op.py``);
 - here kernels compile while the joint graph is rewritten, not in parallel with Inductor's work;
 - here a graph that comes from torch's caches is not logged;
+- AOTInductor, which knows no other backend, compiles without our passes;
 - here a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in the ``options`` of torch.compile
   replaces ours.
 """
@@ -50,6 +51,7 @@ from coda_inductor.memory.partition import Partitioner, installed, usable
 from coda_inductor.options import EVERYTHING, Options, parse
 from coda_inductor.pipeline import check_names
 from coda_inductor.record import Record
+from coda_inductor.refusal import refuse
 
 DYNAMO, JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"
 #: Inductor's setting for the split into forward and backward pass.
@@ -219,16 +221,19 @@ def _wrap_compile_fx() -> None:
     @functools.wraps(inductor)
     def compile_fx(gm: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         patches = kwargs.get("config_patches") or {}
-        our_pass = _our_pass(patches.get(DYNAMO, getattr(inductor_config, DYNAMO, None)))
-        aot = getattr(virtualized, "aot_compilation", False)
-        if our_pass is None or aot or _compiling.inside or not isinstance(gm, GraphModule):
+        without_us = {**kwargs, "config_patches": {**patches, **beneath(patches)}}
+        our_pass = _our_pass(patches)
+        if our_pass is not None and getattr(virtualized, "aot_compilation", False):
+            why = refuse("aot-inductor", "they run without Python, which launches our kernels")
+            warn_once("AOTInductor's programs", f"{why.text}. {why.remedy.text}")
+            return inductor(gm, inputs, *args, **without_us)
+        if our_pass is None or _compiling.inside or not isinstance(gm, GraphModule):
             return inductor(gm, inputs, *args, **kwargs)
 
         def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
             _compiling.out, _compiling.record = out or (), None
-            extra = {} if out is not None else {"config_patches": {**patches, **beneath(patches)}}
             try:
-                compiled = inductor(gm, inputs, *args, **{**kwargs, **extra})
+                compiled = inductor(gm, inputs, *args, **(without_us if out is None else kwargs))
                 return falls.Result(compiled, _compiling.record)
             finally:
                 _compiling.out = ()
@@ -244,9 +249,11 @@ def _wrap_compile_fx() -> None:
     inductor_compile.compile_fx = compile_fx
 
 
-def _our_pass(passes: Any) -> _EnabledPass | None:
-    listed = passes if isinstance(passes, (list, tuple)) else (passes,)
-    return next((p for p in listed if isinstance(p, _EnabledPass)), None)
+def _our_pass(options: Mapping[str, Any]) -> _EnabledPass | None:
+    """One of our passes in either setting, see :func:`beneath`, or None."""
+    settings = [options.get(name, getattr(inductor_config, name, None)) for name in (DYNAMO, JOINT)]
+    passes = (p for each in settings for p in (each if isinstance(each, (list, tuple)) else [each]))
+    return next((p for p in passes if isinstance(p, _EnabledPass)), None)
 
 
 def _is_nested() -> bool:

@@ -13,14 +13,14 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
-from coda_inductor.compat import virtualized, without_saved_tensors_hooks
+from coda_inductor.compat import without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.dropouts import multiply_masks
 from coda_inductor.dynamo.experts import raise_experts
@@ -40,8 +40,7 @@ from coda_inductor.matching import bodies, changes
 from coda_inductor.options import GEMM, Options, env_disable
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
-from coda_inductor.refusal import failed, refuse
-from coda_inductor.remedies import REMEDIES
+from coda_inductor.refusal import failed
 from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.adapters import reorder_low_rank
 from coda_inductor.rewrite.borders import save_borders
@@ -85,12 +84,6 @@ def _undecided(record: Record) -> Sites:
 def _decide(graph: Graph, record: Record) -> None:
     """Decide what may be fused in this graph; start the compile workers, which takes a while."""
     options = record.options
-    if getattr(virtualized, "aot_compilation", False) and not options.aot:
-        text = "AOTInductor's programs run without Python, and our kernels are launched by Python"
-        why = refuse("aot-inductor", text)
-        warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
-        record.sites = Sites(replace(record.plan, veto=why))
-        return
     measurer = functools.partial(tuner, seconds=options.tune_seconds)
     record.sites = Sites(record.plan.for_graph(graph, measurer))
     if record.plan.compiles and not record.dry:

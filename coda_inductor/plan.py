@@ -74,7 +74,6 @@ class Plan:
         dry: only report decisions, with expected times and the kernels' numerics.
         device: decide as if all tensors were on this CUDA device ("meta": a GPU that is absent).
         gpu_model: decide for this GPU model; None for the model of ``device`` or of the tensors.
-        veto: the reason why the graph must stay as it is on any device, or None.
         too_small: the reason if the graph's GEMMs are too small to fuse, or None.
         no_kernels: the reason why no GEMM becomes a kernel on this GPU, or None.
         on_gpu: are there GEMMs on a GPU?
@@ -86,7 +85,6 @@ class Plan:
     dry: bool = False
     device: torch.device | None = None
     gpu_model: Gpu | None = None
-    veto: Refusal | None = None
     too_small: Refusal | None = None
     no_kernels: Refusal | None = None
     on_gpu: bool = False
@@ -140,7 +138,7 @@ class Plan:
     @property
     def fuses(self) -> bool:
         """May anything be fused in this graph?"""
-        return (self.too_small or self.veto) is None and self.options.gate != "never"
+        return self.too_small is None and self.options.gate != "never"
 
     @property
     def compiles(self) -> bool:
@@ -158,8 +156,8 @@ class Plan:
         """The reason why no GEMM of the graph on ``device`` may be fused, or None."""
         if self.options.gate == "never":
             return refuse("gate-never", "options['gate'] is 'never'")
-        if self.veto is not None or not self.on_kernels(device):
-            return self.veto
+        if not self.on_kernels(device):
+            return None
         if (why := QUACK.missing(self.device or device)) is not None:
             return why.failing() if self.options.strict else why  # runtime.notice warns once
         # First: only where something is fused are operands laid out for kernels (by FP8's casts).

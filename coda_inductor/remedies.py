@@ -36,8 +36,7 @@ _DO = {
     "old-gpu": "Kernels need Hopper or newer.",
     "gpu-not-measured": "python -m coda_inductor tune measures it; options={'gate': "
     "'always'} fuses without measurements.",
-    "aot-inductor": "coda_inductor.enable(aot=True) fuses anyway: the program then needs a "
-    "Python process that has imported coda_inductor.backend.",
+    "aot-inductor": "Run the exported program in Python instead: torch.compile(program.module()).",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
     "kernel-dtype": f"{_BFLOAT16}.",
     "gemm-dtypes": f"{_BFLOAT16}. Both factors of a product need one floating dtype.",

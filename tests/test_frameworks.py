@@ -15,12 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checking import leave_custom_ops
 from harness import as_it_is
-from test_inductor import lacks
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
-from zoo.layers import D, whole
 
 import coda_inductor
 
@@ -337,17 +334,3 @@ def test_inductor_and_accelerate_regions():
     ours, fired = run("accelerate_regions", layers=SEVERAL)
     same(ours["loss"], (want := given(SEVERAL))["model"](**want["batch"]).loss, 1e-5)
     assert fired["swiglu"] == fired["swiglu_backward"] == 1
-
-
-def test_aot_inductor(monkeypatch, tmp_path):
-    """With Inductor's code: that is what it is about. Of a small model; its program runs where our
-    package is imported, and there alone."""
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    leave_custom_ops(monkeypatch)  # as on a GPU
-    model, x = whole(), torch.randn(3, D)
-    program, want = torch.export.export(model, (x,)), model(x).detach()
-    ours, fired = run("aot_inductor", program=program, tokens=x)
-    same(ours["logits"], want)
-    assert fired == {"rms_norm": 1, "swiglu": 1, "residual": 1}
-    assert "coda_inductor::gemm_epilogue" in lacks(ours["path"], x, want, tmp_path)

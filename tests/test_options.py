@@ -20,10 +20,13 @@ def fires(**options) -> bool:
     return any("mish_glu" in str(node.target) for node in harness.raised.nodes)
 
 
-def test_a_removed_option_says_what_replaces_it(caplog):
-    assert parse(None, {"fp8": "rowwise"}) == parse(None, None)
-    assert "option 'fp8' has no effect any more" in caplog.text
-    assert "convert_to_float8_training" in caplog.text
+@pytest.mark.parametrize(("option", "instead"), [
+    ({"fp8": "rowwise"}, "convert_to_float8_training"), ({"aot": True}, "program.module()"),
+])  # fmt: skip
+def test_a_removed_option_says_what_replaces_it(option, instead, caplog):
+    assert parse(None, option) == parse(None, None)
+    assert f"option {next(iter(option))!r} has no effect any more" in caplog.text
+    assert instead in caplog.text
 
 
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):

@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import virtualized
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.layout import seen
 from coda_inductor.graph.nodes import arguments, fake, plain
@@ -169,8 +168,6 @@ def _splits(product: Node, halves: dict[Node, int], sites: Sites, record: Record
         return False
     why = seen(halves)
     if why is None and not _if_complete(product, halves):
-        return False
-    if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
     training = fake(product).requires_grad and fake(_layer(product)[1]).requires_grad
     why = why or sites.known(*pair).refusal or sites.plan.split_loses(pair[0], training)

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
@@ -132,8 +131,6 @@ def _refusal(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refu
     scale = arguments["scale"]
     if dual is not None:
         return refuse("idiom-form", f"{dual} uses forward-mode differentiation")
-    if getattr(virtualized, "aot_compilation", False):
-        return refuse("aot-inductor", "AOTInductor's programs keep SDPA's own kernels")
     if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")
     if not all(isinstance(size, int) for t in tensors for size in t.shape):

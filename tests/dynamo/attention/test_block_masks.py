@@ -2,8 +2,6 @@
 """Attention beside a mask of any content becomes FlexAttention, which skips its empty blocks, and
 whose kernels find the lists of blocks in what Inductor compiles."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -208,7 +206,6 @@ FORMS = {
 #: What is said -> what of the module is otherwise.
 NOT_HERE = {
     "make_dual uses forward-mode": ("forward_mode", lambda module: "make_dual"),
-    "AOTInductor's programs": ("virtualized", SimpleNamespace(aot_compilation=True)),
     "in torch.float64 FlexAttention": ("DTYPES", (torch.bfloat16,)),
     "on cpu FlexAttention has no": ("DEVICE", "cuda"),
     "more than 180000 elements": ("INDICES", 2 * T * T),  # they have no index in 32 bits
