@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove nodes without effect that would hide idioms.
 
-Inductor removes full slices and clones too, but after our hook. AOTInductor's programs read sizes
-from tensors in the middle of the graph; they are read from an input with the same size instead. A
-product that is transposed twice (autograd's weight gradient) is read directly, so that later ops,
-above all the cast to a float32 weight's dtype, can run on the tile. A tensor that is cut into
-slices and concatenated again (FLUX's text and image) is read directly for the same reason."""
+Inductor removes full slices and clones too, but after our hook. A product that is transposed twice
+(autograd's weight gradient) is read directly, so that later ops, above all the cast to a float32
+weight's dtype, can run on the tile. A tensor that is cut into slices and concatenated again (FLUX's
+text and image) is read directly for the same reason."""
 
 from __future__ import annotations
 
-from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import remove_noop_ops
@@ -17,8 +15,6 @@ from coda_inductor.graph.aliases import WRITTEN
 from coda_inductor.graph.edit import replace
 from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, may_view
-from coda_inductor.graph.read import change
-from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same, same_strides
 from coda_inductor.graph.walk import base, chain, leaves
 from coda_inductor.log import logger
@@ -26,7 +22,7 @@ from coda_inductor.record import Record
 
 
 def remove_noops(graph: Graph, _record: Record) -> None:
-    """Apply Inductor's own pass, remove double transposes, and read sizes from inputs, in place."""
+    """Apply Inductor's own pass, and remove double transposes and joined slices, in place."""
     try:
         remove_noop_ops(graph)
     except Exception:  # a private helper of Inductor's: only fusions are lost
@@ -38,7 +34,6 @@ def remove_noops(graph: Graph, _record: Record) -> None:
     for joined in graph.find_nodes(op="call_function", target=aten.cat.default):
         if (whole := _whole(joined)) is not None and not leaves(joined):
             replace(joined, whole)
-    _ask_inputs(graph)
 
 
 def _whole(joined: Node) -> Node | None:
@@ -60,20 +55,3 @@ def _whole(joined: Node) -> Node | None:
         return None
     written = base(whole, may_view).meta.get(WRITTEN)  # the copy has the old values
     return whole if same_strides(fake(whole), fake(joined)) and not written else None
-
-
-def _ask_inputs(graph: Graph) -> None:
-    queries = graph.find_nodes(op="call_function", target=aten.sym_size.int)
-    if not queries:
-        return
-    sizes = [
-        (node, dim, size)
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(fake(node), Tensor) and not is_tangent(node)  # the forward pass has none yet
-        for dim, size in enumerate(fake(node).shape)
-        if isinstance(size, SymInt)
-    ]
-    for node in queries:
-        source = next(((n, dim) for n, dim, size in sizes if same(size, fake(node))), None)
-        if source is not None:
-            change(node, input=source[0], dim=source[1])

@@ -6,10 +6,8 @@ the next is saved; views of what was replaced are of the new node."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from checking import assert_same, check_gradients, randn, swiglu
+from checking import assert_same, randn, swiglu
 from passes import aten_graph, run_pass
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor import pipeline
@@ -161,28 +159,6 @@ def test_a_pass_of_torchs_that_fails_costs_no_compilation(monkeypatch):
     monkeypatch.setattr(noops, "remove_noop_ops", fails)
     run_pass(NOOPS, graph)
     assert [n.op for n in graph.nodes] == ["placeholder", "call_function", "output"]
-
-
-def test_sizes_are_asked_of_inputs():
-    """A norm whose result is asked for its size would have another reader than projections."""
-    graph = make_fx(lambda x: x.cos().exp(), tracing_mode="symbolic")(torch.ones(3, 4)).graph
-    (cos,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
-    with graph.inserting_after(cos):
-        asked = graph.call_function(torch.ops.aten.sym_size.int, (cos, 0))
-    asked.meta["val"] = cos.meta["val"].shape[0]
-    run_pass(NOOPS, graph)
-    assert asked.args == (next(iter(graph.nodes)), 0)
-
-
-def test_the_forward_pass_asks_no_tangent_for_its_sizes():
-    """Of all inputs only the gradient of the output has as many rows as ``both``."""
-
-    def function(x, y, weight):
-        both = torch.cat([x, y])
-        return F.linear(both, weight).sum((1, 2))
-
-    inputs = [randn(4, 3, 8).requires_grad_() for _ in range(2)]
-    check_gradients(function, *inputs, randn(8, 8), dynamic=True)
 
 
 def permute(x, dims=(1, 0)):
