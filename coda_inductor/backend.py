@@ -8,7 +8,6 @@ aten graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from torch.fx import GraphModule
@@ -81,15 +80,13 @@ def _compiled(
     rounding = {"emulate_precision_casts": True} if settings.numerics == "eager" else {}
     patches = {**rounding, **settings.inductor, **user_passes}
 
-    def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
-        if out is None:
-            return without_us()
-        record = Record(replace(settings, disable=(*settings.disable, *out)), name)
+    def with_us(changed: dict[str, None]) -> Callable[..., Any]:
+        record = Record(settings, name, changed=changed)
         done = False
         inner = op_by_op.compiler(
             name,
             strict=settings.strict,
-            falls=lambda: done or bool(falls.HELD & record.changed.keys()),
+            falls=lambda: done or bool(falls.HELD & changed.keys()),
             failed=lambda: record.failed,
             settle=lambda graph: settle(graph, record),
         )
@@ -97,31 +94,29 @@ def _compiled(
         config = {**patches, pass_mode.JOINT: joint}
         if usable() and user_passes.get(pass_mode.SPLIT, joint) is None:
             config[pass_mode.SPLIT] = Partitioner(lambda: record, joint.uuid)
-        try:
-            wrap = begin(gm, inputs, record)
-            record.later = True
-            compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=config)
-        finally:
-            changed.update(record.changed)
+        wrap = begin(gm, inputs, record)
+        record.later = True
+        compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=config)
         done = True
         if not joint.ran:
             logger.info("%s: from torch's compile cache, neither counted nor reported", name)
-        return falls.Result(wrap(cast(Callable[..., Any], compiled)), record)
+        return wrap(cast(Callable[..., Any], compiled))
 
-    def without_us() -> falls.Result:
-        falls_seen = []
+    def without_us() -> tuple[Any, bool]:
+        whole = True
 
-        def note() -> bool:
-            falls_seen.append(True)
+        def fall() -> bool:
+            nonlocal whole
+            whole = False
             return True
 
-        inner = op_by_op.compiler(name, strict=settings.strict, falls=note)
+        inner = op_by_op.compiler(name, strict=settings.strict, falls=fall)
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
-        return falls.Result(compiled, whole=not falls_seen)
+        return compiled, whole
 
     if EVERYTHING in settings.disable:
-        return without_us().call
-    return falls.compiled(gm, settings, name, attempt)
+        return without_us()[0]
+    return falls.compiled(gm, settings, name, with_us, without_us)
 
 
 class _Names(dict[str, Any]):

@@ -137,7 +137,7 @@ TORCH: dict[str, Private] = {
     ),
     **{
         name: Private(
-            f"torch._dynamo.exc.{name}", "where Dynamo would start over, coda leaves passes out",
+            f"torch._dynamo.exc.{name}", "where Dynamo would start over, stock Inductor compiles",
             _NeverRaised,
         )
         for name in ("RestartAnalysis", "SkipFrame")
@@ -304,15 +304,6 @@ def missing_names() -> list[str]:
         except (ImportError, AttributeError):
             missing.append(path)
     return missing
-
-
-def backward_at_once() -> contextlib.AbstractContextManager[Any]:
-    """A context in which backward graphs are compiled right after their forward graphs, if this
-    torch can do so. Such graphs donate no buffers, because a caller may retain the graph."""
-    config, name = __getattr__("functorch_config"), "force_non_lazy_backward_lowering"
-    if not hasattr(config, name):
-        return contextlib.nullcontext()
-    return config.patch({name: True, "donated_buffer": False})
 
 
 def storage(tensor: Tensor) -> int:

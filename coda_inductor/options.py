@@ -31,7 +31,7 @@ _REMOVED = {
         "convert_to_float8_training, whose module_filter_fn chooses layers (docs/fp8.md)",
     ),
 }
-#: Values of ``CODA_DEBUG`` that do not turn it on.
+#: Values of ``CODA_DEBUG`` and ``CODA_STRICT`` that do not turn them on.
 _OFF = ("", "0", "false", "no", "off")
 #: The name of the whole backend in ``disable``, and the prefix of a GEMM's name.
 EVERYTHING, GEMM = "*", "gemm:"
@@ -46,7 +46,8 @@ class Options:
     Attributes:
         debug: write a folder for each compiled graph (also ``CODA_DEBUG=1``).
         debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
-        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
+        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen
+            (also ``CODA_STRICT=1``).
         patterns: extra pattern files, or folders of them, tried before the built-in ones (also
             ``CODA_PATTERNS``, separated by ``os.pathsep``, but not under ``python -I``).
         disable: names of patterns, passes or counters that must not fire; ``"gemm:PATH"`` for the
@@ -107,7 +108,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         PatternError: a pattern path does not exist.
     """
     values: dict[str, Any] = {
-        "debug": os.environ.get("CODA_DEBUG", "0").lower() not in _OFF,
+        "debug": _env_flag("CODA_DEBUG"),
+        "strict": _env_flag("CODA_STRICT"),
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
         "patterns": _env_patterns(),
         "disable": env_disable(),
@@ -152,6 +154,10 @@ def _warn_without_effect(values: Mapping[str, Any]) -> None:
     for key, other, value in _WITHOUT_EFFECT:
         if values.get(key) and values.get(other) == value:
             say_once(f'option {key!r} has no effect where {other!r} is "{value}"')
+
+
+def _env_flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in _OFF
 
 
 def _env_patterns() -> tuple[str, ...]:

@@ -63,7 +63,6 @@ class _Compiling(threading.local):
 
     record: Record | None = None
     context: weakref.ref[Any] | None = None
-    out: tuple[str, ...] = ()  #: passes that are left out (``falls.py``)
     inside: bool = False  #: of our ``compile_fx``
 
     def begin(self, options: Options) -> Record:
@@ -86,12 +85,6 @@ _compiling = _Compiling()
 
 class _EnabledPass(HookPass):
     """One of the two passes of this mode."""
-
-    @property
-    def options(self) -> Options:
-        """The options, with the passes disabled that are left out in this compilation."""
-        options, out = super().options, _compiling.out
-        return dataclasses.replace(options, disable=(*options.disable, *out)) if out else options
 
     def current(self) -> Record | None:
         return _compiling.now(self.options)
@@ -221,27 +214,28 @@ def _wrap_compile_fx() -> None:
     @functools.wraps(inductor)
     def compile_fx(gm: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         patches = kwargs.get("config_patches") or {}
-        without_us = {**kwargs, "config_patches": {**patches, **beneath(patches)}}
+        plain = {**kwargs, "config_patches": {**patches, **beneath(patches)}}
         our_pass = _our_pass(patches)
         if our_pass is not None and getattr(virtualized, "aot_compilation", False):
             why = refuse("aot-inductor", "they run without Python, which launches our kernels")
             warn_once("AOTInductor's programs", f"{why.text}. {why.remedy.text}")
-            return inductor(gm, inputs, *args, **without_us)
+            return inductor(gm, inputs, *args, **plain)
         if our_pass is None or _compiling.inside or not isinstance(gm, GraphModule):
             return inductor(gm, inputs, *args, **kwargs)
 
-        def attempt(out: tuple[str, ...] | None, changed: dict[str, None]) -> falls.Result:
-            _compiling.out, _compiling.record = out or (), None
+        def with_us(changed: dict[str, None]) -> Any:
+            _compiling.record = None
             try:
-                compiled = inductor(gm, inputs, *args, **(without_us if out is None else kwargs))
-                return falls.Result(compiled, _compiling.record)
+                return inductor(gm, inputs, *args, **kwargs)
             finally:
-                _compiling.out = ()
                 changed.update(getattr(_compiling.record, "changed", {}))
+
+        def without_us() -> tuple[Any, bool]:
+            return inductor(gm, inputs, *args, **plain), True
 
         _compiling.inside = True
         try:
-            return falls.compiled(gm, our_pass.options, "graph", attempt)
+            return falls.compiled(gm, our_pass.options, "graph", with_us, without_us)
         finally:
             _compiling.inside = False
 

@@ -30,8 +30,8 @@ def test_a_removed_option_says_what_replaces_it(option, instead, caplog):
 
 
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):
-    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_DISABLE", "CODA_PATTERNS", "CODA_TUNE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("DEBUG", "DEBUG_DIR", "DISABLE", "PATTERNS", "STRICT", "TUNE"):
+        monkeypatch.delenv(f"CODA_{name}", raising=False)
     assert parse(None, None) == Options()
     assert parse("default", {}) == Options()
 
@@ -81,12 +81,14 @@ def test_where_inductor_measures_so_do_we(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["1", "true", "on", "0", "", "off"])
-def test_debug_from_the_environment(monkeypatch, text, caplog):
-    monkeypatch.setenv("CODA_DEBUG", text)
+def test_debug_and_strict_from_the_environment(monkeypatch, text, caplog):
+    for name in ("CODA_DEBUG", "CODA_STRICT"):
+        monkeypatch.setenv(name, text)
     monkeypatch.setenv("CODA_DEBUG_DIR", "elsewhere")
-    assert parse(None, None).debug is (text in ("1", "true", "on"))
+    assert parse(None, None).debug is parse(None, None).strict is (text in ("1", "true", "on"))
     assert parse(None, None).debug_dir == "elsewhere"
-    assert parse(None, {"debug": False, "debug_dir": "here"}) == Options(debug_dir="here")
+    off = {"debug": False, "strict": False, "debug_dir": "here"}
+    assert parse(None, off) == Options(debug_dir="here")
     assert not caplog.text
     forget_warnings()
     parse(None, {"debug_dir": "here"})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the pass, pattern or GEMM that makes a script fail or its result differ.
+"""Find the pass, pattern or GEMM that makes a script fail, fall back, or its result differ.
 
 The script runs again and again, each time without other parts of the backend. Exit status 0 is
-good, any other is bad: a script that checks a result must raise if it is wrong.
+good, any other is bad: a script that checks a result must raise if it is wrong. If the script
+succeeds, all runs are strict: then a fallback is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coda_inductor.errors import CodaError, OptionError
-from coda_inductor.falls import halve
 from coda_inductor.options import EVERYTHING, GEMM
 from coda_inductor.pipeline import ON_ATEN, ON_DYNAMO
 
@@ -42,12 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
         OptionError: there is no such script.
         CodaError: the script succeeds, or it fails without this backend too.
     """
-    name = arguments.script
-    if not name.is_file():
+    name = str(arguments.script)
+    if not arguments.script.is_file():
         raise OptionError(f"no such script: {name}")
-    script = _Script([sys.executable, str(name), *arguments.args])
+    script = _Script([sys.executable, name, *arguments.args])
     with tempfile.TemporaryDirectory() as folder:
-        error = script.error("as it is", (), CODA_DEBUG="1", CODA_DEBUG_DIR=folder)
+        debug = {"CODA_DEBUG": "1", "CODA_DEBUG_DIR": folder}
+        error = script.error("as it is", (), **debug)
+        if not error:
+            name, script.settings["CODA_STRICT"] = f"{name} with CODA_STRICT=1", "1"
+            error = script.error("with CODA_STRICT=1", (), **debug)
         done = [json.loads(p.read_text()) for p in sorted(Path(folder).glob("*/names.json"))]
     if not error:
         raise CodaError(
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cause(
-    name: Path, script: _Script, error: str, changed: list[str], fired: list[str], fused: list[str]
+    name: str, script: _Script, error: str, changed: list[str], fired: list[str], fused: list[str]
 ) -> str:
     """The culprit that makes the script fail, and how to go on without it."""
     out = passes = script.guilty("passes", changed) or script.guilty("passes", PASSES)
@@ -90,6 +94,7 @@ class _Script:
 
     def __init__(self, command: list[str]):
         self.command, self.runs = command, 0
+        self.settings = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
     def guilty(self, kind: str, names: list[str], *, first: bool = False) -> list[str]:
         """The ``names`` that the script needs disabled to succeed (with ``first``, only the first
@@ -105,17 +110,37 @@ class _Script:
             return error
 
         if names and not fails(()):
-            halve(names, fails, errors, "it failed with all of them")
+            _halve(names, fails, errors, "it failed with all of them")
         return list(errors)
 
     def error(self, label: str, disable: Sequence[str], **variables: str) -> str:
         """The script's error when the names in ``disable`` are disabled; empty if it succeeds."""
         out = ",".join([*filter(None, [os.environ.get("CODA_DISABLE")]), *disable])
-        settings = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "CODA_DISABLE": out, **variables}
+        settings = {**self.settings, "CODA_DISABLE": out, **variables}
         error = _run(self.command, {**os.environ, **settings})
         self.runs += 1
         sys.stderr.write(f"run {self.runs}, {label}: {f'bad ({error})' if error else 'good'}\n")
         return error
+
+
+def _halve(
+    names: Sequence[str],
+    fails: Callable[[Sequence[str]], str],
+    out: dict[str, str],
+    error: str = "",
+) -> str:
+    """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)``
+    returns the error with the names ``part``; if it is empty, all later calls include that part.
+    Returns the error with all names, which is ``error`` if the caller knows it."""
+    error = error or fails(names)
+    if error and len(names) == 1:
+        out[names[0]] = error
+    elif error:
+        half = len(names) // 2
+        # If the first half does not fail, the second one does.
+        first = _halve(names[:half], fails, out)
+        _halve(names[half:], fails, out, "" if first else error)
+    return error
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:

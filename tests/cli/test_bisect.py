@@ -18,7 +18,7 @@ names = {
 }
 if "CODA_DEBUG_DIR" in os.environ:
     folder = pathlib.Path(os.environ["CODA_DEBUG_DIR"], "graph_000")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "names.json").write_text(json.dumps(names))
 if not (CONDITION):
     sys.exit(" ".join(["they differ", *sys.argv[1:]]))
@@ -66,6 +66,17 @@ def test_what_makes_a_script_fail(condition, search):
     assert code == 0
     assert CASES[condition] in found
     assert "run 1, as it is: bad (they differ)\nrun 2, with stock Inductor: good\n" in runs
+
+
+def test_what_falls_back(search):
+    """The script succeeds, but not where a fallback is an error."""
+    code, found, runs = search("'CODA_STRICT' not in os.environ or out & {'*', 'norm'}")
+    assert code == 0
+    assert "The pass `norm` makes script.py with CODA_STRICT=1 fail: they differ" in found
+    assert runs.startswith(
+        "run 1, as it is: good\nrun 2, with CODA_STRICT=1: bad (they differ)\n"
+        "run 3, with stock Inductor: good\n"
+    )
 
 
 def test_nothing_to_find(search):
@@ -124,20 +135,31 @@ def mish(gate, up):
 
 PATTERN = Pattern(name="own_glu", meaning=meaning, idioms=(mish,))
 """
+#: Without a pattern, a pass writes an op that Inductor refuses.
 SCRIPT = """
 import dataclasses, torch
-from coda_inductor import pipeline
+from harness import as_it_is
+from torch._inductor.exc import InductorError
+from coda_inductor import op_by_op, pipeline
 from zoo.users import mish, model
 
-def wrong(graph, record):
+SINH = torch.ops.aten.sinh.default
+
+def written(graph, record):
     fuse.run(graph, record)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default):
-        node.target = torch.ops.aten.exp.default
+        node.target = SINH
+
+def compile_fx_inner(gm, inputs, **how):
+    if gm.graph.find_nodes(op="call_function", target=SINH):
+        raise InductorError(RuntimeError("no sinh"), None)
+    return as_it_is(gm, inputs, **how)
 
 fuse = next(each for each in pipeline.ON_ATEN if each.name == "fuse")
 if not PATTERNS:
-    broken = dataclasses.replace(fuse, run=wrong)
+    broken = dataclasses.replace(fuse, run=written)
     pipeline.ON_ATEN = tuple(broken if each is fuse else each for each in pipeline.ON_ATEN)
+    op_by_op.compile_fx_inner = compile_fx_inner
 torch.manual_seed(0)
 net = model(lambda g, u: mish(1000 * g, u), 1)
 x = torch.randn(8, 16, dtype=torch.float64)
@@ -147,13 +169,15 @@ with torch.no_grad():
 """
 
 
-def test_a_users_pattern_and_a_pass_that_are_wrong(tmp_path):
-    wanted = {}
-    for patterns, said in (
-        ([write(tmp_path, GATE)], "`idioms` (pattern or counter `own_glu`)"), ([], "`fuse`"),
-    ):  # fmt: skip
-        script = SCRIPT.replace("PATTERNS", repr(patterns))
-        wanted[write(tmp_path, script, f"script_{len(wanted)}.py")] = said
-    found = python("-c", FORKS, *wanted)
-    for path, said in wanted.items():
-        assert f"The pass {said} makes {path} fail" in found.stdout, found.stderr[-3000:]
+def test_a_users_wrong_pattern_and_a_graph_that_does_not_compile(tmp_path):
+    wrong, refused = (
+        write(tmp_path, SCRIPT.replace("PATTERNS", repr(patterns)), name)
+        for name, patterns in (("wrong.py", [write(tmp_path, GATE)]), ("refused.py", []))
+    )
+    found = python("-c", FORKS, wrong, refused)
+    assert "FallbackError: graph does not compile: RuntimeError: no sinh" in found.stderr
+    for said in (
+        f"The pass `idioms` (pattern or counter `own_glu`) makes {wrong} fail",
+        f"The pass `fuse` makes {refused} with CODA_STRICT=1 fail: ",
+    ):
+        assert said in found.stdout, found.stderr[-3000:]
