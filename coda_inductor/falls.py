@@ -102,7 +102,7 @@ class _Start:
         self.graphs = [(g, snapshot(g.graph), dict(g.named_children())) for g in graphs]
         self.context = TracingContext.try_get()
         self.torchs = dict(vars(self.context)) if self.context is not None else {}
-        self.reports, self.counts = report.reports(), Counter(counters["coda"])
+        self.reports, self.counts = report.kept(), Counter(counters["coda"])
         nodes = [n for _, graph, _ in self.graphs for n in graph.nodes]
         text = " ".join(filter(None, map(_signature, nodes)))
         #: The same for a graph that is compiled again, also for other or for symbolic sizes.

@@ -191,6 +191,15 @@ def test_all_is_well(inner, warned):
     assert not warned()
 
 
+def test_a_graph_from_torchs_cache_warns_of_no_reports_that_nobody_asked_for(monkeypatch, warned):
+    monkeypatch.setitem(counters["inductor"], "fxgraph_cache_hit", 1)
+    compare(grad=False)
+    assert not warned()
+    coda_inductor.report.forget()
+    assert not coda_inductor.reports()
+    assert "no reports" in warned()[0]
+
+
 def test_only_the_backward_graph(monkeypatch, inner, warned):
     """It is compiled when its forward graph cannot change any more, and runs op by op."""
 
