@@ -13,7 +13,6 @@ front of them (``--dropout 0.1``) a case is called "8B 16 p0.1".
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import sys
@@ -60,7 +59,6 @@ def main(arguments: list[str]) -> None:
 def answer(name: str, lock: Path) -> None:
     """Compile, then answer each line of stdin with a line of JSON."""
     sys.stdout = sys.stderr  # answers alone go to the other one
-    os.environ.setdefault("CODA_TUNE", "never")
     size, rank, *own, backend = name.split()
     dropout = float(own.pop()[1:]) if own and own[-1][:1] == "p" else 0.0
     workload = worth_models.lora(size, int(rank), *own, dropout=dropout)

@@ -79,7 +79,6 @@ def train(name: str, steps: int, keep: Any, base: Path) -> None:
     """Train one variant; ``keep`` gets its losses so far after each held-out loss. ``base`` is the
     file of the weights that adapters start from."""
     recipe, backend, *how = name.split()
-    os.environ.setdefault("CODA_TUNE", "never")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     began, seed, rate = time.perf_counter(), int("1" in how), RECIPES[recipe][1]
     short = min(SHORT, steps)

@@ -184,7 +184,6 @@ def ask(process: subprocess.Popen[str], question: Any = None) -> Any:
 def answer(case: str, variant: str) -> None:
     """Compile, then answer each line of stdin with a line of JSON."""
     out, sys.stdout = sys.stdout, sys.stderr
-    os.environ.setdefault("CODA_TUNE", "never")
     import torch
 
     began = time.perf_counter()

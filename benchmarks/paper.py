@@ -125,7 +125,6 @@ def _running(
 def answer(name: str, options: argparse.Namespace) -> None:
     """Compile all variants of a case, then answer each line of stdin with a line of JSON."""
     out, sys.stdout = sys.stdout, sys.stderr
-    os.environ.setdefault("CODA_TUNE", "never")
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a graph is used again and again
     cut = patient(lambda: Cut(*CASES[name]))

@@ -109,7 +109,6 @@ def built(variant: str) -> tuple[worth_models.Workload, float]:
 def answer(variant: str, lock: Path) -> None:
     """Compile, then answer each line of stdin with a line of JSON."""
     sys.stdout = sys.stderr  # answers alone go to the other one
-    os.environ.setdefault("CODA_TUNE", "never")
     began, said = time.perf_counter(), parsed(variant)
     with worth.turn(lock):
         workload, flops = built(variant)

@@ -73,7 +73,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     options = parser.parse_args(arguments)
-    os.environ.setdefault("CODA_TUNE", "never")
     chosen = options.workloads
     names = chosen.split(",") if chosen else list(CLIFFS if options.cliffs else WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):

@@ -5,7 +5,6 @@ aten graph may run twice on one graph: Inductor calls it more than once for nest
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from coda_inductor import notice, patterns
-from coda_inductor.compat import CustomGraphPass, functorch_config, inductor_config
+from coda_inductor.compat import CustomGraphPass, functorch_config
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint
 from coda_inductor.kernels import QUACK, pool
@@ -51,12 +50,10 @@ class HookPass(CustomGraphPass):
     Attributes:
         options: the options of this package.
         setting: the user's pass, a list or tuple of passes, or None. These run first.
-        by_mode: does the mode of torch.compile decide whether sites are measured, because neither
-            the option ``tune`` nor ``CODA_TUNE`` is set?
     """
 
-    def __init__(self, options: Options, setting: Any = None, *, by_mode: bool = False):
-        self._options, self.setting, self.by_mode = options, setting, by_mode
+    def __init__(self, options: Options, setting: Any = None):
+        self.options, self.setting = options, setting
         several = isinstance(setting, (list, tuple))
         self.user_passes = tuple(setting) if several else () if setting is None else (setting,)
 
@@ -69,13 +66,6 @@ class HookPass(CustomGraphPass):
         """The same object: ``torch.compile`` makes a deep copy of Inductor's configuration, even
         within a pass, when QuACK is imported and decorates a function with it."""
         return self
-
-    @property
-    def options(self) -> Options:
-        """The current options: ``mode="max-autotune"`` is in Inductor's configuration."""
-        if self.by_mode and inductor_config.max_autotune:
-            return dataclasses.replace(self._options, tune="always")
-        return self._options
 
     @abc.abstractmethod
     def run(self, graph: Graph) -> None:

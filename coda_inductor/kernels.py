@@ -27,7 +27,7 @@ from coda_inductor.report import Choice
 from coda_inductor.runtime import direct, launch, on_cuda, pool
 from coda_inductor.runtime.linear_cross_entropy import BACKWARD as HEAD_GRADIENTS
 from coda_inductor.runtime.op import OP
-from coda_inductor.select.choice import MANY, select
+from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.gate import host_bound, norm_loses, unmeasured
 from coda_inductor.select.legality import unaligned
@@ -35,12 +35,12 @@ from coda_inductor.select.measurements import Measurements, generation, measurem
 from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
 from coda_inductor.semantic.experts import WGRAD
-from coda_inductor.tune.tuner import ASKED, Tuner
+from coda_inductor.tune.tuner import Tuner
 
 __all__ = [
-    "HEAD_GRADIENTS", "OP", "QUACK", "Kernels", "Measurements", "Reference", "Site", "call",
-    "has_config", "host_bound", "joinable", "measurements_of", "norm_loses", "pool", "product_us",
-    "render", "tile", "tuner", "unmeasured",
+    "HEAD_GRADIENTS", "OP", "QUACK", "Kernels", "Measurements", "Reference", "Site", "Tuner",
+    "call", "has_config", "host_bound", "joinable", "measurements_of", "norm_loses", "pool",
+    "product_us", "render", "tile", "unmeasured",
 ]  # fmt: skip
 
 
@@ -139,11 +139,6 @@ def call(
     direct.install()
     text, config = site.program.to_json(), site.choice.config
     return put(OP, as_, bs, operands, text, config, site.name, strict)
-
-
-def tuner(store: Measurements, device: torch.device, seconds: float | None) -> Tuner:
-    """What measures sites while a graph is compiled, for ``seconds`` (None: a default)."""
-    return Tuner(store, device, seconds or ASKED, MANY)
 
 
 def tile(config: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from coda_inductor.gpu import gpu_of
-from coda_inductor.kernels import QUACK, unmeasured
+from coda_inductor.kernels import QUACK, measurements_of, unmeasured
 from coda_inductor.log import logger
 from coda_inductor.matching import bodies
 from coda_inductor.options import GEMM, Options
@@ -106,8 +106,9 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
     if gpu is None:
         text = "the model is not on a GPU, but this machine has one: model.cuda()"
         return refuse("no-kernels-on-device", text)
-    unmeasurable = options.gate == "auto" and options.tune == "never"
-    return unmeasured(gpu_of(gpu)) if unmeasurable else None
+    model = gpu_of(gpu)
+    known = options.gate == "always" or options.measures or not measurements_of(model).empty
+    return None if known else unmeasured(model)
 
 
 def cut_by_ddp(gm: GraphModule) -> bool:

@@ -35,8 +35,6 @@ _REMOVED = {
 _OFF = ("", "0", "false", "no", "off")
 #: The name of the whole backend in ``disable``, and the prefix of a GEMM's name.
 EVERYTHING, GEMM = "*", "gemm:"
-#: Modes of torch.compile in which Inductor measures, and so do we.
-_MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,11 @@ class Options:
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
         tune: ``"always"`` measures every site of a graph without a measurement of its own, and then
-            plans the graph again; ``"never"`` none; ``"auto"`` (the default) does so in the modes
-            ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"``. Also ``CODA_TUNE``.
-            Measurements are kept; ``python -m coda_inductor tune`` measures ahead.
-        tune_seconds: how long that may take for one graph (default 60).
+            plans the graph again; ``"never"`` none; ``"auto"`` (the default) does so where
+            Inductor's ``max_autotune`` is set, as the modes ``"max-autotune"`` and
+            ``"max-autotune-no-cudagraphs"`` do. Also ``CODA_TUNE``. Measurements are kept; ``python
+            -m coda_inductor tune`` measures ahead.
+        tune_seconds: how long that may take for one graph.
         reference: run every fused site in the reference executor even if kernels exist, with the
             kernels' numerics on every device: products are not rounded before their epilogue.
         numerics: ``"eager"`` rounds each value where eager does, in epilogues and, by
@@ -83,7 +82,7 @@ class Options:
     disable: tuple[str, ...] = ()
     gate: str = "auto"
     tune: str = "auto"
-    tune_seconds: float | None = None
+    tune_seconds: float = 60.0
     reference: bool = False
     numerics: str = "fused"
     fp16_norms: bool = False
@@ -95,6 +94,12 @@ class Options:
         """All options that change the compiled result, as text, for cache keys."""
         relevant = dataclasses.replace(self, debug=False, debug_dir="", inductor={})
         return repr(relevant)
+
+    @property
+    def measures(self) -> bool:
+        """Are sites measured while a graph is compiled?"""
+        autotune = self.inductor.get("max_autotune", inductor_config.max_autotune)
+        return not self.reference and self.tune in ("always", "auto" if autotune else "")
 
 
 _KEYS = {f.name: f for f in dataclasses.fields(Options) if f.name != "inductor"}
@@ -116,8 +121,6 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     }
     if tune := os.environ.get("CODA_TUNE"):
         values["tune"] = _check("tune", tune, "CODA_TUNE")
-    if mode in _MEASURING:
-        values["tune"] = "always"
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(
             f"options is a dict of names and values, as {{'debug': True}}, got {options!r}"

@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -189,7 +188,7 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
             "option 'numerics': set torch._inductor.config.emulate_precision_casts = True too, or "
             "Inductor's own kernels round elsewhere"
         )
-    user_passes, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
+    user_passes = beneath({})
     missing = missing_names() or [
         f"torch._inductor.config.{n}" for n in (DYNAMO, JOINT) if n not in user_passes
     ]
@@ -197,8 +196,8 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return {}
     _wrap_compile_fx()
-    joint = _JointPass(settings, user_passes[JOINT], by_mode=by_mode)
-    hooks = {DYNAMO: _DynamoPass(settings, user_passes[DYNAMO], by_mode=by_mode), JOINT: joint}
+    joint = _JointPass(settings, user_passes[JOINT])
+    hooks = {DYNAMO: _DynamoPass(settings, user_passes[DYNAMO]), JOINT: joint}
     if usable() and user_passes.get(SPLIT, hooks) is None:
         hooks[SPLIT] = Partitioner(lambda: _compiling.now(joint.options), joint.uuid)
     return hooks

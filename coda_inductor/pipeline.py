@@ -9,7 +9,6 @@ were not in the list. ``options["disable"]`` may name any pass, pattern or count
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from coda_inductor.graph.aliases import mark_writes
 from coda_inductor.graph.layout import Layouts, layouts, moved
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
-from coda_inductor.kernels import pool, render, tuner
+from coda_inductor.kernels import pool, render
 from coda_inductor.log import count, logger, say_once, warn_once
 from coda_inductor.lowering.driver import fuse_gemms
 from coda_inductor.matching import bodies, changes
@@ -83,9 +82,7 @@ def _undecided(record: Record) -> Sites:
 
 def _decide(graph: Graph, record: Record) -> None:
     """Decide what may be fused in this graph; start the compile workers, which takes a while."""
-    options = record.options
-    measurer = functools.partial(tuner, seconds=options.tune_seconds)
-    record.sites = Sites(record.plan.for_graph(graph, measurer))
+    record.sites = Sites(record.plan.for_graph(graph))
     if record.plan.compiles and not record.dry:
         pool.warm_up()
 

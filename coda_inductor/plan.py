@@ -4,9 +4,8 @@ fused on its device, for which GPU, by which measurements; and how does a planne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -48,23 +47,6 @@ def several_ranks() -> bool:
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
-class Measurer(Protocol):
-    """The interface of an object that measures sites; ``tune`` implements it."""
-
-    #: Sites for which there was no time.
-    left: dict[str, Site]
-
-    def measure(self, sites: Sequence[Site]) -> bool:
-        """Measure the ``sites`` that have no measurement. Returns True if any has one now."""
-
-    def close(self) -> None:
-        """End all measuring: no site is measured afterwards."""
-
-
-#: Creates the measurer for a store, on a device.
-MakeMeasurer = Callable[[Measurements, torch.device], Measurer]
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan of a graph, see the module docstring.
@@ -78,7 +60,7 @@ class Plan:
         no_kernels: the reason why no GEMM becomes a kernel on this GPU, or None.
         on_gpu: are there GEMMs on a GPU?
         store: the measurements on the graph's GPU model; None without a GPU.
-        measurer: measures sites before their choice counts; None if none are to be measured.
+        measures: are sites without a measurement measured before their choice counts?
     """
 
     options: Options
@@ -89,25 +71,20 @@ class Plan:
     no_kernels: Refusal | None = None
     on_gpu: bool = False
     store: Measurements | None = None
-    measurer: Measurer | None = None
+    measures: bool = False
 
-    def for_graph(self, graph: Graph, measurer: MakeMeasurer | None = None) -> Plan:
-        """A copy of this plan, decided for ``graph``; ``measurer`` as in :meth:`for_products`."""
+    def for_graph(self, graph: Graph) -> Plan:
+        """A copy of this plan, decided for ``graph``."""
         gemms = [node for node in graph.nodes if node.target in TRACED]
         pairs = [(fake(node), fake(gemm_inputs(node)[1])) for node in gemms]
-        return self.for_products(pairs, training=training(graph), measurer=measurer)
+        return self.for_products(pairs, training=training(graph))
 
     def for_products(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        training: bool,
-        measurer: MakeMeasurer | None = None,
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, training: bool
     ) -> Plan:
         """A copy of this plan, decided for a graph with these GEMMs: ``pairs`` has a tensor with M
         rows and B (..., K, N) of each. Their total time, compared with that of the launches, tells
-        whether the host is the limit. ``measurer`` creates what measures, if the option ``tune`` is
-        "always"; a dry run measures only on "cuda"."""
+        whether the host is the limit. A dry run measures only on a given device."""
         options, cuda, triton = self.options, self.device, inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", triton.cudagraphs)
         pairs = [(a, b) for a, b in pairs if cuda is not None or a.is_cuda]
@@ -117,18 +94,17 @@ class Plan:
         device = cuda or pairs[0][0].device
         gpu = self.gpu_model or gpu_of(device)
         store = measurements_of(gpu)
-        too_small = no_kernels = measures = None
+        too_small = no_kernels = None
         if not options.reference:
             no_kernels = QUACK.missing(device)
         if options.gate == "auto":
             too_small = None if cuda_graphs else host_bound(shapes, gpu, training=training)
-        asked = options.tune == "always" and not options.reference
-        if asked and measurer is not None and (cuda is not None or not self.dry):
-            measures = measurer(store, device) if (no_kernels or too_small) is None else None
-        if options.gate == "auto" and measures is None:
+        measures = options.measures and (cuda is not None or not self.dry)
+        measures = measures and (no_kernels or too_small) is None
+        if options.gate == "auto" and not measures and store.empty:
             no_kernels = no_kernels or unmeasured(gpu)
         return replace(self, too_small=too_small, no_kernels=no_kernels, on_gpu=True,
-                       store=store, measurer=measures)  # fmt: skip
+                       store=store, measures=measures)  # fmt: skip
 
     @property
     def gpu(self) -> Gpu:

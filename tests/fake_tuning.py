@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from measured import HOPPER, figures
 
-from coda_inductor import kernels
+from coda_inductor.lowering import driver
 from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.figures import key_of, to_row
 from coda_inductor.select.measurements import Measurements
@@ -58,10 +58,10 @@ class Machine:
         """How many processes were."""
         return len({number for number, _ in self.said})
 
-    def tuner(self, folder: Path, seconds: float = 60.0, most: int | None = 3) -> tuner.Tuner:
+    def tuner(self, folder: Path, seconds: float = 60.0) -> tuner.Tuner:
         """One whose store is in ``folder``."""
         store = Measurements(HOPPER, folder)
-        return tuner.Tuner(store, CUDA, seconds, most, self.process, self)
+        return tuner.Tuner(store, CUDA, seconds, self.process, self)
 
     def process(self, module: str, index: str) -> "Process":
         assert (module, index) == ("coda_inductor.tune.worker", str(CUDA.index))
@@ -123,6 +123,6 @@ class Process:
 def install(patch, machine: Machine, processes: int = 2) -> None:
     """Let what tunes by itself measure with ``machine``, in so many processes."""
     made = functools.partial(tuner.Tuner, start=machine.process, compiler=machine)
-    patch.setattr(kernels, "Tuner", made)
+    patch.setattr(driver, "Tuner", made)
     patch.setenv("CODA_COMPILE_WORKERS", str(4 * processes))
     patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured import figures
 from processes import python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.select import gate
+from coda_inductor.select.measurements import Measurements
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,7 +77,7 @@ def test_a_model_that_was_not_moved_to_the_gpu_is_named(warnings, monkeypatch):
     assert "the model is not on a GPU, but this machine has one: model.cuda()" in said
 
 
-def test_a_gpu_without_measurements_is_named(monkeypatch):
+def test_a_gpu_without_measurements_is_named(monkeypatch, tmp_path):
     """Blackwell: kernels could run, and the default gate has none."""
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
@@ -83,12 +85,17 @@ def test_a_gpu_without_measurements_is_named(monkeypatch):
     monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
     on_gpu = [torch.nn.Parameter(torch.ones(1))]
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
-    never = parse(None, {"tune": "never"})
-    assert notice.no_kernels(graph, on_gpu, never) == gate.unmeasured(unknown)
-    assert notice.no_kernels(graph, on_gpu, parse(None, {"gate": "always"})) is None
-    assert notice.no_kernels(graph, on_gpu, parse(None, None)) is None  # it will be measured
+    empty = Measurements(unknown, tmp_path)
+    monkeypatch.setattr(notice, "measurements_of", lambda gpu: empty)
+    auto = parse(None, None)
+    assert notice.no_kernels(graph, on_gpu, auto) == gate.unmeasured(unknown)
+    for asks in ({"gate": "always"}, {"tune": "always"}):
+        assert notice.no_kernels(graph, on_gpu, parse(None, asks)) is None
+    empty.add({"a site": figures({"a config": 1.0})})
+    assert notice.no_kernels(graph, on_gpu, auto) is None
     monkeypatch.setattr(notice, "gpu_of", lambda device: H100)
-    assert notice.no_kernels(graph, on_gpu, never) is None
+    monkeypatch.setattr(notice, "measurements_of", lambda gpu: Measurements(gpu, tmp_path))
+    assert notice.no_kernels(graph, on_gpu, auto) is None
 
 
 def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checking import check
+from torch._inductor import config as inductor_config
 from zoo.users import MISH, mish, write
 
 from coda_inductor import OptionError, PatternError
@@ -68,8 +69,12 @@ def test_options_of_inductors_pass_through_and_override_its_modes():
 def test_where_inductor_measures_so_do_we(monkeypatch):
     """The environment has a default."""
     for mode in (None, "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
-        assert parse(mode, None).tune == ("always" if "max" in str(mode) else "auto")
-        assert parse(mode, {"tune": "never"}).tune == "never"
+        assert parse(mode, None).measures is ("max" in str(mode))
+        assert parse(mode, {"tune": "always"}).measures
+        for less in ({"tune": "never"}, {"reference": True}, {"max_autotune": False}):
+            assert not parse(mode, less).measures
+    with inductor_config.patch(max_autotune=True):
+        assert parse(None, None).measures
     assert parse(None, {"tune_seconds": 3}).tune_seconds == 3.0
     for text, tune in (("never", "never"), ("", "auto")):
         monkeypatch.setenv("CODA_TUNE", text)

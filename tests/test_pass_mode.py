@@ -294,19 +294,6 @@ def broken(*_):
     raise OSError("No space left on device")
 
 
-def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
-    monkeypatch.delenv("CODA_TUNE", raising=False)
-
-    def uuid(**options):
-        with coda_inductor.enabled(**options):
-            return config.joint_custom_pre_pass.uuid()
-
-    always, never = uuid(tune="always"), uuid(tune="never")
-    assert len({always, never, uuid()}) == 3
-    with config.patch(max_autotune=True):
-        assert (uuid(), uuid(tune="never")) == (always, never)
-
-
 def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, warned):
     with monkeypatch.context() as patch:
         patch.setattr(pass_mode, "missing_names", lambda: ["torch.nothing"])

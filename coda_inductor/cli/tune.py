@@ -21,7 +21,6 @@ from coda_inductor.cli import models
 from coda_inductor.errors import ExplainError, OptionError
 from coda_inductor.gpu import gpu_of
 from coda_inductor.select import measurements
-from coda_inductor.select.choice import MANY
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.measurements import Measurements, measurements_of
 from coda_inductor.tune.tuner import Tuner
@@ -78,7 +77,7 @@ def _tune_left(seconds: float) -> None:
     cache = measurements_of(gpu_of(device := _device()))
     if not (sites := cache.left()):
         raise OptionError("no sites are left to measure: name a model, or use --report")
-    before, tuner = set(cache.user_rows()), Tuner(cache, device, seconds, MANY)
+    before, tuner = set(cache.user_rows()), Tuner(cache, device, seconds)
     tuner.measure(sites)
     tuner.close()
     _summary(cache, before, f"{len(sites)} that were left")

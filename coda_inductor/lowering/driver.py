@@ -46,7 +46,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import readers
-from coda_inductor.kernels import Site
+from coda_inductor.kernels import Site, Tuner
 from coda_inductor.log import logger
 from coda_inductor.lowering.described import (
     idle_reason,
@@ -67,8 +67,8 @@ from coda_inductor.semantic.rotary import rotate_heads
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.
 Builder = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[list[Node], set[tuple[str, str]], list[SiteReport]]
-#: How often a graph is planned while sites are measured.
-_PLANS = 4
+#: How often a graph is planned again after sites were measured.
+_REPLANS = 4
 #: Counters of a whole site: one that is disabled is not fused.
 _SITE_COUNTERS = frozenset({"experts_backward"})
 
@@ -99,44 +99,36 @@ def _fuse_measured(graph: Graph, record: Record) -> _Fused:
     """Fuse with the best plan. With ``tune`` "always", sites are measured and the graph is planned
     again: where a pair loses, its GEMMs become sites of their own. Without, they are noted for the
     command ``tune``."""
-    plan, judged = record.plan, list[Site]()
-    if plan.measurer is None:
-        result = _fuse_all(graph, record, judged)
-        left = [*filter(_unmeasured, judged)]
-        if left and plan.compiles and plan.store is not None and not record.dry:
-            plan.store.leave(left)
+    plan, copy = record.plan, snapshot(graph) if record.plan.measures else None
+    result, left = _fuse_all(graph, record)
+    if not left or plan.store is None:
         return result
-    try:
-        for _ in range(_PLANS):
-            copy = snapshot(graph)
-            judged.clear()
-            result = _fuse_all(graph, record, judged)
-            if not plan.measurer.measure([*filter(_unmeasured, judged)]):
-                break
-            restore(graph, copy)
-        else:
-            result = _fuse_all(graph, record, judged)
-    finally:
-        plan.measurer.close()
+    if copy is not None:
+        tuner = Tuner(plan.store, left[0].device, record.options.tune_seconds)
+        try:
+            for _ in range(_REPLANS):
+                if not tuner.measure(left):
+                    break
+                restore(graph, copy)
+                result, left = _fuse_all(graph, record)
+        finally:
+            tuner.close()
+    if left and (plan.measures or not record.dry):
+        plan.store.leave(left)
     # The next process has time for the others, so no cache may keep this graph.
-    record.failed |= bool(plan.measurer.left)
+    record.failed |= plan.measures and bool(left)
     return result
 
 
-def _unmeasured(site: Site) -> bool:
-    """Could a measurement of ``site`` change its choice?"""
-    return bool(site.choice.config) and not site.choice.measured
-
-
-def _fuse_all(graph: Graph, record: Record, judged: list[Site]) -> _Fused:
+def _fuse_all(graph: Graph, record: Record) -> tuple[_Fused, list[Site]]:
     """Fuse all GEMMs. Returns all calls, (pattern, occurrence) of each absorbed idiom, and a report
-    for every GEMM. Sites whose choice was asked for join ``judged``.
+    for every GEMM; and the sites whose choice a measurement could change.
     """
     fired: set[tuple[str, str]] = set()
     calls: list[Node] = []
     done: set[Node] = set()
     sites: list[SiteReport] = []
-    planner = _Planner(graph, record, judged)
+    planner = _Planner(graph, record)
     # A low-rank product takes as long as its stores, so shared work goes to the other product.
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
         if anchor in done:
@@ -152,7 +144,7 @@ def _fuse_all(graph: Graph, record: Record, judged: list[Site]) -> _Fused:
             planner.scope.refresh()
         call.meta[SITE] = plan.report
         sites.append(plan.report)
-    return calls, fired, sites
+    return (calls, fired, sites), planner.unmeasured
 
 
 @dataclass(frozen=True)
@@ -168,9 +160,9 @@ class _SitePlan:
 class _Planner:
     """Decides the fate of each GEMM of one graph, without changes to the graph."""
 
-    def __init__(self, graph: Graph, record: Record, judged: list[Site]):
+    def __init__(self, graph: Graph, record: Record):
         self.record, self.scope = record, Scope(graph, eager=record.options.numerics == "eager")
-        self.judged = judged
+        self.unmeasured: list[Site] = []
         self.bans = {
             node: _disabled(node.meta["coda_pattern"][0])
             for node in graph.nodes
@@ -275,7 +267,9 @@ class _Planner:
         if off := [name for name in names if not self.record.enabled(name)]:
             return _disabled(off[0])
         site = replace(site, choice=self.record.plan.judge(site))
-        self.judged.append(site)
+        runs = self.record.plan.on_kernels(site.device)
+        if runs and site.choice.config and not site.choice.measured:
+            self.unmeasured.append(site)
         if site.choice.how == "unfused":
             return site.choice.refusal
         if region.program.grouped and not _SITE_COUNTERS.intersection(patterns):

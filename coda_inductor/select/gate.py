@@ -41,8 +41,8 @@ def host_bound(
 
 
 def unmeasured(gpu: Gpu) -> Refusal | None:
-    """The reason if all GEMMs are left to cuBLAS on ``gpu``, or None: without measurements, past or
-    future, no kernel is expected to win."""
+    """The reason if GEMMs without measurements are left to cuBLAS on ``gpu``, or None: no kernel is
+    expected to win."""
     if gpu.rated:
         return None
     text = (

@@ -58,6 +58,11 @@ class Measurements:
             if row[1].like and row[1].us:
                 self._by_signature.setdefault(row[1].like, []).append(row)
 
+    @property
+    def empty(self) -> bool:
+        """Are there no measurements at all?"""
+        return not (self._shipped or self.user_rows())
+
     def find(self, site: Site) -> tuple[Figures, str] | None:
         """The measurements of ``site``, and their origin: "here" (this user's) or "shipped". They
         may come from a similar program (``figures.signature``); of several the slowest counts. None

@@ -28,7 +28,7 @@ from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select import roofline
-from coda_inductor.select.choice import candidates
+from coda_inductor.select.choice import MANY, candidates
 from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of, signature
 from coda_inductor.select.measurements import Measurements
@@ -36,8 +36,6 @@ from coda_inductor.select.site import Site, site_text
 from coda_inductor.tune import inputs
 
 _WORKER = "coda_inductor.tune.worker"
-#: Seconds for measuring the sites of one graph.
-ASKED = 60.0
 #: Seconds after its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
 #: Seconds after which a candidate counts as hanging: its kernel is compiled already, and only has
@@ -63,17 +61,15 @@ class Tuner:
     """Measures sites on ``device`` for at most ``seconds`` in all; the results go to ``store``.
 
     Attributes:
-        most: the most configs per site; None for all legal ones.
-        left: sites for which there was no time.
+        left: keys of the sites for which there was no time.
     """
 
     def __init__(
-        self, store: Measurements, device: torch.device, seconds: float, most: int | None,
+        self, store: Measurements, device: torch.device, seconds: float,
         start: Callable[..., Child] = Child, compiler: Any = pool,
     ):  # fmt: skip
-        self.store, self.most = store, most
-        self._start, self._compiler = start, compiler
-        self.left: dict[str, Site] = {}
+        self.store, self._start, self._compiler = store, start, compiler
+        self.left: set[str] = set()
         self._device = device
         self._seconds = seconds
         self._processes: dict[int, Child] = {}  # by thread
@@ -88,7 +84,7 @@ class Tuner:
         by_key = {key_of(s): s for s in order if self.store.find(s) is None}
         by_key = {key: site for key, site in by_key.items() if key not in self.left}
         if not by_key or self._seconds <= 0:
-            self.left |= by_key
+            self.left |= by_key.keys()
             return False
         start = time.monotonic()
         with locks.lock_file(self.store.path, self._seconds + _SLACK) as got:
@@ -99,16 +95,14 @@ class Tuner:
                 self._seconds -= time.monotonic() - start - waited
             # Else another rank was measuring until now and had no time for the missing ones. Then
             # this one must not measure them either: all ranks run the same kernels.
-        self.left |= {key: s for key, s in by_key.items() if self.store.find(s) is None}
-        return len(self.left.keys() & by_key) < len(by_key)
+        self.left |= {key for key, s in by_key.items() if self.store.find(s) is None}
+        return not by_key.keys() <= self.left
 
     def close(self) -> None:
-        """End the measuring processes, which hold GPU memory. Note the sites that are left."""
+        """End the measuring processes, which hold GPU memory."""
         for process in self._processes.values():
             process.end()
         self._processes.clear()
-        if self.left:
-            self.store.leave(self.left.values())
 
     def _gain(self, site: Site) -> float:
         """Microseconds that the kernel of ``site`` is expected to save."""
@@ -117,7 +111,7 @@ class Tuner:
         return unfused - roofline.fused_us(site, gpu)
 
     def _configs(self, site: Site) -> list[Config]:
-        return candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
+        return candidates(site, self.store.gpu, self.store.nearest(site))[:MANY]
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
         """Measure ``sites`` in order. With several processes, one measures while another compiles

@@ -9,9 +9,10 @@ import torch
 from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
-from coda_inductor import kernels, plan
+from coda_inductor import plan
 from coda_inductor.__main__ import main
 from coda_inductor.cli import tune as command
+from coda_inductor.lowering import driver
 from coda_inductor.mainloop import availability
 from coda_inductor.select import measurements
 from coda_inductor.select.measurements import FOLDER, Measurements
@@ -100,7 +101,7 @@ def test_a_model_is_measured_once(gpu, cache, capsys):
 
 
 def test_what_was_left_is_measured_once(gpu, cache, monkeypatch, capsys):
-    monkeypatch.setattr(command, "Tuner", kernels.Tuner)
+    monkeypatch.setattr(command, "Tuner", driver.Tuner)
     cache.leave([site(), site("swiglu", n=8192)])
     assert main(["tune"]) == 0
     assert f"2 that were left: 2 sites measured, kept in {cache.path}" in capsys.readouterr().out
@@ -112,8 +113,8 @@ def test_what_was_left_is_measured_once(gpu, cache, monkeypatch, capsys):
 
 def test_options_reach_the_backend(gpu, monkeypatch):
     seen = []
-    tuner = kernels.Tuner
-    monkeypatch.setattr(kernels, "Tuner", lambda *given: seen.append(given) or tuner(*given))
+    tuner = driver.Tuner
+    monkeypatch.setattr(driver, "Tuner", lambda *given: seen.append(given) or tuner(*given))
     assert main([*LLAMA, "--tokens", "4096", "--seconds", "7"]) == 0
     assert {given[2] for given in seen} == {7.0}
 

@@ -11,10 +11,10 @@ import torch
 from measured import HOPPER, configs, figures
 from passes import codes
 from torch import nn
+from torch._inductor import config
 from torch.utils._pytree import tree_map
 from zoo.layers import Gated
 
-from coda_inductor import kernels
 from coda_inductor.compat import BackendCompilerFailed
 from coda_inductor.gpu import H100, tables
 from coda_inductor.lowering import driver
@@ -22,7 +22,6 @@ from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
-from coda_inductor.select.choice import MANY
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.site import Site
@@ -50,7 +49,6 @@ class Measurer:
     store: Measurements
     us: Callable[[Site], float | None]
     asked: list[list[str]] = field(default_factory=list)
-    left: dict[str, Site] = field(default_factory=dict)
     closed: int = 0
     given: tuple = ()
 
@@ -59,14 +57,9 @@ class Measurer:
         self.asked.append([site.name for site in sites])
         new = False
         for site in sites:
-            if self.store.find(site) is None and key_of(site) not in self.left:
-                us = self.us(site)
-                if us is None:
-                    self.left[key_of(site)] = site
-                else:
-                    new = True
-                    found = figures({configs(site)[0]: us}, m=site.m)
-                    self.store.add({key_of(site): found})
+            if self.store.find(site) is None and (us := self.us(site)) is not None:
+                new = True
+                self.store.add({key_of(site): figures({configs(site)[0]: us}, m=site.m)})
         return new
 
     def close(self) -> None:
@@ -116,10 +109,10 @@ def plan(monkeypatch, tmp_path):
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     number = iter(range(100))
 
-    def planned(us=lambda _: 50.0, gpu=H100, model=block, mode=None, train=False, m=M, d=D, **how):
+    def planned(us=lambda _: 50.0, gpu=H100, model=block, mode=None, train=False, m=M, d=D,
+                store=None, **options):  # fmt: skip
         torch._dynamo.reset()
-        options = {name: value for name, value in how.items() if value is not None}
-        store = Measurements(gpu, tmp_path / str(next(number)))
+        store = store or Measurements(gpu, tmp_path / str(next(number)))
         measurer = Measurer(store, us)
 
         def tuner(*given):
@@ -128,7 +121,7 @@ def plan(monkeypatch, tmp_path):
 
         monkeypatch.setattr("coda_inductor.plan.measurements_of", lambda _: store)
         monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: gpu)
-        monkeypatch.setattr(kernels, "Tuner", tuner)
+        monkeypatch.setattr(driver, "Tuner", tuner)
         record = Record(parse(mode, options), "test", dry=True, device=CUDA)
         seen = []
 
@@ -168,7 +161,7 @@ def test_what_measurements_decide(gpu, us, fused, why, left, plan):
     assert {*found.measurer.names} >= ALL
     assert found.measurer.closed == 1
     assert {site.refusal.code for site in found.sites.values() if site.refusal} == {why} - {""}
-    assert bool(found.record.failed) == left
+    assert bool(found.record.failed) == left == bool(found.measurer.store.left())
 
 
 def test_a_pair_that_is_measured_slower_becomes_two(plan):
@@ -207,7 +200,7 @@ def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch):
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_fuse_all", broken)
+        patch.setattr(driver, "restore", broken)
         found = plan(tune="always")
         assert found.measurer.closed == 1
         assert found.record.failed  # the pass is left out
@@ -220,12 +213,23 @@ def test_only_who_asks_waits_for_measurements(plan):
     for options in ({}, {"tune": "never"}, {"mode": "max-autotune", "tune": "never"}):
         assert not plan(**options).measurer.given
     found = plan(mode="max-autotune")
-    assert found.measurer.given == (found.measurer.store, CUDA, 60.0, MANY)
+    assert found.measurer.given == (found.measurer.store, CUDA, 60.0)
+    with config.patch(max_autotune=True):
+        assert plan().measurer.given[2] == 60.0
     assert plan(tune="always", tune_seconds=5).measurer.given[2] == 5.0
     known = {"model": partial(Gated, 2048, 8192, residual=False), "m": 8192, "d": 2048}
     found = plan(tune="always", gpu=tables(None)["NVIDIA H200"], **known)
     assert found.fused == {"gate + up"}
     assert found.measurer.names == []
+
+
+def test_what_was_measured_on_a_gpu_without_a_table_is_used(plan):
+    """Without asking again: of another generation nothing else is known."""
+    asked = plan(gpu=HOPPER, tune="always")
+    found = plan(gpu=HOPPER, store=asked.measurer.store)
+    assert not found.measurer.given
+    assert found.fused == asked.fused == ALL
+    assert not plan(gpu=HOPPER).fused
 
 
 class Rotated(nn.Module):

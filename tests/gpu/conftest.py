@@ -7,12 +7,6 @@ from coda_inductor import report
 from coda_inductor.log import forget_warnings
 
 
-@pytest.fixture(autouse=True)
-def by_the_tables(monkeypatch):
-    """What is fused must not depend on what this machine has measured. Tests of tuning set it."""
-    monkeypatch.setenv("CODA_TUNE", "never")
-
-
 @pytest.fixture
 def fresh():
     """No reports and no warnings of the test before."""

@@ -51,7 +51,7 @@ def closed(self):
 tuner.Tuner._measure_site, tuner.Tuner.close = noted, closed
 model = make(width=2048, hidden=8192)
 xs = [torch.randn(1, 4096, 2048, device="cuda").bfloat16() for _ in range(2)]
-options = {"tune_seconds": 150, "strict": True}
+options = {"tune": "always", "tune_seconds": 150, "strict": True}
 with torch.no_grad():
     eager = model(*xs)
     got = torch.compile(model, backend="coda", options=options)(*xs)
@@ -86,8 +86,9 @@ def started(folder: Path) -> tuple[subprocess.Popen, IO[str]]:
     }
     said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in ``ended``)
     command = [sys.executable, "-c", COMPILE]
-    env = {name: value for name, value in os.environ.items() if name != "CODA_TUNE"} | own
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=said, text=True)
+    process = subprocess.Popen(
+        command, env=os.environ | own, stdout=subprocess.PIPE, stderr=said, text=True
+    )
     return process, said
 
 

@@ -25,12 +25,13 @@ SITES = [ONE, OTHER, THIRD]
 def machine(monkeypatch, warned):
     machine = Machine()
     install(monkeypatch, machine)
+    monkeypatch.setattr(tuner, "MANY", 3)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return machine
 
 
-def wanted(of=ONE, most: int | None = 3) -> list[str]:
-    return [str(config) for config in candidates(of, HOPPER)[:most]]
+def wanted(of=ONE) -> list[str]:
+    return [str(config) for config in candidates(of, HOPPER)[:3]]
 
 
 def test_each_site_is_measured_once(machine, tmp_path):
@@ -45,9 +46,9 @@ def test_each_site_is_measured_once(machine, tmp_path):
 
 def test_what_was_found_is_kept(machine, tmp_path):
     """Only so many configs are compiled and tried."""
-    machine.tuner(tmp_path, most=2).measure([THIRD])
+    machine.tuner(tmp_path).measure([THIRD])
     (tried,) = (message["configs"] for _, message in machine.said if "configs" in message)
-    assert tried == wanted(THIRD, most=2)
+    assert tried == wanted(THIRD)
     assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
     found, where = Measurements(HOPPER, tmp_path).find(THIRD)
     assert (list(found.us), where) == (tried, "here")
@@ -63,18 +64,11 @@ def test_the_most_gain_comes_first(machine, tmp_path, monkeypatch):
     assert machine.measured == [*map(key_of, (large, ONE, small)), key_of(ONE), key_of(large)]
 
 
-def test_what_is_left_is_noted(machine, tmp_path):
-    """And its kernels are not waited for."""
-    mine = machine.tuner(tmp_path, seconds=0.0)
-    assert not mine.measure([ONE])
+def test_kernels_are_not_waited_for_without_time(machine, tmp_path):
+    assert not machine.tuner(tmp_path, seconds=0.0).measure([ONE])
     assert not machine.submitted
-    mine.close()
-    assert [key_of(s) for s in mine.store.left()] == [key_of(ONE)]
-    again = machine.tuner(tmp_path)
-    again.measure(mine.store.left())
+    assert machine.tuner(tmp_path).measure([ONE])
     assert machine.dropped == machine.submitted
-    again.close()
-    assert not again.store.left()
 
 
 def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
@@ -89,11 +83,11 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
     mine = machine.tuner(tmp_path, seconds=1.0)
     assert mine.measure([ONE, OTHER])
     assert machine.measured == [key_of(ONE)]
-    assert set(mine.left) == {key_of(OTHER)}
+    assert mine.left == {key_of(OTHER)}
     asked = len(machine.said)
     assert not mine.measure([OTHER])
     assert not mine.measure([THIRD])
-    assert set(mine.left) == {key_of(OTHER), key_of(THIRD)}
+    assert mine.left == {key_of(OTHER), key_of(THIRD)}
     assert len(machine.measured) == 1
     assert asked == len(machine.said)
     assert not any(THIRD.program.to_json() == r.program for r in machine.submitted)
@@ -129,7 +123,7 @@ def test_where_no_process_can_work_one_is_tried(machine, tmp_path, monkeypatch, 
     mine = machine.tuner(tmp_path)
     assert not mine.measure(SITES)
     assert machine.started == 1
-    assert set(mine.left) == set(map(key_of, SITES))
+    assert mine.left == set(map(key_of, SITES))
     assert "all CUDA-capable devices are busy" in caplog.text
     assert not mine.measure(SITES)
     assert machine.started == 1
@@ -157,7 +151,7 @@ def test_that_no_config_works_is_a_result(how, machine, tmp_path):
         machine.uncompiled = dict.fromkeys(wanted(), "its compilation took too long")
         late = machine.tuner(tmp_path)
         assert not late.measure([ONE])
-        assert set(late.left) == {key_of(ONE)}
+        assert late.left == {key_of(ONE)}
     why = EndedError(1, "no") if how == "dies" else "it cannot be"
     setattr(machine, how, dict.fromkeys(wanted(), why))
     assert mine.measure([ONE])
@@ -173,7 +167,7 @@ def test_what_does_not_fit_is_not_measured(machine, tmp_path, monkeypatch):
     mine = machine.tuner(tmp_path)
     assert mine.measure([ONE, small])
     assert machine.measured == [key_of(small)]
-    assert set(mine.left) == {key_of(ONE)}
+    assert mine.left == {key_of(ONE)}
 
 
 @pytest.mark.parametrize("part", ["site", "configs"])
@@ -188,7 +182,7 @@ def test_out_of_memory_is_no_measurement(part, machine, tmp_path):
     mine = machine.tuner(tmp_path)
     assert mine.measure([ONE, OTHER])
     assert mine.store.find(ONE) is None
-    assert set(mine.left) == {key_of(ONE)}
+    assert mine.left == {key_of(ONE)}
     assert mine.store.find(OTHER) is not None
     asked = len(machine.said)
     assert not mine.measure([ONE])  # not in every round again
@@ -221,7 +215,7 @@ def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, mo
     with another(Measurements(HOPPER, tmp_path), x=1.0):
         assert second.measure([ONE, OTHER])
     assert not machine.said
-    assert set(second.left) == {key_of(OTHER)}
+    assert second.left == {key_of(OTHER)}
     assert second.store.find(ONE) is not None
     monkeypatch.delenv("WORLD_SIZE")  # who is no rank measures what is left
     with another(Measurements(HOPPER, tmp_path)):
@@ -239,7 +233,7 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
         thread.join()
     assert done == [False]
     assert not machine.said
-    assert set(mine.left) == {key_of(ONE)}
+    assert mine.left == {key_of(ONE)}
 
 
 @pytest.mark.parametrize("name", ["_compile_failures", "from_row", "torch.cuda.mem_get_info"])
@@ -258,7 +252,7 @@ def test_nothing_is_raised(name, machine, tmp_path, monkeypatch):
     assert set(mine.store.user_rows()) == {key_of(THIRD)}
     monkeypatch.setattr(f"{tuner.__name__}.{name}", fails)
     assert not mine.measure([ONE, OTHER])
-    assert set(mine.left) == {key_of(ONE), key_of(OTHER)}
+    assert mine.left == {key_of(ONE), key_of(OTHER)}
     mine.close()
 
 
