@@ -45,6 +45,10 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
     "qwen3 x6": functools.partial(worth_models.stock, "qwen3", 6),
     "lora 8B x8": functools.partial(worth_models.lora, "8B-32", layers=8),
     "olmoe x8": functools.partial(worth_models.stock, "olmoe", 8),
+    **{
+        f"{name} x{n}": functools.partial(worth_models.stock, name, n)
+        for name, n in {"olmo2": 6, "phi3": 8, "qwen2": 6, "qwen3_moe": 4}.items()
+    },
 }
 SETTINGS = ("compile:none", "compile:0.5", "compile:ckpt", "coda:none", "coda:0.5", "coda:ckpt")
 

@@ -43,8 +43,8 @@ from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Idiom, changes, first_match
 from coda_inductor.record import Record
 
-#: Two slices of logits, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
-LEAST_BYTES = 2**29
+#: Less is not worth two products of their own where a user does compute a gradient of the logits.
+LEAST_BYTES = 2**26
 
 Compiled = Callable[..., Any]
 

@@ -36,6 +36,9 @@ _LIGHT = frozenset(
 _WRITTEN_INTO = frozenset(
     {aten.index_put.default, unsafe_index_put, aten.scatter.src, aten.scatter_add.default}
 )
+#: So many tensors of a chain, each an elementwise function of the one before, may be freed in a
+#: row: the backward pass begins with the last one, and computes all of them for it at once.
+_LINKS = 3
 _NAMESPACES = ("aten", "prims", "coda_inductor")
 
 
@@ -188,13 +191,20 @@ class Group:
 def groups(stash: Stash) -> list[Group]:
     """All groups, in the graph's order. The levels of a group are: keep it; keep smaller results
     that its tensors are elementwise functions of (keys before they are repeated for all queries,
-    for example); compute one half of a pair again; keep nothing."""
-    makers: dict[tuple[Node, ...], list[Node]] = {}
+    for example); compute one half of a pair again; keep nothing. Of a chain of tensors without
+    kernels (residual streams behind norms) every fourth stays."""
+    makers: dict[tuple[tuple[Node, ...], Node | None], list[Node]] = {}
+    links: dict[Node, int] = {}
     for node in stash.tensors:
         runs = stash.rerun([node], Drop(frozenset([node])))
-        makers.setdefault(tuple(sorted(filter(heavy, runs))), []).append(node)
+        if kernels := tuple(sorted(filter(heavy, runs))):
+            makers.setdefault((kernels, None), []).append(node)
+            continue
+        sources = {owner(n) for run in runs for n in run.all_input_nodes}
+        if (link := 1 + max((links.get(n, 0) for n in sources), default=0)) <= _LINKS:
+            links[node], makers[(), node] = link, [node]
     result = []
-    for kernels, nodes in makers.items():
+    for (kernels, _), nodes in makers.items():
         tensors = frozenset(nodes)
         proxies = _sources(stash, tensors)
         levels = [Drop()]

@@ -11,8 +11,8 @@ Each of three settings leads to a :class:`Limit`:
 A share refers to the memory that torch.compile keeps without us and without recomputation, so that
 one value means the same memory under both backends. A policy's marks say which ops are kept. They
 are limits of memory, not orders about kernels: with them a fused GEMM would be cut at every mark.
-So the marks are removed before the rewrites, and the planner keeps the same bytes where that costs
-least.
+So the marks are removed before the rewrites, and the planner keeps as many bytes where that
+costs least, or more where the peak is no higher.
 
 Checkpoints without a policy keep nothing but their inputs; they stay as they are, unless the option
 ``memory`` says more.

@@ -161,18 +161,17 @@ def mark(
             return False
         return choice.kept <= allowed
 
-    # The peak of a single block says little: other blocks' tensors make the peak of the step. A
-    # policy decides which tensors are kept, whatever the peak.
     if limit.room is not None and not chain.many and several_ranks():
         say_once(
             "option 'memory' is a peak of one graph, and this one has few layers: blocks that are "
             "compiled one by one, as under FSDP2, need a share from 0 to 1 instead (docs/memory.md)"
         )
-    whole = chain.layers > 1 and limit.share < 1
     least = 0
     if limit.room is not None:  # what is predicted to fit counts
         least = chain.cut(timeline.peak)
-    elif whole:
+    elif chain.layers > 1 and not fits(chain[0]):
+        # Also under a policy: time is spent for a lower peak only. The peak of a single block says
+        # little: other blocks' tensors make the peak of the step.
         chain.cut(timeline.peak, DOUBT)
     choice = chain.first(fits)
     if choice is None and limit.room is not None:

@@ -6,8 +6,9 @@ as torch's partitioner orders it. A *stored* value has memory of its own: result
 heavy nodes, kept tensors, and outputs. All others exist only inside kernels: their readers read the
 stored values that they are computed from. Memory is freed after the last reader. This also holds
 for outputs of the forward pass that the backward pass reads (logits): a caller that holds them
-needs more memory. An elementwise kernel overwrites an operand if it is the last reader, also a
-saved tensor that AOTAutograd donates. Gradients stay.
+needs more memory. A gradient of an output is an input of the backward pass that autograd makes, of
+zeros if the caller computes none. An elementwise kernel overwrites an operand if it is the last
+reader, also a saved tensor that AOTAutograd donates. Gradients stay.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ class Timeline:
         return node.target is not operator.getitem and self._is_stored(node)
 
     def _is_stored(self, node: Node) -> bool:
+        if is_tangent(node):
+            return True
         if node.op != "call_function" or owner(node) is not node:
             return False
         if node not in self._stored:

@@ -23,7 +23,7 @@ from torch.fx import Node
 from coda_inductor.gpu import Gpu
 from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.memory.candidates import Drop, Group, Stash, groups, heavy
-from coda_inductor.memory.costs import milliseconds
+from coda_inductor.memory.costs import install, milliseconds
 
 #: Combinations of one layer that are compared; kinds beyond them, the smallest ones, are
 #: freed last.
@@ -69,6 +69,7 @@ class Chain:
     """
 
     def __init__(self, stash: Stash, gpu: Gpu):
+        install()
         self.stash, self.gpu = stash, gpu
         self._times: dict[Node, float] = {}
         kinds: dict[object, list[Group]] = {}
