@@ -30,7 +30,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     matching, graph     matching on Dynamo's graph; reading and editing graphs
     semantic, program   the ops that idioms become; epilogue programs and their meaning
     gpu, arch     GPU models and their generations
-    options, refusal, remedies, log, progress, cache_dir, compat, errors   leaf modules
+    options, refusal, remedies, log, cache_dir, compat, errors   leaf modules
 """
 
 import importlib

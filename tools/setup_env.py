@@ -33,7 +33,7 @@ CPU_TORCH = CHOSEN_TORCH or "torch==2.13.0"
 MIN_TORCH = (2, 11)
 #: What each goal cannot do without; the kernel stack is not among them, models run without it.
 IMPORTS = {
-    "demo": ["torch", "sympy", "tabulate", "rich", "transformers"],
+    "demo": ["torch", "sympy", "tabulate", "transformers"],
     "bench": ["torch", "sympy", "tabulate", "transformers", "matplotlib"],
     "test": ["torch", "sympy", "tabulate", "transformers", "matplotlib", "pytest",
              "pytest_timeout", "xdist"],

@@ -27,7 +27,6 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.progress import show_progress
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest, machine_arch, parts
 
@@ -59,10 +58,8 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     outcome: dict[KernelRequest, str | None] = {}
     try:
         submit(requests)
-        jobs = filter(None, map(_jobs.get, dict.fromkeys(requests)))
-        with show_progress("compiling kernels", [future for _, future in jobs]):
-            # The last ones first, so that no dropped request is started.
-            outcome |= {r: _outcome(r, deadline) for r in reversed(requests)}
+        # The last ones first, so that no dropped request is started.
+        outcome |= {r: _outcome(r, deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
         submit(lost)  # once more: a worker may have died because others needed its memory
         outcome |= {r: _outcome(r, deadline) for r in lost}

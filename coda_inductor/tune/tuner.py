@@ -22,7 +22,6 @@ import torch
 from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.processes.child import Child, EndedError, LateError
-from coda_inductor.progress import show_progress
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
@@ -123,10 +122,9 @@ class Tuner:
             with concurrent.futures.ThreadPoolExecutor(_processes()) as threads:
                 futures = {key: threads.submit(self._measure_site, site, deadline)
                          for key, site in sites.items()}  # fmt: skip
-                with show_progress("measuring", [*futures.values()]):
-                    for key, future in futures.items():
-                        if (figures := future.result()) is not None:
-                            self._keep({key: figures})
+                for key, future in futures.items():
+                    if (figures := future.result()) is not None:
+                        self._keep({key: figures})
             self._compiler.drop(kernels)  # there was no time for the rest
         except Exception as error:  # must not stop a compilation: estimates are used instead
             logger.debug("tuning failed", exc_info=True)
