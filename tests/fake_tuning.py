@@ -90,7 +90,7 @@ class Process:
         if time.monotonic() > deadline:
             self._dies(LateError())
         if self.machine.takes_no_process:
-            self._dies(EndedError(1, "all CUDA-capable devices are busy"))
+            self._dies(EndedError("all CUDA-capable devices are busy"))
         if (answer := self.machine.answers(message)) is not None:
             return answer
         if "configs" not in message:

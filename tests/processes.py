@@ -30,13 +30,10 @@ def compile_kernel(request, folder):
     exec(request.program)
     return os.environ.get("ANSWER")
 
-package = types.ModuleType("coda_inductor")
+sys.modules["coda_inductor"] = package = types.ModuleType("coda_inductor")
 package.__path__ = [{str(PACKAGE)!r}]
-worker = types.ModuleType("coda_inductor.runtime.worker")
-worker.KernelRequest = lambda **fields: types.SimpleNamespace(**fields)
-worker.compile_kernel, worker.prepare = compile_kernel, lambda arch: None
-sys.modules |= {{each.__name__: each for each in (package, worker)}}
 from coda_inductor.runtime import server
+server.compile_kernel, server.prepare = compile_kernel, lambda: None
 SETTINGS
 main = server.main
 """

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +24,8 @@ from typing import Any
 from coda_inductor.processes.start import Messages
 
 _PROGRAM = Path(__file__).with_name("start.py")
-_GRACE = 1.0  # seconds to end by itself
+#: Seconds to wait for a killed process; one in a driver's call may take longer.
+_PATIENCE = 2.0
 #: Variables for logs and traces: only the user's process should write its files.
 _NOT_ITS = ("TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG")
 #: Packages that the child imports from the same place, even from the current folder (a checkout).
@@ -30,11 +33,7 @@ _NEEDED = ("torch", "sympy")
 
 
 class EndedError(Exception):
-    """A child ended without an answer. ``code``: its exit status; ``words``: its last line."""
-
-    def __init__(self, code: int | None, words: str):
-        super().__init__(words or f"status {code}")
-        self.code, self.words = code, words
+    """A child ended without an answer; the text is its last line, or its exit status."""
 
 
 class LateError(Exception):
@@ -56,6 +55,8 @@ class Child:
     ) -> None:
         local, remote = socket.socketpair()
         self.connection = Messages(local.detach())
+        self._lock = threading.Lock()
+        self._last_words = ""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ``end``)
         command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
         command += [str(_PROGRAM), str(os.getpid()), module, *arguments]
@@ -67,7 +68,7 @@ class Child:
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 env={**variables, **(environment or {})},
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
+                start_new_session=True,  # a group to kill, which a terminal's Ctrl-C does not reach
             )
         self._send(import_path())
 
@@ -90,34 +91,25 @@ class Child:
             if self.connection.poll(max(0.0, deadline - time.monotonic())):
                 return self.connection.recv()
         except (EOFError, OSError, ValueError):  # it ended, or sent invalid data
-            raise self.ended() from None
+            raise EndedError(self.end()) from None
         self.end()
         raise LateError
 
-    def ended(self) -> EndedError:
-        """End the child, unless it has ended. Returns how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
-        lines: list[str] = []
-        with contextlib.suppress(ValueError):  # ended by another thread
-            self._output.seek(0)
-            lines = self._output.read().decode(errors="replace").strip().splitlines()
-        self.end()
-        return EndedError(self._process.returncode, lines[-1][:200] if lines else "")
-
-    def end(self) -> None:
-        """End the child at once. This takes at most two seconds."""
-        for stop in (self._process.terminate, self._process.kill):
-            stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE)
-                break
-        self._output.close()
-
-    def abandon(self) -> None:
-        """In a fork of this process: disown the child, which ends with its real parent."""
-        self.connection.close()
-        self._process.returncode = 0  # else Popen warns that it was not waited for
+    def end(self) -> str:
+        """Kill the child and all that it has started, unless it has ended. Returns its last line,
+        or its exit status."""
+        with self._lock:
+            if not self._output.closed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_PATIENCE)
+                self._output.seek(0)
+                lines = self._output.read().decode(errors="replace").strip().splitlines()
+                status = f"status {self._process.returncode}"
+                self._last_words = lines[-1][:200] if lines else status
+                self._output.close()
+            return self._last_words
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended: reading the answer shows that

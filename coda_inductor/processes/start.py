@@ -4,9 +4,7 @@
 Standard input is the connection to the parent, whose ``sys.path`` is the first message. ``-I``
 excludes the current folder, the user's site folder and PYTHONPATH, and this package is imported
 from the folder of this file, independent of that path. Then ``MODULE.main(connection, *arguments)``
-runs.
-
-The child ends with its parent in all cases, also while it waits.
+runs. When the parent is gone, the child is killed with all that it has started.
 """
 
 from __future__ import annotations
@@ -45,30 +43,25 @@ def _import_package() -> None:
     spec.loader.exec_module(package)
 
 
-def _watch(parent: int, main: int) -> None:
+def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK)
-    signal.pthread_kill(main, signal.SIGTERM)  # a server has workers to end
-    time.sleep(_LOOK)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # the child leads a group of its own
 
 
 def main(parent: int, module: str, *arguments: str) -> None:
     """Run the child. ``parent``: the parent's process id."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the waiting parent
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    requests = Messages(os.dup(0))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    messages = Messages(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    watched = parent, threading.get_ident()
-    threading.Thread(target=_watch, args=watched, daemon=True).start()
     code = 1
     try:
-        sys.path[:] = requests.recv()
+        sys.path[:] = messages.recv()
         _import_package()
-        importlib.import_module(module).main(requests, *arguments)
+        importlib.import_module(module).main(messages, *arguments)
         code = 0
     except EOFError:
-        code = 0  # the parent is gone
+        os.killpg(0, signal.SIGKILL)  # the parent is gone
     except BaseException:
         traceback.print_exc()
     finally:

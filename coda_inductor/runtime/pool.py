@@ -1,174 +1,247 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile kernels in parallel, ahead of time, in processes that cannot see the GPU.
 
-A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to a
-compile server (``client``, ``server``), ``wait`` collects the outcome, and the first launch then
-loads the object file that a worker left in QuACK's on-disk cache (a few milliseconds). Kernels that
-are on disk are not submitted.
+A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to
+workers that fork from a compile server (``server``), ``wait`` collects the outcome, and the first
+launch then loads the object file from QuACK's on-disk cache (a few milliseconds). Kernels that are
+on disk are not submitted.
 
-No call can hang: every wait has a deadline, after which the work is dropped and its worker killed.
-No worker outlives this process, and no call raises: a kernel that cannot be compiled gets a reason.
-Without workers (``CODA_COMPILE_WORKERS=0``, or in a daemonic process, which may have no children),
-the first launch compiles.
+No call can hang: a batch has one deadline, at which kernels that were not begun are dropped; a
+worker that takes five minutes for one is killed. No process outlives this one, and no call raises:
+a kernel that cannot be compiled gets a reason. With ``CODA_COMPILE_WORKERS=0`` no process is
+started, and the first launch compiles.
+
+Neither torch's pool for Inductor's compilers nor a ``ProcessPoolExecutor`` is used. The first
+imports Inductor, which takes seconds, and looks for its parent once a minute. In both all kernels
+in progress fail with a worker that dies, and none that hangs can be stopped.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import concurrent.futures
-import dataclasses
-import multiprocessing
+import contextlib
 import os
+import socket
 import threading
 import time
-from pathlib import Path
+from dataclasses import asdict
+from multiprocessing.reduction import send_handle
 
 from coda_inductor.cache_dir import cache_dir
-from coda_inductor.log import logger
+from coda_inductor.log import say_once
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.runtime.client import Lost, Server, ranks, workers
-from coda_inductor.runtime.worker import KernelRequest, machine_arch, parts
+from coda_inductor.processes.child import Child
+from coda_inductor.processes.start import Messages
+from coda_inductor.runtime.server import KernelRequest, machine_arch, parts
 
-_lock = threading.Lock()
-_servers: dict[str, Server] = {}  # by architecture
-_jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
+_MODULE = "coda_inductor.runtime.server"
+_MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
+_LIMIT = 300.0  # seconds for a kernel, and for a batch of them
 
+_Future = concurrent.futures.Future["str | None"]  # an error text, or None
 
-def submit(requests: list[KernelRequest]) -> int:
-    """Start to compile ``requests``, except kernels that are compiled or in progress. Returns the
-    number of started ones. Without the libraries this does nothing: ``wait`` returns the reason."""
-    if library_stack() is not None or _alone():
-        return 0
-    with _lock:
-        missing = [r for r in dict.fromkeys(requests) if r not in _jobs and not is_ready(r)]
-        for request in _stagger(missing):
-            _start(request)
-    return len(missing)
+_lock = threading.Lock()  # of all below
+_server: _Server | None = None
+_futures: dict[KernelRequest, _Future] = {}
+_waiting: collections.deque[tuple[KernelRequest, _Future]] = collections.deque()
+_threads: set[threading.Thread] = set()  # each asks a worker
 
 
-def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRequest, str | None]:
+class _Server:
+    """A compile server for ``arch``, e.g. "90". Raises OSError if no process can be started."""
+
+    def __init__(self, arch: str):
+        environment = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "QUACK_ARCH": arch,
+            "CUTE_DSL_ARCH": f"sm_{arch}a",
+            "CODA_CACHE_DIR": str(cache_dir()),
+            "TORCH_WARM_POOL": "0",  # torch would start compile workers of its own
+        }
+        self.child = Child(_MODULE, environment=environment)
+        self.arch = arch
+        self.idle: list[Messages] = []  # connections to workers
+        self.answered = False
+
+    def ended(self) -> bool:
+        return self.child.connection.poll()  # it says nothing else
+
+    def worker(self) -> Messages:
+        """A connection to a worker that has nothing to do."""
+        while self.idle:
+            if not (worker := self.idle.pop()).poll():  # it has not ended
+                return worker
+        local, remote = socket.socketpair()
+        with remote:
+            send_handle(self.child.connection, remote.fileno(), None)
+        return Messages(local.detach())
+
+
+def submit(requests: list[KernelRequest]) -> None:
+    """Start to compile ``requests``, except kernels that are compiled or in progress."""
+    if library_stack() is None and workers() > 0:
+        with contextlib.suppress(Exception):  # ``wait`` returns the reason
+            _submit(requests)
+
+
+def wait(requests: list[KernelRequest], timeout: float = _LIMIT) -> dict[KernelRequest, str | None]:
     """Submit ``requests`` and wait at most ``timeout`` seconds for all of them together.
 
     Returns, for each request, None if its kernel is in the on-disk cache now, else the reason.
     """
-    if (why := library_stack()) is not None or _alone():
+    if (why := library_stack()) is not None or workers() == 0:
         return dict.fromkeys(requests, None if why is None else why.text)
-    deadline = time.monotonic() + timeout
-    outcome: dict[KernelRequest, str | None] = {}
     try:
-        submit(requests)
-        # The last ones first, so that no dropped request is started.
-        outcome |= {r: _outcome(r, deadline) for r in reversed(requests)}
-        lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
-        submit(lost)  # once more: a worker may have died because others needed its memory
-        outcome |= {r: _outcome(r, deadline) for r in lost}
+        futures = _submit(requests)
     except Exception as error:
-        logger.debug("the compile pool failed", exc_info=True)
-        outcome = {**dict.fromkeys(requests, f"no compile pool: {error!r}"), **outcome}
-    return {r: outcome[r] for r in requests}
+        return dict.fromkeys(requests, f"no compile server: {error!r}")
+    concurrent.futures.wait(futures.values(), timeout)
+    drop(requests)
+    late = "compiling its kernel took too long"
+    errors = {r: f.result() if f.done() and not f.cancelled() else late for r, f in futures.items()}
+    return {r: errors.get(r) for r in requests}
 
 
 def drop(requests: list[KernelRequest]) -> None:
-    """Stop compiling the ``requests`` that are still in progress."""
-    for request in requests:
-        if request in _jobs:
-            _outcome(request, 0.0)
-
-
-def serving() -> bool:
-    """Has a running server compiled something? A new server takes seconds to import."""
-    return any(server.answered and not server.ended for server in list(_servers.values()))
+    """Compile none of ``requests`` that was not begun, and forget the results of others."""
+    with _lock:
+        for request in requests:
+            if request in _futures and (_futures[request].cancel() or _futures[request].done()):
+                del _futures[request]
 
 
 def warm_up() -> None:
-    """Start the server process that workers fork from: its imports take seconds, in which the
-    caller still analyzes its graph. Returns at once. Does nothing without the libraries, or if
-    kernels were compiled before, because new ones are then seldom needed."""
+    """Start the compile server: its imports take seconds, in which the caller still analyzes its
+    graph. Returns at once. Does nothing without the libraries, or if kernels were compiled before,
+    because new ones are then seldom needed."""
     some = (cache_dir() / "kernels" / label()).glob("*/*.o")
-    if library_stack() is not None or _alone() or any(some):
-        return
-    try:
-        with _lock:
-            _server()
-    except Exception:  # ``wait`` will report it, if a kernel is needed
-        logger.debug("the compile pool did not start", exc_info=True)
+    if library_stack() is None and workers() > 0 and not any(some):
+        with contextlib.suppress(Exception), _lock:  # ``wait`` returns the reason
+            _running()
 
 
 def shutdown() -> None:
-    """End the server and its workers now; a later ``submit`` starts new ones."""
+    """End the server and its workers now; a later ``submit`` starts a new one."""
+    global _server
     with _lock:
-        servers = list(_servers.values())
-        _servers.clear()
-        _jobs.clear()
-    for server in servers:
-        server.end()
+        server, _server = _server, None
+        for _, future in _waiting:
+            future.cancel()
+        _futures.clear()
+    if server is not None:
+        server.child.end()
 
 
 def is_ready(request: KernelRequest) -> bool:
     """Is the kernel of ``request`` in the on-disk cache?"""
-    return _file(request).exists()
+    from coda_inductor.mainloop.ahead import kernel_file
+
+    return kernel_file(*parts(request)).exists()
 
 
-def _outcome(request: KernelRequest, deadline: float) -> str | None:
+def workers() -> int:
+    """The number of compile workers that this process may have: ``CODA_COMPILE_WORKERS``, else each
+    rank's equal share of the usable cores of this host, at most 16."""
+    text = os.environ.get("CODA_COMPILE_WORKERS", "")
+    if text.isdecimal():
+        return int(text)
+    default = max(1, min(len(os.sched_getaffinity(0)), _MOST) // _ranks()[1])
+    if text:
+        say_once(
+            f"CODA_COMPILE_WORKERS={text!r} is not a number of processes: using {default}. Set it "
+            "to the most that may run, or to 0 to compile kernels here at their first launch"
+        )
+    return default
+
+
+def _ranks() -> tuple[int, int]:
+    """(index, count) of this process among its job's on this host, from torchrun; else (0, 1)."""
+    rank, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    size = max(1, int(count)) if count.isdecimal() else 1
+    return int(rank) % size if rank.isdecimal() else 0, size
+
+
+def _submit(requests: list[KernelRequest]) -> dict[KernelRequest, _Future]:
+    """Start to compile what is missing of ``requests``; returns the futures of all that is. All
+    ranks of a host request the same kernels: each starts at another one, and later finds the
+    others' results on disk."""
     with _lock:
-        job = _jobs.get(request)
-    if job is None:
-        return None if is_ready(request) else Lost("the compile pool was shut down")
-    server, future = job
-    concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
-    server.drop(future, "compiling its kernel took too long")
-    error = future.result()
-    with _lock:
-        if _jobs.get(request) == job:
-            del _jobs[request]
-    return error
+        missing = [r for r in dict.fromkeys(requests) if r in _futures or not is_ready(r)]
+        rank, count = _ranks()
+        first = len(missing) * rank // count
+        for request in [*missing[first:], *missing[:first]]:
+            if request not in _futures:
+                _futures[request] = concurrent.futures.Future()
+                _waiting.append((request, _futures[request]))
+                if len(_threads) < workers():
+                    thread = threading.Thread(target=_compile_waiting, daemon=True)
+                    thread.start()
+                    _threads.add(thread)
+        return {r: _futures[r] for r in missing}
 
 
-def _stagger(requests: list[KernelRequest]) -> list[KernelRequest]:
-    """``requests`` in another order for each rank. All ranks of a host request the same kernels:
-    each starts at another one, and later finds the others' results on disk
-    (``worker.compile_kernel``)."""
-    rank, count = ranks()
-    first = len(requests) * rank // count
-    return [*requests[first:], *requests[:first]]
+def _running() -> _Server:
+    """The server, started if needed. The caller holds the lock."""
+    global _server  # noqa: PLW0603 (there is one)
+    arch = machine_arch()
+    if _server is not None and (_server.arch != arch or _server.ended()):
+        words = _server.child.end()
+        if _server.arch == arch and not _server.answered:  # another one would end too
+            raise RuntimeError(words)
+        _server = None
+    if _server is None:
+        _server = _Server(arch)
+    return _server
 
 
-def _start(request: KernelRequest) -> None:
-    from coda_inductor.mainloop.ahead import cache_folder
-
-    job = {"request": dataclasses.asdict(request), "folder": cache_folder()}
-    server = _server()
-    _jobs[request] = server, server.submit(job)
-
-
-def _server() -> Server:
-    """A running server, started if needed. An idle server ends by itself."""
-    server = _servers.get(arch := machine_arch())
-    if server is None or server.ended:
-        server = _servers[arch] = Server(arch)
-    return server
+def _compile_waiting() -> None:
+    """A thread: compile one kernel after another, until none waits."""
+    while True:
+        with _lock:
+            if not _waiting:
+                _threads.remove(threading.current_thread())
+                return
+            request, future = _waiting.popleft()
+        if future.set_running_or_notify_cancel():
+            future.set_result(_compile(request))
 
 
-def _alone() -> bool:
-    """Must this process start no other one? Daemons (of a ``multiprocessing.Pool``) may not."""
-    return multiprocessing.current_process().daemon or workers() == 0
+def _compile(request: KernelRequest) -> str | None:
+    """Let a worker compile ``request``. Returns an error text or None."""
+    deadline = time.monotonic() + _LIMIT
+    for first in (True, False):  # a worker may have died because others needed its memory
+        try:
+            from coda_inductor.mainloop.ahead import cache_folder
+
+            with _lock:
+                if _server is None and not first:
+                    break  # it was shut down
+                server = _running()
+                worker = server.worker()
+            seconds = max(1.0, deadline - time.monotonic())
+            message = {"request": asdict(request), "folder": cache_folder(), "seconds": seconds}
+            worker.send(message)
+            error = worker.recv()
+        except (EOFError, ConnectionError):
+            continue
+        except Exception as error:
+            return f"no compile server: {error}"
+        with _lock:
+            server.idle.append(worker)
+            server.answered = True
+        return error
+    return "a compile worker died"
 
 
 def _after_fork() -> None:
     """In a forked child: leave the server to the parent."""
-    global _lock  # noqa: PLW0603 (another thread of the parent may have held it at the fork)
-    _lock = threading.Lock()
-    for server in _servers.values():
-        server.abandon()
-    _servers.clear()
-    _jobs.clear()
-
-
-def _file(request: KernelRequest) -> Path:
-    from coda_inductor.mainloop.ahead import kernel_file
-
-    return kernel_file(*parts(request))
+    global _lock, _server  # a thread may have held the lock
+    _lock, _server = threading.Lock(), None
+    for each in (_waiting, _futures, _threads):
+        each.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

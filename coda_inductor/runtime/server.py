@@ -1,173 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that compile workers fork from: a child (``processes``) that ``client`` asks.
+"""The compile server, a child (``processes``) of ``pool``, and the workers that fork from it.
 
-It imports torch and CuTeDSL once, cannot see the GPU, and receives messages:
+The server imports torch and CuTeDSL once, and cannot see the GPU. It receives connections, and
+forks a worker for each. A worker receives ``{"request": {...}, "folder": ..., "seconds": 300}`` and
+answers an error text or null; it is killed if that takes longer.
 
-- ``{"id": 1, "request": {...}, "folder": ...}`` is compiled by a worker; the answer is
-  ``{"id": 1, "error": None}`` (or a text), or ``{"id": 1, "lost": why}`` if the worker died;
-- ``{"cancel": 1}`` ends the worker of that request.
-
-It ends with its parent, or after two idle minutes, and its workers end with it. It starts no
-thread, because it forks; the threads of the CUDA driver, of NumPy and the thread that watches the
-parent hold no locks that a worker needs.
+The server starts no thread, because it forks; the threads of the CUDA driver, of NumPy and the
+thread that watches the parent hold no locks that a worker needs. This module imports little.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import ctypes
 import os
 import signal
-import sys
 import warnings
-from multiprocessing.connection import Connection, Pipe, wait
+from dataclasses import dataclass
+from multiprocessing.reduction import recv_handle
 from typing import Any, NoReturn
 
 from coda_inductor.processes.start import Messages
-from coda_inductor.runtime.worker import KernelRequest, compile_kernel, prepare
 
-#: Seconds without work after which the server ends: it and its workers hold gigabytes.
-IDLE = 120.0
+_IDLE = 120.0  # seconds without work after which a worker ends: it holds 0.3 GB
 _PR_SET_PDEATHSIG = 1
 
 
-class _Worker:
-    """A forked process that compiles one kernel after another. ``job``: the id of its request."""
+@dataclass(frozen=True)
+class KernelRequest:
+    """One kernel to compile.
 
-    def __init__(self, server: _Server):
-        self.connection, remote = Pipe()
-        parent = os.getpid()
-        self.job: int | None = None
-        self.pid = os.fork()  # OSError: a limit on processes
-        if self.pid == 0:
-            self.connection.close()
-            _work(server, parent, remote)
-        remote.close()
+    ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
+    dimension of A (M x K) and B (K x N) has stride 1. ``variant``: a variant of their reading
+    (``mainloop.readings``). Kernels without a program use other texts
+    (``runtime.on_cuda.requests``).
+    """
 
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # and the compilers that it has started
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # if it is not yet the leader of its group
-
-    def ended(self) -> str:
-        """Reap the worker's process. Returns how it ended."""
-        self.kill()
-        self.connection.close()
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
+    program: str
+    config: str
+    a_major: str = "k"
+    b_major: str = "k"
+    variant: str = ""
 
 
-def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
-    """A worker's loop. It dies with the server, also while a compiler holds the interpreter."""
-    code = 1
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            server.close()
-            while True:
-                job = requests.recv()
-                request = KernelRequest(**job["request"])
-                requests.send(compile_kernel(request, job["folder"]))
-    except EOFError:
-        code = 0
-    finally:
-        os._exit(code)
-
-
-class _Server:
-    """Distributes the requests of the parent, read from ``requests``, to ``limit`` workers."""
-
-    def __init__(self, limit: int, requests: Messages):
-        self.limit, self.requests = limit, requests
-        self.waiting: collections.deque[dict[str, Any]] = collections.deque()
-        self.workers: list[_Worker] = []
-
-    def run(self) -> None:
-        """Serve until the parent is gone, or until :data:`IDLE` seconds pass without a request."""
-        sources: list[Any] = [self.requests]
-        ready: Any
-        try:
-            while (messages := wait(sources, IDLE)) or any(w.job is not None for w in self.workers):
-                for ready in messages:
-                    if ready is self.requests:
-                        while ready.poll():  # read all, so that no cancelled request is started
-                            self._accept(ready.recv())
-                    elif ready in self.workers:  # not cancelled in the meantime
-                        self._answer(ready)
-                self._hand_out()
-                sources = [self.requests, *self.workers]
-        except (EOFError, OSError):
-            pass  # the parent is gone
-        finally:
-            for worker in self.workers:
-                worker.kill()
-
-    def close(self) -> None:
-        """In a worker: close its copies of the server's connections."""
-        for connection in (self.requests, *(worker.connection for worker in self.workers)):
-            connection.close()
-
-    def _accept(self, message: dict[str, Any]) -> None:
-        if "cancel" not in message:
-            self.waiting.append(message)
-            return
-        job = message["cancel"]
-        self.waiting = collections.deque(m for m in self.waiting if m["id"] != job)
-        for worker in [w for w in self.workers if w.job == job]:
-            self._remove(worker)
-
-    def _remove(self, worker: _Worker) -> str:
-        self.workers.remove(worker)
-        return worker.ended()
-
-    def _answer(self, worker: _Worker) -> None:
-        try:
-            answer = {"error": worker.connection.recv()}
-        except (EOFError, OSError):
-            answer = {"lost": f"a compile worker died: {self._remove(worker)}"}
-        if worker.job is not None:
-            self.requests.send({"id": worker.job, **answer})
-        worker.job = None
-
-    def _start(self) -> _Worker | None:
-        """A new worker; None if there are enough. Raises OSError if none can be started."""
-        if len(self.workers) >= self.limit:
-            return None
-        worker = _Worker(self)
-        self.workers.append(worker)
-        return worker
-
-    def _hand_out(self) -> None:
-        while self.waiting:
-            worker = next((w for w in self.workers if w.job is None), None)
-            try:
-                worker = worker or self._start()
-            except OSError as error:
-                if self.workers:
-                    return  # the existing ones suffice
-                why = f"no compile worker could be started: {error}"
-                self.requests.send({"id": self.waiting.popleft()["id"], "error": why})
-                continue
-            if worker is None:
-                return
-            message = self.waiting.popleft()
-            worker.job = message["id"]
-            with contextlib.suppress(OSError):  # it died: its end is about to be read
-                worker.connection.send(message)
-
-
-def main(parent: Messages, limit: str, arch: str) -> None:
-    """Serve ``parent``. ``limit``: the number of workers. ``arch``: e.g. 90."""
-    # Python 3.12 counts threads of libraries too, and would warn the user at each fork.
+def main(parent: Messages) -> None:
+    """Fork a worker for each connection from ``parent``, until that is gone: an EOFError."""
+    # Python 3.12 counts threads of libraries too, and would warn at each fork.
     warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
-    prepare(arch)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with contextlib.suppress(SystemExit):
-        _Server(int(limit), parent).run()
+    prepare()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers need no waiting for
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    pid = os.getpid()
+    while True:
+        requests = Messages(recv_handle(parent))
+        try:
+            if os.fork() == 0:
+                parent.close()
+                _work(requests, pid)
+        except OSError as error:  # a limit on processes
+            requests.send(f"no compile worker could be started: {error}")
+        requests.close()
+
+
+def _work(requests: Messages, server: int) -> NoReturn:
+    """Compile kernels. The worker dies with the server, also in the middle of one."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        while os.getppid() == server and requests.poll(_IDLE):
+            message = requests.recv()
+            signal.setitimer(signal.ITIMER_REAL, message["seconds"])
+            error = compile_kernel(KernelRequest(**message["request"]), message["folder"])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            requests.send(error)
+    finally:
+        os._exit(0)
+
+
+def prepare() -> None:
+    """Import everything that compiling needs, before workers fork."""
+    from coda_inductor.compat import without_dynamo
+
+    without_dynamo()
+    from coda_inductor.mainloop import ahead
+
+    ahead.prepare(machine_arch())
+
+
+def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
+    """Compile one kernel into QuACK's on-disk cache under ``folder``, unless another process has
+    done so since the request. Returns an error text or None."""
+    from coda_inductor.mainloop.ahead import compile_to_disk
+
+    try:
+        path = compile_to_disk(folder, *parts(request))
+        if not path.exists():
+            return f"the kernel was compiled but could not be saved as {path}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def parts(request: KernelRequest) -> tuple[Any, ...]:
+    """The arguments of ``mainloop.mod.kernel_name`` for ``request``: program and config (or their
+    texts, without a program), then the others."""
+    rest = request.a_major, request.b_major, request.variant, machine_arch()
+    if not request.program.startswith("{"):
+        return request.program, request.config, *rest
+    from coda_inductor.program import EpilogueProgram
+    from coda_inductor.select.config import Config
+
+    return EpilogueProgram.from_json(request.program), Config.parse(request.config), *rest
+
+
+def machine_arch() -> str:
+    """The compute capability, e.g. "90", as QuACK determines it: ``QUACK_ARCH``, or the GPU's.
+    QuACK itself is not imported, because that takes seconds."""
+    if text := os.environ.get("QUACK_ARCH"):
+        return "".join(c for c in text if c.isdecimal())
+    import torch
+
+    return "".join(map(str, torch.cuda.get_device_capability()))

@@ -23,9 +23,8 @@ from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.processes.child import Child, EndedError, LateError
 from coda_inductor.runtime import pool
-from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
-from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.runtime.server import KernelRequest
 from coda_inductor.select import roofline
 from coda_inductor.select.choice import MANY, candidates
 from coda_inductor.select.config import Config
@@ -220,7 +219,7 @@ def _compile_failures(
 
 
 def _processes() -> int:
-    return max(1, min(_MOST, workers() // 4))
+    return max(1, min(_MOST, pool.workers() // 4))
 
 
 def _others() -> bool:

@@ -95,7 +95,7 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(LateError(), "hangs"), (EndedError(-11, "fault"), "ends its process: fault")],
+    [(LateError(), "hangs"), (EndedError("fault"), "ends its process: fault")],
 )
 def test_a_candidate_that_ends_its_process_ends_nothing_else(error, why, machine, tmp_path):
     good, bad, other = wanted()
@@ -152,7 +152,7 @@ def test_that_no_config_works_is_a_result(how, machine, tmp_path):
         late = machine.tuner(tmp_path)
         assert not late.measure([ONE])
         assert late.left == {key_of(ONE)}
-    why = EndedError(1, "no") if how == "dies" else "it cannot be"
+    why = EndedError("no") if how == "dies" else "it cannot be"
     setattr(machine, how, dict.fromkeys(wanted(), why))
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
