@@ -26,8 +26,6 @@ class Choice:
         unfused_us: the same for cuBLAS and Inductor's elementwise kernels; 0 without an estimate.
         ground: the source of these times: "here" (measured by this user), "shipped" (measured),
             "roofline", or "unknown" (a GPU of a generation without constants).
-        added_us: the kernel's time beyond its products alone in cuBLAS: measured (for it, or for a
-            kernel that differs only in reductions), else from the roofline.
     """
 
     how: str
@@ -36,7 +34,6 @@ class Choice:
     fused_us: float | None = None
     unfused_us: float = 0.0
     ground: str = "roofline"
-    added_us: float = 0.0
 
     @property
     def measured(self) -> bool:

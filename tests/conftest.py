@@ -44,7 +44,7 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 #: Files that take longest, the longest first: pytest-xdist gives a file to one process, and a long
 #: one that starts last keeps that process busy after the others have ended.
 SLOW = (
-    "test_distributed", "test_pass_contract", "test_compile", "test_forecast", "test_fuzz",
+    "test_distributed", "test_pass_contract", "test_compile", "test_fuzz",
     "test_inductor", "test_families", "test_examples", "test_fp8_recipes", "test_plan",
     "test_frameworks", "test_triton_kernels", "test_modulated", "test_artifacts", "test_steps",
     "test_fp8_expansion", "test_pipeline", "test_falls", "test_bisect", "test_benchmarks",

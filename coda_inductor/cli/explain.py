@@ -47,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         hint = "--hf is for language models; name others as FILE.py:FUNCTION"
         raise ExplainError(f"{error}; {hint}") from error
-    result.notes += models.cache_note(model) if arguments.hf else []
     sys.stdout.write(f"{result}\n")
     if arguments.out:
         try:

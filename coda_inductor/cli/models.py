@@ -141,17 +141,6 @@ def _hugging_face(
     return model, (ids,), {"labels": ids} if arguments.train and speaks(model) else {}
 
 
-def cache_note(model: Callable[..., Any]) -> list[str]:
-    """A sentence that says with which ``use_cache`` a language model is called; else empty."""
-    used = getattr(getattr(model, "config", None), "use_cache", None)
-    if not isinstance(used, bool) or not speaks(model) or "MaskedLM" in type(model).__name__:
-        return []
-    text = f"The call has use_cache={used}, as its config says. Some versions of "
-    text += "transformers make a causal mask for one value and not for the other: "
-    text += f"--set use_cache={not used} explains the other call."
-    return [text]
-
-
 def positive(text: str) -> int:
     """Convert a command-line argument to a positive integer."""
     if not text.isdecimal() or int(text) < 1:

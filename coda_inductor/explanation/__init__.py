@@ -2,7 +2,7 @@
 """``coda_inductor.explain``: a report of the backend's effect on a model, for users.
 
 ``capture`` records the graphs with and without our passes, ``build`` computes the ``result`` from
-them, with a ``forecast`` of their time, and ``page`` renders it.
+them, and ``page`` renders it.
 
 These modules are imported only when :func:`explain` is called: torch.compile does not need them.
 """

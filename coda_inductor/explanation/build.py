@@ -10,7 +10,6 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.capture import Captured
-from coda_inductor.explanation.forecast import forecast, masked
 from coda_inductor.explanation.result import Explanation, Saved
 from coda_inductor.gpu import Gpu
 from coda_inductor.graph.nodes import bytes_of, fake, may_view, module_path
@@ -28,11 +27,6 @@ def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanati
         result.near_misses += captured.report.refusals
         result.saved_before += _saved(captured.stock)
         result.saved_after += _saved(captured.traced)
-    times = [forecast(g.stock.graphs, g.traced.graphs, g.report.sites, gpu) for g in graphs]
-    numbers = [t for t in times if t is not None]
-    if result.gemms and result.comparable and len(numbers) == len(graphs):
-        result.ms = sum(us for us, _ in numbers) / 1000, sum(us for _, us in numbers) / 1000
-    result.hides = any(masked(g.traced.graphs) for g in graphs)
     result.notes = _notes(result, graphs, breaks)
     return result
 
@@ -75,13 +69,6 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str
         notes.append(
             f"The tensors are on {result.device}, where no kernels run: this is what would run on "
             f"{result.gpu}, from measurements on one (--gpu names another)."
-        )
-    if result.ms and any(masked(g.stock.graphs) for g in graphs):
-        notes.append(
-            "Attention reads a mask: the forecast has all its blocks, kernels skip hidden ones."
-            if result.hides
-            else "Under torch.compile, attention reads a mask that means only is_causal "
-            "(transformers creates it for use_cache=False), which is much of the time saved."
         )
     if not result.comparable:
         notes.append(

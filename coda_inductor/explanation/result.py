@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from coda_inductor.explanation.forecast import ERROR
 from coda_inductor.gpu import H100
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport
@@ -55,8 +54,6 @@ class Explanation:
         near_misses: idioms that were recognized but not rewritten, with the reasons of the passes.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
         saved_after: the same with this backend.
-        ms: the expected time of a call or step under torch.compile, and with this backend; None
-            without an estimate. The optimizer and the host's time are not included.
         notes: sentences that a reader needs to understand the rest.
     """
 
@@ -68,8 +65,6 @@ class Explanation:
     near_misses: list[Refusal] = field(default_factory=list)
     saved_before: list[Saved] = field(default_factory=list)
     saved_after: list[Saved] = field(default_factory=list)
-    ms: tuple[float, float] | None = None
-    hides: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -86,19 +81,6 @@ class Explanation:
         """The number of GEMMs that could be fused, but are not expected to be faster."""
         left = (site for site in self.sites if site.refusal and site.refusal.code in SLOWER)
         return sum(gemm_count(site) for site in left if not site.fused)
-
-    @property
-    def forecast(self) -> str:
-        """``243 -> 137 ms (within 16 %)``: the expected time; empty without an estimate. The error
-        is from steps on an H200, none with a mask that hides blocks."""
-        if self.ms is None:
-            return ""
-        before, after = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in self.ms)
-        if self.hides:
-            return f"{before} -> less than {after} ms"
-        where = "" if self.gpu == "an H200" else ", as measured on an H200"
-        small = ": measure a gain this small" if self.ms[0] < (1 + ERROR) * self.ms[1] else ""
-        return f"{before} -> {after} ms (within {100 * ERROR:.0f} %{where}{small})"
 
     @property
     def gemms(self) -> int:
@@ -158,8 +140,6 @@ class Explanation:
                 f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
                 f"{readable_bytes(self.saved_bytes_after)}"
             )
-        if self.forecast:
-            text += f"; on {self.gpu} a {step} takes about {self.forecast}"
         return f"{text}."
 
     @property

@@ -51,15 +51,12 @@ def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
     if entry is not None:
         return _from_figures(site, *entry, gpu, gated=gated)
     config = str(candidates(site, gpu, store.nearest(site))[0])
-    plain = roofline.products_us(site, gpu)
-    unfused = plain + roofline.around_us(site, gpu)
+    unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
     why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
     if why is not None and gated:
         return Choice("unfused", config, why, fused, unfused, ground)
-    near = store.related(site)
-    added = (fused or plain) - plain if near is None else min(near.us.values()) - near.plain
-    return Choice("kernel", config, None, fused, unfused, ground, added)
+    return Choice("kernel", config, None, fused, unfused, ground)
 
 
 def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated: bool) -> Choice:
@@ -77,7 +74,7 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
         loses = gate.slower("measured-slower", us, unfused, figures.tolerance)
     if loses is not None and gated:
         return Choice("unfused", config, loses, us, unfused, origin)
-    return Choice("kernel", config, None, us, unfused, origin, us - figures.plain)
+    return Choice("kernel", config, None, us, unfused, origin)
 
 
 def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -> list[Config]:

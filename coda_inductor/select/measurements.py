@@ -76,15 +76,6 @@ class Measurements:
         slowest = _slowest(self._similar(site), key)
         return None if slowest is None else (slowest, "shipped")
 
-    def related(self, site: Site) -> Figures | None:
-        """An estimate for an unmeasured ``site``: the slowest shipped measurements, or None, at its
-        size and layout, of programs that differ only in their reductions."""
-        like = _moves(signature(site.program))
-        rows = [
-            r for text, rows in self._by_signature.items() if _moves(text) == like for r in rows
-        ]
-        return _slowest(rows, key_of(site))
-
     def nearest(self, site: Site) -> tuple[Site, Figures] | None:
         """The shipped measurements nearest in size, of programs like the site's, and ``site`` at
         that size; or None."""
@@ -196,11 +187,6 @@ def sites_in(path: Path) -> dict[str, Figures]:
         if path.exists():
             logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
         return {}
-
-
-def _moves(like: str) -> list[str]:
-    """The words of a signature (``figures.signature``) except those about reductions."""
-    return [word for word in like.split() if not word.startswith(("row-", "col-"))]
 
 
 def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:

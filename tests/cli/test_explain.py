@@ -49,38 +49,6 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM on cpu: 14 of 15 GEMMs absorb" in printed
     assert "64 x 64 x 64" in printed
-    assert "on an H200 a call takes about" in printed
-
-
-@pytest.mark.parametrize("cached", [None, False])
-def test_use_cache_is_what_the_config_says(cached, monkeypatch, tmp_path, capsys):
-    """``--set use_cache=True`` had no effect: the call passed False. The default is the config's,
-    which is what somebody gets who calls the model."""
-    from coda_inductor import explanation
-
-    calls = []
-    explain = explanation.explain
-
-    def watched(model, *args, **named):
-        calls.append(named)
-        found = explain(model, *args, **named)
-        outputs.append(model(*args, labels=named["labels"]).past_key_values is not None)
-        return found
-
-    outputs: list[bool] = []
-    monkeypatch.setattr(explanation, "explain", watched)
-    page = tmp_path / "page.html"
-    settings = () if cached is None else ("--set", f"use_cache={cached}")
-    sizes = [word for size in SIZES for word in ("--set", size)]
-    command = ["explain", "--hf", "llama", *sizes, "--train", "--tokens", "64", "--gpu", "h200"]
-    settings += ("--option", "gate=always")
-    assert main([*command, *settings, "--out", str(page)]) == 0
-    assert "use_cache" not in calls[0]
-    assert outputs == [cached is not False]
-    printed = capsys.readouterr().out
-    for text in (printed, page.read_text(encoding="utf-8")):
-        assert f"The call has use_cache={cached is not False}, as its config says" in text
-    assert ("attention reads a mask" in printed) == (cached is False)
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -136,7 +104,6 @@ def test_an_encoder_has_its_own_head_and_a_batch_that_counts(capsys):
     printed = capsys.readouterr().out
     assert "BertForMaskedLM on cpu: " in printed
     assert "2048 x 64 x 64" in printed
-    assert "use_cache" not in printed
 
 
 def test_an_error_of_another_model_has_a_hint(capsys):

@@ -110,7 +110,6 @@ def test_explain_lists_experts():
         ("input gradient", ("experts_backward", "swiglu_backward")),
         ("input gradient", ("experts",)),
     ]
-    assert found.ms is None  # no step of experts was compared with a forecast
     (norm,) = next(of for why, of in found.advised.items() if why.startswith("norm-experts"))
     assert norm.where == "model.layers.0.post_attention_layernorm"
     assert "experts: product" in " ".join(str(found).split())
