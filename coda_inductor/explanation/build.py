@@ -10,10 +10,9 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.capture import Captured
-from coda_inductor.explanation.result import Explanation, Saved
+from coda_inductor.explanation.result import Explanation
 from coda_inductor.gpu import Gpu
-from coda_inductor.graph.nodes import bytes_of, fake, may_view, module_path
-from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.nodes import bytes_of, fake, may_view
 from coda_inductor.graph.walk import base
 from coda_inductor.tracing import Traced
 
@@ -25,8 +24,8 @@ def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanati
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
-        result.saved_before += _saved(captured.stock)
-        result.saved_after += _saved(captured.traced)
+        result.saved_bytes_before += _saved_bytes(captured.stock)
+        result.saved_bytes_after += _saved_bytes(captured.traced)
     result.notes = _notes(result, graphs, breaks)
     return result
 
@@ -40,22 +39,10 @@ def _device(graphs: list[Captured]) -> str:
     return devices.most_common(1)[0][0] if devices else "cpu"
 
 
-def _saved(parts: Traced) -> list[Saved]:
-    tensors: dict[Node, Node] = {}
-    for node in parts.saved:
-        root = base(node, _is_view)
-        if root.op != "placeholder" and isinstance(fake(root), torch.Tensor):
-            tensors.setdefault(root, node)
-    return [
-        Saved(
-            node.name,
-            module_path(root),
-            tuple(hint(extent) for extent in fake(root).shape),
-            str(fake(root).dtype).removeprefix("torch."),
-            bytes_of(root),
-        )
-        for root, node in tensors.items()
-    ]
+def _saved_bytes(parts: Traced) -> int:
+    """Each tensor counts once. Inputs, which exist anyway, do not."""
+    roots = {base(node, _is_view) for node in parts.saved}
+    return sum(bytes_of(root) for root in roots if root.op != "placeholder")
 
 
 def _is_view(node: Node) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pygments.lexers import PythonLexer
 
 import coda_inductor
 from coda_inductor import table
-from coda_inductor.explanation.result import Explanation, Saved, common_text, locations
+from coda_inductor.explanation.result import Explanation, common_text, locations
 from coda_inductor.kernels import render
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.table import Row
@@ -47,7 +46,6 @@ def page(explanation: Explanation) -> str:
         locations=locations,
         common_text=common_text,
         sources=_sources(explanation.rows),
-        saved=_saved_rows(explanation.saved_before, explanation.saved_after),
     )
 
 
@@ -87,20 +85,3 @@ def _code_css() -> Markup:
     plain = ".code { background: var(--code); color: var(--ink); }"
     text = f"\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n"
     return Markup(text)  # noqa: S704 (pygments' own styles)
-
-
-def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]:
-    """Kept tensors by module (layers folded), shape and dtype, each with its count and size."""
-    rows: dict[tuple[str, tuple[int, ...], str], dict[str, Any]] = {}
-    for when, tensors in (("before", before), ("after", after)):
-        for tensor in tensors:
-            where = table.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
-            shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            row = rows.setdefault(
-                (where, tensor.shape, tensor.dtype),
-                {"where": where, "shape": shape, "dtype": tensor.dtype, "sizes": Counter(),
-                 "numbers": Counter()},
-            )  # fmt: skip
-            row["numbers"][when] += 1
-            row["sizes"][when] += tensor.bytes
-    return sorted(rows.values(), key=lambda row: -max(row["sizes"].values()))

@@ -27,20 +27,6 @@ from coda_inductor.table import (
 SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only", "layer-norm-slower"})
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A tensor that the forward pass keeps for the backward; parameters and inputs are not listed.
-
-    ``where`` is the module that computes it, ``name`` its name in the graph.
-    """
-
-    name: str
-    where: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-
-
 @dataclass
 class Explanation:
     """The effect of the backend on a model.
@@ -52,8 +38,9 @@ class Explanation:
         gpu: the GPU of the times and decisions, "an H200".
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, with the reasons of the passes.
-        saved_before: what torch.compile keeps for the backward pass; empty without one.
-        saved_after: the same with this backend.
+        saved_bytes_before: what torch.compile keeps for the backward pass, parameters and inputs
+            apart; 0 without one.
+        saved_bytes_after: the same with this backend.
         notes: sentences that a reader needs to understand the rest.
     """
 
@@ -63,8 +50,8 @@ class Explanation:
     gpu: str = H100.article
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[Refusal] = field(default_factory=list)
-    saved_before: list[Saved] = field(default_factory=list)
-    saved_after: list[Saved] = field(default_factory=list)
+    saved_bytes_before: int = 0
+    saved_bytes_after: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -102,18 +89,10 @@ class Explanation:
         return sum(site.bytes_after for site in self.sites)
 
     @property
-    def saved_bytes_before(self) -> int:
-        return sum(tensor.bytes for tensor in self.saved_before)
-
-    @property
-    def saved_bytes_after(self) -> int:
-        return sum(tensor.bytes for tensor in self.saved_after)
-
-    @property
     def comparable(self) -> bool:
         """Does the model have gradients without our passes too, so that tensors are kept there? For
         a loss on meta tensors torch has none (aten::nll_loss has no kernel), but our op does."""
-        return not (self.training and self.saved_after and not self.saved_before)
+        return not (self.training and self.saved_bytes_after and not self.saved_bytes_before)
 
     @property
     def summary(self) -> str:

@@ -113,7 +113,6 @@ def test_saved_tensors_are_those_of_the_partitioner():
     assert found.training
     assert found.saved_bytes_before == stock.saved_bytes() == 3 * 32 * 256 * 2
     assert found.saved_bytes_after == ours.saved_bytes() == 2 * 32 * 256 * 2
-    assert {t.shape for t in found.saved_before} == {(32, 256)}
     roles = [s.role for s in found.sites]
     assert [roles.count(r) for r in ("forward", "input gradient", "weight gradient")] == [2, 1, 3]
 
