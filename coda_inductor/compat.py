@@ -232,6 +232,11 @@ TORCH: dict[str, Private] = {
         "torch._functorch.config",
         "memory budgets are ignored, and explain may leave entries in torch's caches", _NO_CONFIG
     ),
+    "MetaTensorDescriber": Private(
+        "torch._subclasses.meta_utils.MetaTensorDescriber",
+        "explain shows what a model on meta keeps as torch's kernels for meta would",
+        types.SimpleNamespace(describe_tensor=_nothing),
+    ),
     "pgo": Private(
         "torch._dynamo.pgo", "a size that explain saw may be dynamic later", types.SimpleNamespace()
     ),

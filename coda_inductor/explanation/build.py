@@ -6,13 +6,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 
-import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.capture import Captured
 from coda_inductor.explanation.result import Explanation
 from coda_inductor.gpu import Gpu
-from coda_inductor.graph.nodes import bytes_of, fake, may_view
+from coda_inductor.graph.nodes import bytes_of, may_view
 from coda_inductor.graph.walk import base
 from coda_inductor.tracing import Traced
 
@@ -20,7 +19,9 @@ from coda_inductor.tracing import Traced
 def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanation:
     """The explanation of the model ``name`` with these graphs, as on ``gpu``. ``breaks``: the
     reason if there are several graphs."""
-    result = Explanation(name, _device(graphs), any(g.traced.training for g in graphs), gpu.article)
+    devices = Counter(device for g in graphs for device in g.devices)
+    device = devices.most_common(1)[0][0] if devices else "cpu"
+    result = Explanation(name, device, any(g.traced.training for g in graphs), gpu.article)
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
@@ -28,15 +29,6 @@ def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanati
         result.saved_bytes_after += _saved_bytes(captured.traced)
     result.notes = _notes(result, graphs, breaks)
     return result
-
-
-def _device(graphs: list[Captured]) -> str:
-    devices: Counter[str] = Counter()
-    for captured in graphs:
-        for graph in captured.stock.graphs:
-            values = (fake(node) for node in graph.nodes)
-            devices.update(v.device.type for v in values if isinstance(v, torch.Tensor))
-    return devices.most_common(1)[0][0] if devices else "cpu"
 
 
 def _saved_bytes(parts: Traced) -> int:
@@ -56,12 +48,6 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str
         notes.append(
             f"The tensors are on {result.device}, where no kernels run: this is what would run on "
             f"{result.gpu}, from measurements on one (--gpu names another)."
-        )
-    if not result.comparable:
-        notes.append(
-            f"Torch itself has no gradient for this call on {result.device} tensors (it has none "
-            "of a loss on meta), so there are no kept tensors to compare with. Create the "
-            "model on a CPU, where explain does not run it either."
         )
     notes += [f"Memory: it {g.report.memory}." for g in graphs if g.report.memory is not None]
     if breaks:

@@ -5,6 +5,9 @@ Dynamo, AOTAutograd and the partitioner run; no code is generated and the model 
 backend raises as soon as it has the graph, so that Dynamo installs no code and replays no side
 effect. A model with graph breaks must be run to get past them: that happens on a copy, and the
 random state is restored.
+
+Dynamo sees a model on meta as on a CPU. Torch's ops for meta are others: attention there keeps all
+its scores for the backward pass, and a loss has no gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch.fx import GraphModule
 
 from coda_inductor.compat import (
     BackendCompilerFailed,
+    MetaTensorDescriber,
     Unsupported,
     UserError,
     dynamo_config,
@@ -30,7 +34,9 @@ from coda_inductor.compat import (
 from coda_inductor.errors import ExplainError
 from coda_inductor.gpu import Gpu
 from coda_inductor.graph.gemms import TRACED
+from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import hint
 from coda_inductor.lowering.described import unfused
 from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
@@ -38,14 +44,18 @@ from coda_inductor.refusal import refuse
 from coda_inductor.report import UNFUSED, GraphReport
 from coda_inductor.tracing import Traced, dry_run, trace
 
+_CPU = torch.device("cpu")
+
 
 @dataclass
 class Captured:
-    """One Dynamo graph without (``stock``) and with our passes (``traced``), and the report."""
+    """One Dynamo graph without (``stock``) and with our passes (``traced``), and the report.
+    ``devices``: the types of the devices of its inputs."""
 
     stock: Traced
     traced: Traced
     report: GraphReport
+    devices: list[str]
 
 
 class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
@@ -71,10 +81,11 @@ class _Backend:
             scope, choice = Scope(traced.whole), replace(UNFUSED, refusal=why)
             gemms = [node for node in traced.whole.nodes if node.target in TRACED]
             record.report.sites += [replace(unfused(n, scope), choice=choice) for n in gemms]
-        self.graphs.append(Captured(stock, traced, record.report))
+        devices = [x.device.type for x in inputs if isinstance(x, torch.Tensor)]
+        self.graphs.append(Captured(stock, traced, record.report, devices))
         if self.stop:
             raise _Enough
-        return traced.wrapper(gm.forward)
+        return traced.wrapper(_results_on_meta(gm) if "meta" in devices else gm.forward)
 
 
 def capture(
@@ -135,8 +146,40 @@ def _undisturbed() -> Iterator[None]:
         dynamo_config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
         functorch_config.patch(enable_autograd_cache=False),
         _own_sizes(),
+        _meta_as_cpu(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _meta_as_cpu() -> Iterator[None]:
+    """A context in which Dynamo sees tensors on meta as tensors on a CPU."""
+    describe = MetaTensorDescriber.describe_tensor
+
+    def described(self: Any, tensor: torch.Tensor, **how: Any) -> Any:
+        found = describe(self, tensor, **how)
+        return replace(found, device=_CPU) if found.device.type == "meta" else found
+
+    default = _CPU if torch.get_default_device().type == "meta" else contextlib.nullcontext()
+    with mock.patch.object(MetaTensorDescriber, "describe_tensor", described), default:
+        yield
+
+
+def _results_on_meta(gm: GraphModule) -> Callable[..., Any]:
+    """A function that returns tensors on meta like the results of ``gm``, which is for a CPU."""
+    (results,) = gm.graph.output_node().args
+    values = [fake(result) for result in results]
+
+    def call(*_: Any) -> list[Any]:
+        return [_on_meta(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+    return call
+
+
+def _on_meta(value: torch.Tensor) -> torch.Tensor:
+    sizes, strides = (tuple(map(hint, each)) for each in (value.shape, value.stride()))
+    like = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    return like.requires_grad_(value.requires_grad).clone()  # no leaf: it may be changed in place
 
 
 def _own_sizes() -> contextlib.AbstractContextManager[Any]:

@@ -89,12 +89,6 @@ class Explanation:
         return sum(site.bytes_after for site in self.sites)
 
     @property
-    def comparable(self) -> bool:
-        """Does the model have gradients without our passes too, so that tensors are kept there? For
-        a loss on meta tensors torch has none (aten::nll_loss has no kernel), but our op does."""
-        return not (self.training and self.saved_bytes_after and not self.saved_bytes_before)
-
-    @property
     def summary(self) -> str:
         """One or two sentences with the main numbers."""
         if not self.gemms:
@@ -114,7 +108,7 @@ class Explanation:
             )
         else:
             text += f"the GEMMs' memory traffic per {step} rises from {before} to {after}"
-        if self.training and self.comparable:
+        if self.training:
             text += (
                 f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
                 f"{readable_bytes(self.saved_bytes_after)}"
