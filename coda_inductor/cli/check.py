@@ -9,18 +9,41 @@ work.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from coda_inductor.cli.steps import Result, check_file
+import torch
+
+from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
+from coda_inductor.codegen.render import render
 from coda_inductor.errors import OptionError, PatternError
-from coda_inductor.patterns.loading import expand
+from coda_inductor.patterns import Pattern
+from coda_inductor.patterns.loading import expand, name_taken
+from coda_inductor.patterns.prove import prove
+from coda_inductor.patterns.source import read
+from coda_inductor.patterns.source import run as patterns_in
 
 HELP = "prove a pattern file and try it"
+#: The rewritten graph in float64 against the original, relative to the largest element.
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one check. ``outcome`` is "pass", "fail", "skip", or "note" (information for
+    the author); ``listings`` are pairs (title, source)."""
+
+    pattern: str
+    check: str
+    outcome: str
+    detail: str
+    listings: tuple[tuple[str, str], ...] = ()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,3 +103,120 @@ def _total(results: list[Result]) -> str:
         return "all passed"
     words = {"fail": "failed", "pass": "passed", "note": "noted", "skip": "skipped"}
     return ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
+
+
+def check_file(path: Path) -> Iterator[Result]:
+    """Every check of every pattern in a file."""
+    try:
+        patterns = patterns_in(read(path))
+    except PatternError as error:
+        yield Result(path.stem, "proof", "fail", str(error))
+        return
+    for pattern in patterns:
+        if (why := name_taken(path, pattern.name)) is not None:
+            yield Result(pattern.name, "name", "fail", why)
+            continue
+        claims: list[str] = []
+        try:
+            prove(pattern, claims.append)
+        except Exception as error:
+            yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims[:-1])
+            why = str(error) if isinstance(error, PatternError) else _error_text(error)
+            yield Result(pattern.name, "proof", "fail", why)
+            continue
+        yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims)
+        if not example_of(pattern):
+            why = "the pattern has no example: a shape for each tensor, a value for each number"
+            yield Result(pattern.name, "example", "skip", why)
+            continue
+        yield from _try(pattern, str(path))
+
+
+def _try(pattern: Pattern, path: str) -> Iterator[Result]:
+    reasons = {idiom: cannot_run(pattern, idiom) for idiom in pattern.idioms}
+    runs = [idiom for idiom, why in reasons.items() if why is None]
+    for idiom, why in reasons.items():
+        if why is not None:
+            outcome = "skip" if pattern.meaning is None else "fail"
+            yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
+    steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
+        (f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs
+    ]
+    if runs:
+        steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
+    for name, step in steps:
+        try:
+            yield from step()
+        except Exception as error:
+            yield Result(pattern.name, name, "fail", _error_text(error))
+
+
+def _error_text(error: Exception) -> str:
+    """The error's class and the first line of its message: messages of torch fill a page."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+    """Check that GEMMs absorb the idiom and that the rewritten graph is the same function."""
+    trial = try_out(pattern, path, idiom, dtype=torch.float64)
+    name = idiom.__name__
+    text = "found in its example" if trial.raised == 1 else f"found {trial.raised} times, not once"
+    yield _result(pattern, f"match {name}", trial.raised == 1, text)
+    outcome, text = _fired(pattern, trial)
+    yield Result(pattern.name, f"fires {name}", outcome, text)
+    if not trial.raised:
+        why = "nothing was rewritten, so there is nothing to compare"
+        yield Result(pattern.name, f"float64 {name}", "skip", why)
+        return
+    error = max(map(_distance, trial.results, trial.eager))
+    text = f"output and {len(trial.eager) - 1} gradients within {error:.1e}"
+    yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
+
+
+def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
+    """(outcome, the ops that GEMMs absorbed). The rewrite of an op may have conditions that its
+    example, with one GEMM on either side, does not meet. That is reported, but is not a failure."""
+    counted = {key: times for key, times in trial.counts.items() if key.startswith(pattern.name)}
+    text = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
+    missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
+    text += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
+    text += f"; left to Inductor: {', '.join(sorted(set(trial.left)))}" if trial.left else ""
+    text += f". Refused: {'; '.join(trial.refused)}" if trial.refused else ""
+    excused = pattern.meaning is None and trial.refused
+    return ("pass" if not missing else "skip" if excused else "fail"), text
+
+
+def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
+    return ((have - want).abs().max() / want.abs().max()).item()
+
+
+def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
+    return Result(pattern.name, check, "pass" if ok else "fail", detail)
+
+
+def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+    """Show the epilogue programs in bfloat16 and the source of their kernels. Check that GEMMs move
+    no more bytes and absorb no fewer ops than with the pattern disabled, when its ops are plain
+    ones. An equal number of bytes is a note: the pattern saves nothing."""
+    trial = try_out(pattern, path, idiom, dtype=torch.bfloat16)
+    listings = tuple(
+        (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))
+        for site in trial.sites
+        if site.program is not None and any(p.startswith(pattern.name) for p in site.patterns)
+    )
+    text = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
+    outcome = "pass" if listings else _fired(pattern, trial)[0]
+    yield Result(pattern.name, "kernel source", outcome, text, listings)
+    if pattern.meaning is None or not listings:
+        why = "an op's rewrite saves work outside of GEMMs, which this check does not count"
+        yield Result(pattern.name, "plan", "skip", why if listings else text)
+        return
+    bare = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
+    worse = trial.traffic > bare.traffic or (trial.left and trial.absorbed < bare.absorbed)
+    texts = (f"GEMMs move {t.traffic} bytes and absorb {t.absorbed} ops" for t in (trial, bare))
+    text = "; without the pattern ".join(texts)
+    if not worse and trial.traffic == bare.traffic:
+        text = f"brings nothing: the fuser does this without the file ({text})"
+        yield Result(pattern.name, "plan", "note", text)
+    else:
+        yield _result(pattern, "plan", not worse, text)

@@ -12,7 +12,8 @@ from zoo.users import MISH, SQUARED_SIGMOID, SWISH, write
 import coda_inductor
 from coda_inductor import patterns, tracing
 from coda_inductor.__main__ import main
-from coda_inductor.cli import steps, trial
+from coda_inductor.cli import check as command
+from coda_inductor.cli import trial
 
 
 def results(path: str, capsys) -> tuple[int, dict[str, dict]]:
@@ -61,8 +62,8 @@ def load(path: str):
     return pattern
 
 
-def outcomes(pattern, path) -> dict[str, steps.Result]:
-    return {r.check: r for r in steps._try(pattern, path)}
+def outcomes(pattern, path) -> dict[str, command.Result]:
+    return {r.check: r for r in command._try(pattern, path)}
 
 
 def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
@@ -84,7 +85,7 @@ def test_rewriting_that_changes_a_number_fails(tmp_path, monkeypatch):
         ours.results[-1] += 1e-9 * ours.results[-1].abs().max()
         return ours
 
-    monkeypatch.setattr(steps, "try_out", off_by_little)
+    monkeypatch.setattr(command, "try_out", off_by_little)
     path = write(tmp_path, SQUARED_SIGMOID)
     assert outcomes(load(path), path)["float64 squared_sigmoid"].outcome == "fail"
 

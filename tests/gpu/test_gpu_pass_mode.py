@@ -10,7 +10,7 @@ from layers import agree, compiled, errors, make
 from zoo import users
 
 import coda_inductor
-from coda_inductor.cli.steps import check_file
+from coda_inductor.cli.check import check_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 

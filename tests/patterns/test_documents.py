@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coda_inductor.__main__ import main
-from coda_inductor.cli.steps import check_file
+from coda_inductor.cli.check import check_file
 from coda_inductor.patterns.formulas import FORMULAS
 
 ROOT = Path(__file__).resolve().parents[2]
