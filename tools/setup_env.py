@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +53,13 @@ def main() -> None:
     parser.add_argument("goal", choices=sorted(IMPORTS))
     args = parser.parse_args()
 
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    oldest = re.findall(r'requires-python = ">=(\d+)\.(\d+)"', settings)[0]
+    if sys.version_info < tuple(map(int, oldest)):
+        sys.exit(
+            f"coda needs Python {'.'.join(oldest)} or newer, and {sys.executable} is Python "
+            f"{sys.version.split()[0]}. Name another one: make PYTHON=/path/to/python3 {args.goal}"
+        )
     python = create(args.venv)
     cuda_torch = not CHOSEN_TORCH and has_cuda_torch()
     gpu = cuda_torch or has_nvidia_driver()
