@@ -65,6 +65,7 @@ def test_installed_copy_finds_its_patterns_and_backend(wheel, tmp_path):
     code = (
         "import sys, torch; assert 'coda' in torch._dynamo.list_backends();"
         "assert 'coda_inductor' not in sys.modules;"
+        "find = torch._dynamo.lookup_backend; assert find('coda_inductor') is find('coda');"
         "from coda_inductor import patterns;"
         "print(patterns.builtin_folder()); print(*sorted(p.name for p in patterns.load()))"
     )
