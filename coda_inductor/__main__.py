@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
-from coda_inductor.kernels import QUACK
-from coda_inductor.options import parse
-from coda_inductor.pipeline import names
 
 ABOUT = "What the coda backend does with a model, what makes a script fail, checks, measuring."
 COMMANDS = {
@@ -29,12 +27,17 @@ COMMANDS = {
 
 def _versions() -> Iterable[str]:
     """The lines for a bug report: the versions, and the reason if kernels cannot run here."""
+    from coda_inductor.kernels import QUACK
+
     for line in (f"coda_inductor {coda_inductor.__version__}", *QUACK.facts["versions"]()):
         name, value = line.split(" ", maxsplit=1)
         yield f"{name:<20}{value}"
 
 
 def _names() -> Iterable[str]:
+    from coda_inductor.options import parse
+    from coda_inductor.pipeline import names
+
     return sorted(names(parse(None, None)))
 
 
@@ -52,6 +55,8 @@ class _Print(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 1 for a failure, 2 for wrong usage."""
+    # Before torch is imported, which says so where NumPy is missing.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=ABOUT)
     version = "of this package and what it runs on"
     parser.add_argument("--version", action=_Print, const=_versions, help=version)

@@ -132,7 +132,11 @@ def find_gpu(name: str) -> Gpu:
     """
     gpus = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
     if (gpu := gpus.get(name.lower())) is None:
-        hint, names = suggest(name.lower(), gpus), ", ".join(gpus)
+        names = ", ".join(gpus)
+        if re.match(r"[alptv]\d", name.lower()):  # an A100, L40S, P100, T4, V100
+            text = f"no kernels run on a GPU {name!r}: they need Hopper or newer"
+            raise OptionError(f"{text}. Measured are {names}")
+        hint = suggest(name.lower(), gpus)
         raise OptionError(f"there are no measurements of a GPU {name!r}{hint}, only of {names}")
     return gpu
 

@@ -137,8 +137,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         elif key in _REMOVED:
             say_once(f"option {key!r} has no effect any more: {_REMOVED[key]}")
         else:
+            hint = suggest(key, _KEYS) or suggest(key, inductor_names)
             raise OptionError(
-                f"unknown option {key!r} for backend='coda'{suggest(key, _KEYS)}. Its own options "
+                f"unknown option {key!r} for backend='coda'{hint}. Its own options "
                 f"are {', '.join(sorted(_KEYS))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )

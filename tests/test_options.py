@@ -38,6 +38,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "options", "message"), [
+    (None, {"max_autotun": True}, r"did you mean 'max_autotune'"),
     (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_KEYS))};"),
     (None, ["debug"], r"got \['debug'\]"),
     (None, {"max_autotune": "hm"}, "Inductor's option 'max_autotune' takes bool, got"),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or
-MODULE:FUNCTION, where the function returns (model, args) or (model, args,
-kwargs). It is not run, and --hf models take no memory."""
+"""The model is a Hugging Face family (--hf llama) or a folder with its config
+(--hf ./my_llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the function
+returns (model, args) or (model, args, kwargs). It is not run, and --hf models
+take no memory."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}\n\n{__doc__}"
     parser.add_argument("target", nargs="?", help="FILE.py:FUNCTION or MODULE:FUNCTION")
     parser.add_argument("--hf", metavar="FAMILY",
-                        help="a language model's model_type, e.g. llama")  # fmt: skip
+                        help="a language model's model_type, e.g. llama, or a folder with its "
+                        "config.json")  # fmt: skip
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
     parser.add_argument("--batch", type=positive,
@@ -105,12 +109,18 @@ def _hugging_face(
     except ImportError:
         raise ExplainError("--hf needs transformers: pip install transformers") from None
     values = dict(_setting(text, "--set") for text in arguments.set)
+    family, saved = arguments.hf, {}
+    if (file := Path(family, "config.json")).is_file():
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        family = saved.pop("model_type", None)
     families = transformers.CONFIG_MAPPING.keys()
-    if arguments.hf not in families:
-        hint = suggest(arguments.hf, families)
+    if family not in families:
+        hint = suggest(family, families)
+        if os.sep in str(family):
+            hint = "; it takes one, as llama, or a folder with a config.json, and downloads nothing"
         raise OptionError(f"--hf {arguments.hf}: transformers has no such model_type{hint}")
     try:
-        config = transformers.AutoConfig.for_model(arguments.hf, **values)
+        config = transformers.AutoConfig.for_model(family, **{**saved, **values})
     except Exception as error:  # a wrong type raises an error of huggingface_hub
         cause = " ".join(str(error).split())
         raise OptionError(f"--hf {arguments.hf}: {cause[:300]}") from None

@@ -42,10 +42,14 @@ def test_a_function_of_a_file_is_explained_and_saved(target, tmp_path, capsys):
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_a_hugging_face_model_needs_no_weights(capsys):
+@pytest.mark.parametrize("local", [False, True], ids=["family", "folder"])
+def test_a_hugging_face_model_needs_no_weights(local, tmp_path, capsys):
     settings = [word for size in SIZES for word in ("--set", size)]
     how = ["--tokens", "64", "--option", "gate=always", "--gpu", "h200"]
-    assert main(["explain", "--hf", "llama", *settings, *how]) == 0
+    if local:
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    family = str(tmp_path) if local else "llama"
+    assert main(["explain", "--hf", family, *settings, *how]) == 0
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM on cpu: 14 of 15 GEMMs absorb" in printed
     assert "64 x 64 x 64" in printed
@@ -62,12 +66,14 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
     (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
     (["explain", "TARGET:make", "--option", "patterns=no.py"], "no such file 'no.py'"),
     (["explain", "--hf", "llamma"], "no such model_type (did you mean 'llama' or "),
+    (["explain", "--hf", "meta-llama/Llama-3.1-8B"], "it takes one, as llama, or a folder with"),
     (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
     (["explain", "--hf", "llama", "--set", "hidden_size=big"], "expected int, got str"),
     (["explain", "TARGET:make", "--set", "a=1"], "--set is for --hf models"),
     (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
     (["explain", "TARGET:make", "--out", "."], "it is a folder"),
     (["explain", "TARGET:make", "--gpu", "h300"], "did you mean 'h200' or 'h100'?"),
+    (["explain", "TARGET:make", "--gpu", "a100"], "no kernels run on a GPU 'a100'"),
 ])  # fmt: skip
 def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsys):
     """The hint that --hf is for language models was once given with every error of it."""
