@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """coda_inductor: GEMM-epilogue programs for unmodified PyTorch Transformers.
 
-``torch.compile(model, backend="coda")`` is all that is needed; importing this package is not.
+``model.compile(backend="coda")`` is all that is needed; importing this package is not.
 
 Layer map (imports only point down; ``pyproject.toml`` has the contract)::
 

@@ -4,8 +4,7 @@
     python examples/image.py [coda|inductor|eager]
 
 Tiny on a CPU, with the widths of SD3.5 Large on a GPU. With diffusers the call is the same:
-``pipe.transformer = torch.compile(pipe.transformer, backend="coda")``. Compare backends in separate
-processes.
+``pipe.transformer.compile(backend="coda")``. Compare backends in separate processes.
 """
 
 import sys
