@@ -2,10 +2,14 @@
 """Fine-tune a causal language model in a loop of your own: AdamW, warm-up and cosine decay,
 accumulation, clipping, evaluation, checkpoints that resume.
 
-Usage: python examples/finetune.py [MODEL] [--backend inductor] [--memory 0.5]
+Usage: python examples/finetune.py [MODEL] [--backend inductor] [--memory 0.5] [--fp8 rowwise]
+       [--packed]
 
 MODEL is a name for transformers' ``from_pretrained``; without one it is a Llama with random
-weights, as wide as Llama 3.2 1B on a GPU and tiny on a CPU. Replace :func:`batches` by your data.
+weights: tiny on a CPU, and on a GPU as wide as Llama 3.2 1B, or with ``--fp8``, which needs torchao
+and pays at such widths, four layers of Llama 3.1 8B. ``--packed`` puts several documents in a row;
+transformers makes a mask of their positions, and coda skips the blocks that it hides. Replace
+:func:`batches` by your data.
 """
 
 from __future__ import annotations
@@ -24,20 +28,32 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ROWS, LENGTH = (2, 4096) if ON_GPU else (2, 32)
 STEPS, ACCUMULATED, WARM_UP, LEARNING_RATE = (40 if ON_GPU else 4), 4, 2, 1e-4
+DOCUMENTS = 8
 
 
-def llama() -> PreTrainedModel:
+def llama(wide: bool) -> PreTrainedModel:
     """Random weights in bfloat16."""
-    sizes = (2048, 8192, 32, 8, 128256, 16) if ON_GPU else (64, 128, 4, 2, 256, 1)
+    sizes = (4096, 14336, 32, 8, 128256, 4) if wide else (2048, 8192, 32, 8, 128256, 16)
+    sizes = sizes if ON_GPU else (64, 128, 4, 2, 256, 1)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
              "vocab_size", "num_hidden_layers")  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**dict(zip(names, sizes, strict=True)))).bfloat16()
 
 
-def batches(words: int) -> Iterator[torch.Tensor]:
-    """Tokens of one length for all steps: another length is another graph."""
+def batches(words: int, packed: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokens of one length for all steps: another length is another graph. No token predicts the
+    first one of the next document in a row: its label is ignored."""
     while True:
-        yield torch.randint(words, (ROWS, LENGTH), device=DEVICE)
+        tokens = torch.randint(words, (ROWS, LENGTH), device=DEVICE)
+        batch = {"input_ids": tokens, "labels": tokens}
+        if packed:
+            starts = torch.randperm(LENGTH - 1)[: DOCUMENTS - 1].sort().values + 1
+            lengths = torch.tensor([0, *starts, LENGTH]).diff()
+            row = torch.cat([torch.arange(int(n)) for n in lengths])
+            positions = row.expand(ROWS, -1).to(DEVICE)
+            labels = tokens.masked_fill(positions == 0, -100)
+            batch |= {"position_ids": positions, "labels": labels}
+        yield batch
 
 
 def rate(step: int) -> float:
@@ -52,14 +68,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--backend", default="coda")
     parser.add_argument("--memory", type=float, help="the share of activations that may be kept")
+    parser.add_argument("--fp8", metavar="RECIPE", help="rowwise or tensorwise, of torchao's")
+    parser.add_argument("--packed", action="store_true")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     chosen = parser.parse_args(arguments)
     torch.manual_seed(0)
     if chosen.model:
         model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.bfloat16)
     else:
-        model = llama()
+        model = llama(wide=bool(chosen.fp8))
     model = model.to(DEVICE).train()
+    if chosen.fp8:  # parameters keep their dtype: the checkpoint is that of the bfloat16 model
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(chosen.fp8)
+        keep = {"module_filter_fn": lambda _, name: name != "lm_head"}
+        convert_to_float8_training(model, config=config, **keep)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=ON_GPU)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -72,12 +96,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = None if chosen.memory is None else {"memory": chosen.memory}  # of backend="coda"
     model.compile(backend=chosen.backend, options=options)  # parameters keep their names
 
-    data, seconds, losses = batches(model.config.vocab_size), [], []
+    data, seconds, losses = batches(model.config.vocab_size, chosen.packed), [], []
     for _ in range(first, STEPS):
         began = time.perf_counter()
         for _ in range(ACCUMULATED):
-            tokens = next(data)
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss = model(**next(data), use_cache=False).loss
             (loss / ACCUMULATED).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -87,8 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         seconds.append(time.perf_counter() - began)
     model.eval()  # a graph of its own: compiled in its first call
     with torch.no_grad():
-        tokens = next(data)
-        evaluated = model(input_ids=tokens, labels=tokens, use_cache=False).loss.item()
+        evaluated = model(**next(data), use_cache=False).loss.item()
     states = {name: part.state_dict() for name, part in parts.items()}
     torch.save(states | {"step": STEPS}, chosen.checkpoint)
 

@@ -37,20 +37,17 @@ def test_a_real_run(monkeypatch, capsys):
     assert all(0 < float(errors[name]) < 0.1 for name in ("eager", "torch.compile", "coda"))
 
 
-#: What fires in each, on a CPU (masks of packed rows stay there).
-FIRES = {"finetune": "rms_norm_backward", "finetune_lora": "swiglu", "fp8": "fp8_quantize",
-         "image": "epilogue", "packed": "swiglu", "prefill": "rms_norm",
+#: What fires in each, on a CPU.
+FIRES = {"finetune": "rms_norm_backward", "finetune_lora": "swiglu", "image": "epilogue",
+         "prefill": "rms_norm",
          "pretrain_fsdp2": "cross_entropy"}  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("name", FIRES)
 def test_each_example_runs_alone_and_prints_no_speed_on_a_cpu(name, capsys, monkeypatch, tmp_path):
-    for module, needed in {"finetune_lora": "peft", "fp8": "torchao"}.items():
-        if name == module:
-            pytest.importorskip(needed)
-    if name == "fp8":
-        needs_scaled_mm()
+    if name == "finetune_lora":
+        pytest.importorskip("peft")
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
         monkeypatch.delenv(variable)
@@ -68,6 +65,19 @@ def test_each_example_runs_alone_and_prints_no_speed_on_a_cpu(name, capsys, monk
         assert "was at step" in capsys.readouterr().out
         module.main(["--memory", "0.5", "--checkpoint", "limited.pt"])
         assert any(report.memory for report in coda_inductor.reports())
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize(("flags", "fires"), [("--packed", "swiglu"), ("--fp8", "fp8_quantize")])
+def test_the_loop_trains_on_packed_rows_and_in_float8(flags, fires, monkeypatch, tmp_path):
+    """Masks of packed rows stay on a CPU."""
+    if flags == "--fp8":
+        pytest.importorskip("torchao")
+        needs_scaled_mm()
+    monkeypatch.chdir(tmp_path)
+    counters["coda"].clear()
+    importlib.import_module("finetune").main([flags, *["rowwise"] * (flags == "--fp8")])
+    assert counters["coda"][fires], dict(counters["coda"])
 
 
 def test_each_example_is_one_file():
