@@ -4,7 +4,7 @@
 headline, first    sustained steps, and cold first ones, under torch.compile and coda
 whole, curve       how whole models train: speed and peak, and what they learn
 memory             time against peaks
-account, adapters  where a step goes, to the last kernel
+account            where a step goes, to the last kernel
 worth              a step without each feature
 dit, paper         diffusion transformers, and the paper's kernels
 sweep              writes the shipped tables

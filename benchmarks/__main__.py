@@ -7,7 +7,7 @@ import importlib
 import sys
 
 #: Names of modules, imported when asked for.
-COMMANDS = ("account", "worth", "headline", "first", "whole", "adapters", "paper", "memory", "dit",
+COMMANDS = ("account", "worth", "headline", "first", "whole", "paper", "memory", "dit",
             "curve", "flex")  # fmt: skip
 
 

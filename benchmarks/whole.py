@@ -86,8 +86,7 @@ def built(variant: str) -> tuple[worth_models.Workload, float]:
     if recipe == "bf16":
         workload = worth_models.stock(name, layers)
     elif "lora" in recipe:
-        kind = "nf4" if recipe == "qlora" else ""
-        workload = worth_models.lora(name, weights=kind, layers=layers, dropout=0.1)
+        workload = worth_models.lora(name, layers, 0.1, four_bits=recipe == "qlora")
     else:
         workload = worth_models.float8(recipe, name, layers)
     if said["backend"] == "causal":

@@ -129,31 +129,23 @@ def served(name: str, layers: int) -> Workload:
 
 
 def lora(
-    name: str = "1B", rank: int = 16, weights: str = "", layers: int = 4, dropout: float = 0.0
+    name: str = "1B", layers: int = 4, dropout: float = 0.0, four_bits: bool = False
 ) -> Workload:
-    """LoRA by peft on all linears, in bf16, with adapters as peft makes them ("float32") or on 4
-    bits ("nf4"); rank 0: none, and only the first norm is trained, for gradients of inputs."""
-    assert weights in ("", "float32", "nf4"), f"{weights!r} is no kind of weights"
+    """LoRA by peft on all linears, in bf16, on weights in bf16 or in 4 bits."""
     workload = stock(name, layers)
-    if not rank:
-        workload.model.requires_grad_(False)
-        next(p for n, p in workload.model.named_parameters() if "norm" in n).requires_grad_()
-        return workload
-    if weights == "nf4":
+    if four_bits:
         in_four_bits(workload.model)
-    workload.model = adapted(workload.model, rank, dropout)
-    if weights != "float32":
-        workload.model.bfloat16()
+    workload.model = adapted(workload.model, dropout).bfloat16()
     workload.model.train(dropout > 0)
     return workload
 
 
-def adapted(model: nn.Module, rank: int = 16, dropout: float = 0.1) -> Any:
-    """``model`` with peft's LoRA on all linears but the head, in float32."""
+def adapted(model: nn.Module, dropout: float = 0.1) -> Any:
+    """``model`` with peft's LoRA of rank 16 on all linears but the head, in float32."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
+        r=16, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
     )
     return get_peft_model(model, config)
 
