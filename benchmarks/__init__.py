@@ -9,5 +9,5 @@ worth              a step without each feature
 dit, paper         diffusion transformers, and the paper's kernels
 sweep              writes the shipped tables
 models, worth_models, experts    what is measured
-measure, energy, environment     profiles, joules, versions
+measure, energy, environment     errors and peaks, joules, versions
 """

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import gc
 import importlib
 import json
@@ -29,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import environment, worth_models
-from .measure import Variants, kernel_times, peak_mib, register, relative_error, synchronize
+from . import account, environment, worth_models
+from .measure import Variants, peak_mib, register, relative_error, synchronize
 from .worth import sustained
 
 VARIANTS, ROUNDS = ("compile", "coda"), 2
@@ -205,9 +206,16 @@ def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) 
     for name, call in variants.calls.items():
         figures = {"ms": statistics.mean(samples[name]), "samples": samples[name]}
         figures |= {"peak_mib": peak_mib(call), "error": relative_error(call(), want)}
-        found[name] = figures | ({"kernels": kernel_times(call, top=24)} if how.profile else {})
+        found[name] = figures | ({"kernels": largest(call)} if how.profile else {})
     synchronize()
     return found
+
+
+def largest(call: Callable[[], Any], count: int = 24) -> dict[str, Any]:
+    """The kernels of a call that take longest, by name."""
+    kernels = account.read(account.traced(call), account.CALLS)
+    longest = sorted(kernels.items(), key=lambda item: -item[1].us)[:count]
+    return {environment.scrub(name): dataclasses.asdict(kernel) for name, kernel in longest}
 
 
 def main(arguments: list[str]) -> None:

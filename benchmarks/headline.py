@@ -157,12 +157,11 @@ def in_turn(
 
 
 def start(
-    arguments: list[str], log: Path, first: str = "", tree: str = "", python: str = sys.executable
+    arguments: list[str], log: Path, tree: str = "", python: str = sys.executable
 ) -> subprocess.Popen[str]:
-    """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``; modules
-    in ``first`` hide others."""
+    """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``."""
     here = str(environment.REPOSITORY)
-    path = os.pathsep.join(filter(None, (first, tree, here)))
+    path = os.pathsep.join(filter(None, (tree, here)))
     return subprocess.Popen(
         [python, "-m", "benchmarks", *arguments], text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=log.open("a"), env=os.environ | {"PYTHONPATH": path},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiler, memory, errors, and variants of which one may fail."""
+"""Memory, errors, and variants of which one may fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
-from torch.profiler import ProfilerActivity, profile
 
 from .environment import scrub
 
@@ -45,34 +44,6 @@ def peak_mib(call: Call) -> float | None:
     call()
     synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def kernel_times(call: Call, calls: int = 3, top: int = 15) -> dict:
-    """Device time of one call by kernel name: ``{"total_us", "kernels": [{"name", "us",
-    "calls"}]}``.
-
-    Microseconds and launches are per call of `call`; only the `top` largest are listed. On a CPU:
-    by aten op.
-    """
-    on_gpu = device() == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
-        for _ in range(calls):
-            call()
-        synchronize()
-
-    def microseconds(event: Any) -> float:
-        return (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / calls
-
-    events = sorted(
-        (e for e in trace.key_averages() if microseconds(e) > 0), key=microseconds, reverse=True
-    )
-    return {
-        "total_us": sum(microseconds(event) for event in events),
-        "kernels": [
-            {"name": scrub(event.key), "us": microseconds(event), "calls": event.count / calls}
-            for event in events[:top]
-        ],
-    }
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

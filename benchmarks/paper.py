@@ -3,9 +3,7 @@
 weights, and the head with its loss at a large vocabulary with them.
 
 ``python -m benchmarks paper OUT.json`` starts a process a case, lets all of them compile at once,
-and then asks one after the other for samples. ``--coda-kernels FOLDER`` adds the paper's own
-kernels: a folder with its package ``coda``, and the QuACK and other packages that it needs, which
-come first on the path of processes of their own. ``python -m benchmarks paper OUT.json --render``
+and then asks one after the other for samples. ``python -m benchmarks paper OUT.json --render``
 writes docs/results/paper.md.
 """
 
@@ -52,10 +50,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a sample, and before it")
-    parser.add_argument("--coda-kernels", default="", metavar="FOLDER")
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     parser.add_argument("--render", action="store_true")
-    parser.add_argument("--part", choices=("all", "paper"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     patterns = options.only.split(",")
     names = [name for name in CASES if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
@@ -76,29 +73,19 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
     log = options.file.with_suffix(".log")
     # There are many processes, each with compile workers of its own.
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="4", CODA_COMPILE_WORKERS="2")
-    more = ["--seconds", str(options.seconds), "--part"]
-    parts = {"all": "", "paper": options.coda_kernels}
-    for name, processes in _running(names, ["paper", str(log), *more], parts, log):
-        result = results[name] = {"errors": {}, "variants": {}}
-        able = []
-        for process in processes:
-            said = headline.ask(process, "facts")
-            if said is None:
-                result["errors"]["process"] = f"ended; its log is {log.name}"
-                continue
-            found |= said.pop("versions")
-            result["errors"] |= said["errors"]
-            result["variants"] |= said["variants"]
-            able += [(process, v, mode) for v, each in said["variants"].items() for mode in each]
+    command = ["paper", str(log), "--seconds", str(options.seconds), "--part", "--only"]
+    for name, process in _running(names, command, log):
+        ended = {"errors": {"process": f"ended; its log is {log.name}"}, "variants": {}}
+        result = results[name] = headline.ask(process, "facts") or ended
+        able = [(v, mode) for v, each in result["variants"].items() for mode in each]
         for turn in range(TURNS):
-            for process, variant, mode in able if turn % 2 == 0 else reversed(able):
+            for variant, mode in able if turn % 2 == 0 else reversed(able):
                 if (sample := headline.ask(process, [variant, mode])) is not None:
                     result["variants"][variant][mode].setdefault("samples", []).append(sample)
-        for _, variant, mode in able:
+        for variant, mode in able:
             facts = result["variants"][variant][mode]
             facts["median_ms"] = statistics.median(facts.get("samples", [math.nan]))
-        for process in processes:
-            process.kill()
+        process.kill()
         options.file.write_text(json.dumps({"environment": found, "results": results}, indent=1))
         times = {v: [round(f["median_ms"], 3) for f in each.values()]
                  for v, each in result["variants"].items()}  # fmt: skip
@@ -106,17 +93,14 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
 
 
 def _running(
-    names: list[str], command: list[str], parts: dict[str, str], log: Path
-) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """A case and its processes, which have compiled, ``TOGETHER`` cases at a time."""
+    names: list[str], command: list[str], log: Path
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A case and its process, which has compiled, ``TOGETHER`` cases at a time."""
     for first in range(0, len(names), TOGETHER):
         began = time.monotonic()
-        running = {
-            name: [headline.start([*command, part, "--only", name], log, folder)
-                   for part, folder in parts.items() if part == "all" or folder]
-            for name in names[first:first + TOGETHER]
-        }  # fmt: skip
-        for process in (process for each in running.values() for process in each):
+        now = names[first : first + TOGETHER]
+        running = {name: headline.start([*command, name], log) for name in now}
+        for process in running.values():
             headline.ask(process, "compiled")
         print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
         yield from running.items()
@@ -128,7 +112,7 @@ def answer(name: str, options: argparse.Namespace) -> None:
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a graph is used again and again
     cut = patient(lambda: Cut(*CASES[name]))
-    case = Case(cut, options.part == "paper")
+    case = Case(cut)
     for line in sys.stdin:
         question = json.loads(line)
         said: Any = None
@@ -163,11 +147,11 @@ class Case:
         variants: has the errors of what does not.
     """
 
-    def __init__(self, cut: Cut, paper: bool):
-        self.cut, self.kit, self.paper = cut, Torch(), paper
+    def __init__(self, cut: Cut):
+        self.cut = cut
         self.leaves = [each.requires_grad_() for each in cut.inputs]
         self.wanted = [*self.leaves, *(w for w in cut.parameters() if w.requires_grad)]
-        outputs = patient(torch.no_grad()(lambda: cut.function(self.kit, cut, *self.leaves)))
+        outputs = patient(torch.no_grad()(lambda: cut.function(Torch(), cut, *self.leaves)))
         self.plain = tuple(torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs)
         self.functions: dict[str, Call] = {}
         self.modes: dict[str, list[str]] = {}
@@ -189,15 +173,12 @@ class Case:
         cut = self.cut
 
         def kit(make: Callable[[], Torch]) -> Call:
-            self.kit = make()
-            return functools.partial(cut.function, self.kit, cut)
+            return functools.partial(cut.function, make(), cut)
 
         def compiled(**more: Any) -> Call:
             body, torch_kit = cut.function, Torch()
             return torch.compile(lambda *x: body(torch_kit, cut, *x), dynamic=False, **more)
 
-        if self.paper:
-            return {"paper": lambda: kit(paper_cuts.Paper)}
         measure.register("coda")
         return {
             "eager": lambda: kit(Torch),
@@ -209,7 +190,7 @@ class Case:
 
     def refresh(self) -> None:
         """Gradients of the outputs that no variant has written over, as Liger's rotation does."""
-        self.given = self.kit.pack(self.cut, tuple(each.clone() for each in self.plain))
+        self.given = tuple(each.clone() for each in self.plain)
 
     def _twice(self, variant: str, mode: str) -> bool:
         """As a sample does. Some have one backward a graph."""
@@ -232,7 +213,7 @@ class Case:
         return lambda: torch.autograd.grad(outputs, self.wanted, given, retain_graph=True)
 
     def facts(self) -> dict[str, Any]:
-        """Errors and versions; variant -> mode -> the worst relative error of its results, and
+        """Errors; variant -> mode -> the worst relative error of its results, and
         peak MiB of a call."""
         truths = patient(self._truths)
         found: dict[str, dict[str, Any]] = {}
@@ -242,9 +223,7 @@ class Case:
                 run = functools.partial(patient, of)
                 if facts := self.variants.attempt(f"{variant}, {mode}", run):
                     found.setdefault(variant, {})[mode] = facts
-        name = "versions of the paper's kernels" if self.paper else "versions"
-        versions = {name: environment.describe([])["versions"]}
-        return {"versions": versions, "variants": found, "errors": self.variants.errors}
+        return {"variants": found, "errors": self.variants.errors}
 
     def _facts(self, variant: str, mode: str, truths: Sequence[torch.Tensor]) -> dict[str, Any]:
         patient(self.refresh)
@@ -262,5 +241,5 @@ class Case:
         wanted = [*leaves, *(w for w in exact.parameters() if w.requires_grad)]
         outputs = exact.function(Torch(), exact, *leaves)
         grads = torch.autograd.grad(outputs, wanted, [each.float() for each in self.plain])
-        packed = self.kit.pack(self.cut, tuple(y.detach() for y in outputs))
-        return {"forward": packed, "backward": grads, "step": grads}
+        forward = tuple(y.detach() for y in outputs)
+        return {"forward": forward, "backward": grads, "step": grads}

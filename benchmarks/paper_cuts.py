@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of CODA's paper (arXiv 2605.19269) as it cuts them from a Llama, in plain torch and
-with the kernels that Liger, QuACK and CODA itself offer for the same.
+with the kernels that Liger and QuACK offer for the same.
 
 A cut is written once, over a *kit* of operations. ``x0`` (rows, d) is the residual stream, ``y``
 (rows, d) what the attention gives.
@@ -8,9 +8,7 @@ A cut is written once, over a *kit* of operations. ``x0`` (rows, d) is the resid
 
 from __future__ import annotations
 
-import functools
 import importlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,10 +51,6 @@ class Torch:
 
     def attention(self, h: Any, cut: Cut) -> Outputs:
         return *self.rotary(h, cut), self.linear(h, cut.v)
-
-    def pack(self, cut: Cut, outputs: Outputs) -> Outputs:  # noqa: ARG002
-        """The results of another kit as this one lays them out."""
-        return outputs
 
     def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), target)
@@ -136,69 +130,6 @@ class Quack(Torch):
     def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         function = self.more[4].chunked_linear_cross_entropy
         return function(x, weight, target, tuned=False)
-
-
-class Paper(Torch):
-    """The paper's own kernels, of the package ``coda`` (imported, never copied). They want a head's
-    halves alternating, gate and up too. Here the head alone has a backward."""
-
-    def __init__(self) -> None:
-        interface = importlib.import_module("coda.core.gemm.gemm_interface")
-        interface.GEMM_CONFIGS[:] = [interface.default_config(torch.device("cuda"))]
-        self.gemms = importlib.import_module("coda.core.gemm.functional")
-        self.head = importlib.import_module("coda.kernels.functional.cross_entropy")
-        self.reduce = importlib.import_module("quack.rms_final_reduce").rms_final_reduce
-
-    def linear(self, x: Any, w: Tensor) -> Tensor:  # type: ignore[override]
-        return self.gemms.gemm_rmsnorm(x[0], w.mT, x[1])
-
-    def norm(self, x: Tensor, weight: Tensor) -> Any:
-        return x * weight, self.reduce(x.float() ** 2, 1 / len(weight), EPS)
-
-    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
-        if torch.is_grad_enabled():
-            importlib.import_module("coda.kernels.blocks.llama3")  # the layer's backward
-        x, *h = self.gemms.gemm_residual_partial_rmsnorm(y, w.mT, x0, weight, EPS)
-        return x, h
-
-    def gated(self, h: Any, cut: Cut) -> Tensor:
-        return self.gemms.gemm_rmsnorm_swiglu(h[0], cut.alternating.mT, h[1])[1]
-
-    def rotary(self, h: Any, cut: Cut) -> Outputs:
-        return (self.gemms.gemm_rope(h, *self._turned(cut, cut.q, cut.k)),)
-
-    def attention(self, h: Any, cut: Cut) -> Outputs:
-        turned = self._turned(cut, cut.q, cut.k, cut.v)
-        return (self.gemms.gemm_rmsnorm_rope(h[0], turned[0], h[1], *turned[1:]),)
-
-    @functools.cache  # noqa: B019  prepared once a process
-    def _turned(self, cut: Cut, *weights: Tensor) -> Outputs:
-        """Weight, positions, and the turns a position as pairs of a number and its rest."""
-        weight = torch.cat([*(_alternating(w.mT).mT for w in weights[:2]), *weights[2:]]).detach()
-        turns = -(1e4 ** -(torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)) / (2 * math.pi)
-        pairs = (
-            torch.stack([turns, turns - turns.float()], 1).flatten().repeat(2 * len(cut.q) // HEAD)
-        )
-        frequencies = F.pad(pairs.float(), (0, len(weight) - len(pairs))).to(weight.device)
-        positions = torch.arange(len(cut.target), dtype=torch.int32, device=weight.device)
-        return weight.contiguous().mT, positions, frequencies
-
-    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return self.head.linear_cross_entropy(x, weight, target.int())
-        return self.head.linear_cross_entropy_forward(x, weight, target.int())
-
-    def pack(self, cut: Cut, outputs: Outputs) -> Outputs:
-        if cut.name not in ("rotary", "layer"):
-            return outputs
-        *x, q, k = outputs[:3] if cut.name == "layer" else outputs
-        rotated = [_alternating(z[0].transpose(0, 1).flatten(1)) for z in (q, k)]
-        return *x, torch.cat([*rotated, *outputs[3:]], 1)
-
-
-def _alternating(x: Tensor) -> Tensor:
-    """(..., d): each head's two halves, alternating."""
-    return x.unflatten(-1, (-1, 2, HEAD // 2)).transpose(-1, -2).flatten(-3)
 
 
 def _residual(kit: Torch, w: Cut, y: Tensor, x0: Tensor) -> Outputs:

@@ -8,12 +8,11 @@ kernels', and as ``explain`` tells it for an H100, where nothing is too small to
 
     python3 tools/record_models.py OLD.json [FAMILY ...]     in the tree before
     python3 tools/record_models.py NEW.json [FAMILY ...]     in the tree behind
-    python3 tools/record_models.py --compare OLD.json NEW.json
+    diff OLD.json NEW.json
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
@@ -33,31 +32,18 @@ WIDE: dict[str, dict[str, int]] = {
 }
 
 
-def main() -> int:
-    """Record, or compare two records; 1 if they differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--compare", type=Path, metavar="OLD.json")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("families", nargs="*")
-    options = parser.parse_args()
-    if options.compare:
-        old, new = (json.loads(path.read_text()) for path in (options.compare, options.file))
-        lines = list(differences(old, new, ""))
-        print("\n".join(lines) or "equal")
-        return bool(lines)
+def main() -> None:
+    """Record what the file does not have yet."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     warnings.filterwarnings("ignore")
     families: Any = importlib.import_module("zoo.families").FAMILIES
-    out: Path = options.file
+    out, names = Path(sys.argv[1]), sys.argv[2:]
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    for name in options.families or [*families, *WIDE]:
+    for name in names or [*families, *WIDE]:
         if name not in found:
             print(name, file=sys.stderr, flush=True)
             found[name] = wide(**WIDE[name]) if name in WIDE else family(families[name])
             out.write_text(json.dumps(found, indent=1, sort_keys=True))
-    return 0
 
 
 def family(make: Any) -> dict[str, Any]:
@@ -142,17 +128,5 @@ def _site(site: Any) -> dict[str, Any]:
     }
 
 
-def differences(old: Any, new: Any, where: str) -> Any:
-    """Lines that say where two records differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new}):
-            yield from differences(old.get(key), new.get(key), f"{where}/{key}")
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, (left, right) in enumerate(zip(old, new, strict=True)):
-            yield from differences(left, right, f"{where}[{i}]")
-    elif old != new:
-        yield f"{where}: {old!r} -> {new!r}"
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
