@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import account, environment, worth_models
-from .measure import Variants, peak_mib, register, relative_error, synchronize
+from .measure import Variants, peak_mib, relative_error, synchronize
 from .worth import sustained
 
 VARIANTS, ROUNDS = ("compile", "coda"), 2
@@ -193,7 +193,6 @@ def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) 
     if how.float8:
         worth_models.quantized(model)
     for name in VARIANTS:
-        register(name)
         order = {"reorder_for_peak_memory": not how.no_reorder}
         backend = {"compile": "inductor"}.get(name, name)
         call = torch.compile(model, backend=backend, options=order)

@@ -63,14 +63,6 @@ def _reason(error: BaseException) -> str:
     return scrub(" ".join(text.split()))[:600]
 
 
-def register(backend: str) -> None:
-    """Make "coda" known to torch.compile where it is importable but not installed (entry point)."""
-    if backend == "coda" and backend not in torch._dynamo.list_backends():
-        from coda_inductor.backend import coda
-
-        torch._dynamo.register_backend(coda, name=backend)
-
-
 class Variants:
     """The calls of one comparison. A variant that fails leaves its error text; the others go on.
 

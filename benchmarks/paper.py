@@ -179,7 +179,6 @@ class Case:
             body, torch_kit = cut.function, Torch()
             return torch.compile(lambda *x: body(torch_kit, cut, *x), dynamic=False, **more)
 
-        measure.register("coda")
         return {
             "eager": lambda: kit(Torch),
             "compile": compiled,

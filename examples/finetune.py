@@ -2,12 +2,13 @@
 """Fine-tune a causal language model in a loop of your own: AdamW, warm-up and cosine decay,
 accumulation, clipping, evaluation, checkpoints that resume.
 
-Usage: python examples/finetune.py [MODEL] [--backend inductor] [--memory 0.5] [--fp8 rowwise]
-       [--packed]
+Usage: python examples/finetune.py [MODEL] [--backend inductor] [--memory 0.5] [--lora]
+       [--fp8 rowwise] [--packed]
 
 MODEL is a name for transformers' ``from_pretrained``; without one it is a Llama with random
 weights: tiny on a CPU, and on a GPU as wide as Llama 3.2 1B, or with ``--fp8``, which needs torchao
-and pays at such widths, four layers of Llama 3.1 8B. ``--packed`` puts several documents in a row;
+and pays at such widths, four layers of Llama 3.1 8B. ``--lora`` trains peft's adapters on all
+linear layers. ``--packed`` puts several documents in a row;
 transformers makes a mask of their positions, and coda skips the blocks that it hides. Replace
 :func:`batches` by your data.
 """
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--backend", default="coda")
     parser.add_argument("--memory", type=float, help="the share of activations that may be kept")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--fp8", metavar="RECIPE", help="rowwise or tensorwise, of torchao's")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
@@ -84,7 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
         config = Float8LinearConfig.from_recipe_name(chosen.fp8)
         keep = {"module_filter_fn": lambda _, name: name != "lm_head"}
         convert_to_float8_training(model, config=config, **keep)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=ON_GPU)
+    if chosen.lora:
+        from peft import LoraConfig, get_peft_model
+
+        # peft makes adapters in float32. In the model's dtype, norms are deferred past them too.
+        how = LoraConfig(r=16, target_modules="all-linear")
+        model = get_peft_model(model, how, autocast_adapter_dtype=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=ON_GPU)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     first = 0
@@ -102,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(ACCUMULATED):
             loss = model(**next(data), use_cache=False).loss
             (loss / ACCUMULATED).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
