@@ -48,9 +48,9 @@ for folder in sys.argv[2:]:
 
 
 def test_artifacts_are_found_and_another_version_is_not(tmp_path):
-    """The first process saves them, another one has no cache beside them. In between another
-    version of ours runs on the first one's folders (pytorch/pytorch 144344: an older one's
-    gradients were read)."""
+    """The first process saves them, another one has no cache beside them. Then another version of
+    ours runs on the first one's folders (pytorch/pytorch 144344: an older one's gradients were
+    read)."""
     other = tmp_path / "other"
     for name in ("coda_inductor", "patterns"):
         skipped = shutil.ignore_patterns("__pycache__")
@@ -69,11 +69,10 @@ def test_artifacts_are_found_and_another_version_is_not(tmp_path):
         done = python("-c", STEP, tmp_path / artifacts, *folders, cwd=tmp_path, **environment)
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
-    ((version, *first, loss),) = steps("artifacts", "one")
+    (version, *first, loss), second = steps("artifacts", "one", "two")
     assert first == [0, 2, 0]  # forward and backward
+    assert second == [version, 2, 0, 1, loss]
     assert steps("others", "one", source=other) == [["9.9", 0, 2, 0, loss]]
-    # In other folders, and in the first ones after the other version.
-    assert steps("artifacts", "two", "one") == [[version, 2, 0, 1, loss]] * 2
 
 
 @pytest.mark.parametrize("library", ["quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"])

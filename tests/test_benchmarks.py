@@ -42,6 +42,7 @@ def test_the_shipped_tables_are_made_of_what_is_committed(name, tmp_path):
     assert json.loads(made.read_text()) == json.loads(shipped.read_text())
 
 
+@pytest.mark.usefixtures("without_code")
 def test_a_whole_model_takes_a_step_and_counts_what_is_frozen(capsys):
     pytest.importorskip("peft")
     workload, flops = whole.built("tiny lora coda 2x32 adamw")

@@ -10,7 +10,6 @@ import pytest
 from processes import python
 
 from coda_inductor import compat
-from coda_inductor.errors import CodaError
 from coda_inductor.mainloop import availability
 
 pytestmark = pytest.mark.timeout(600)
@@ -157,11 +156,3 @@ def test_without_names_of_torchs_models_compile_and_are_right(tmp_path):
         assert set(found["lacking"]) == {f"{e.path}_gone" for e in entries.values() if essential}
         assert found["analysed"] == (not essential)
         assert ("falls back to Inductor: it does nothing" in log) == essential
-
-
-def test_stand_ins_do_what_they_stand_for_or_raise_when_they_are_called():
-    boxed = compat.TORCH["make_boxed_func"].replacement(lambda x, y: x + y)
-    assert boxed([1, 2]) == 3
-    for name in ("aot_autograd", "TorchDispatchMode"):
-        with pytest.raises(CodaError, match=compat.TORCH[name].path):
-            compat._unusable(compat.TORCH[name])(1, key=2)

@@ -2,7 +2,7 @@
 """``options={"numerics": "eager"}``: the bits of eager where products have them, in 16 bits.
 
 On a CPU a fused site computes its product by the same ``mm`` as eager, so that whole results and
-gradients are compared. ``tests/gpu/test_gpu_eager.py`` asks it of the kernels.
+gradients are compared. ``tests/gpu/test_gpu_exact.py`` asks it of the kernels.
 """
 
 import copy

@@ -21,6 +21,7 @@ import demo  # noqa: E402
 import coda_inductor  # noqa: E402
 
 
+@pytest.mark.usefixtures("without_code")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GEMM is below the default gate there")
 def test_a_real_run(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")

@@ -102,21 +102,19 @@ BOTH = ("infer {}", "train {}")
 
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
-    """And what failed once is not kept there, neither an inference graph nor a training graph.
-    One process fails, one compiles, one finds."""
-    other = 'infer {"disable": ["swiglu"]}'
+    """And what failed once is not kept there. One process fails, one compiles, one finds."""
     found = in_new_processes(
         tmp_path,
-        {"whats": BOTH, "level": logging.INFO, "fault": True},
+        {"whats": BOTH[1:], "level": logging.INFO, "fault": True},
         {"whats": BOTH, "level": logging.INFO},
-        {"whats": [*BOTH, other]},
+        {"whats": BOTH},
     )
-    failed, first, (*second, third) = found[:2], found[2:4], found[4:]
-    assert "No space left on device" in failed[0]["log"]
-    for before, compiled in zip(failed, first, strict=True):
+    failed, first, second = found[0], found[1:3], found[3:]
+    assert "No space left on device" in failed["log"]
+    for compiled in first:
         assert (compiled["hits"], compiled["analysed"]) == ([0, 0], 1)
         assert "No space left" not in compiled["log"]
-        had = torch.tensor(before["result"])
+        had = torch.tensor(failed["result"])
         torch.testing.assert_close(torch.tensor(compiled["result"]), had)
     log = first[0]["log"]
     assert "GEMMs may be fused, and run as plain ops: device cpu has no kernels" in log
@@ -130,10 +128,6 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     assert "from torch's compile cache" in log
     assert "GEMMs" not in log
     assert "no GEMM becomes a kernel here" in log  # a warm cache hides nothing
-    assert (third["hits"], third["analysed"]) == ([0, 0], 1)  # another option is another graph
-    assert "raise: rms_norm at" in third["log"]
-    assert "raise: swiglu at" not in third["log"]
-    assert "fuse: o reference" in third["log"]
 
 
 def test_a_program_of_aot_inductor_is_not_changed(tmp_path, monkeypatch, warned):

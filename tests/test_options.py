@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are checked before anything is compiled; every complaint names what is known."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -111,15 +110,6 @@ def test_disabled_from_the_environment(monkeypatch, caplog):
         fires(disable=["rotray"])
 
 
-def test_patterns_from_the_environment(monkeypatch, tmp_path):
-    first, second = (write(tmp_path, MISH, name) for name in ("first.py", "second.py"))
-    monkeypatch.setenv("CODA_PATTERNS", os.pathsep.join([first, second]))
-    assert parse(None, None).patterns == (first, second)
-    third = str(tmp_path)
-    given = parse(None, {"patterns": [third, second]}).patterns
-    assert given == (third, second, first)  # the environment's stay
-
-
 def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, monkeypatch):
     path = write(tmp_path, MISH)
     for given in (path, Path(path)):
@@ -129,14 +119,3 @@ def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, mon
     monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
     with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
         parse(None, None)
-
-
-def test_broken_pattern_file_fails_alone(tmp_path, caplog):
-    path, good = write(tmp_path, "PATTERN = 1 / 0\n", "broken.py"), write(tmp_path, MISH)
-    with caplog.at_level("WARNING"):
-        assert fires(patterns=[path, good], strict=False)
-    (said,) = [r.getMessage() for r in caplog.records if "broken.py" in r.getMessage()]
-    assert f"{path}:1: ZeroDivisionError" in said
-    with pytest.raises(Exception, match="ZeroDivisionError") as caught:
-        fires(patterns=[path, good], strict=True)
-    assert isinstance(caught.value.inner_exception, PatternError)

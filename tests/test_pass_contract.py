@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every pass and pattern owes, asked of each: it fires and gradients are eager's in float64,
 in inference, of any size, in a checkpoint, under autocast and when it is run twice; it can be
-disabled; and a condition that is broken keeps it from firing, for a reason."""
+disabled; and a condition that is broken keeps it from firing, for a reason. ``CASES`` are asked on
+a GPU too (``gpu/test_gpu_exact.py``), and on two ranks (``distributed/cases.py``)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -283,6 +284,10 @@ NO_CASE = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
+    count_all_as_large(monkeypatch)
+
+
+def count_all_as_large(monkeypatch):
     count_as_large(monkeypatch)
     monkeypatch.setattr(block_masks, "DEVICE", "cpu")
     monkeypatch.setattr(block_masks, "DTYPES", (torch.float64, torch.float32, torch.bfloat16))

@@ -3,7 +3,6 @@
 at its start, half way or at its end, the graph is put back: it compiles, to eager's numbers, with
 one warning."""
 
-import contextlib
 import copy
 import re
 import shutil
@@ -18,9 +17,7 @@ from zoo.layers import Everything, T
 
 from coda_inductor import OptionError, log, pipeline
 from coda_inductor.graph.snapshots import restore, snapshot
-from coda_inductor.options import parse
 from coda_inductor.patterns import loading
-from coda_inductor.record import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,28 +83,6 @@ def test_each_pass_comes_after_those_that_it_names():
             assert {*each.after} <= {*names[:at]}, each.name
 
 
-#: Orders that the model needs: without them, rewrites are lost.
-ORDERS = [
-    ("packed", "idioms"), ("loss", "decompose"), ("norm", "decompose"), ("decompose", "fuse"),
-    ("fuse", "decompose_rest"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("first", "second"), ORDERS)
-def test_the_order_of_two_passes_matters(first, second, monkeypatch):
-    """The numbers survive another order; the counters do not."""
-    for name in ("ON_DYNAMO", "ON_ATEN"):
-        passes = list(getattr(pipeline, name))
-        names = [each.name for each in passes]
-        if second in names:
-            moved = passes.pop(names.index(second))
-            assert first in moved.after
-            passes.insert(names.index(first), moved)
-            monkeypatch.setattr(pipeline, name, tuple(passes))
-    counts = train(strict=False).counts
-    assert counts != COUNTS
-
-
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_is_needed_cannot_be_disabled(name):
     with pytest.raises(Exception, match=f"the pass '{name}' cannot be disabled") as caught:
@@ -122,17 +97,6 @@ def test_names():
     assert {*NAMES}.isdisjoint(COUNTERS)
     ours = {name.removesuffix("_backward") for each in PASSES for name in each.counts}
     assert ours == set(loading.OTHER_NAMES)
-
-
-def test_what_is_wrapped_around_one_graph_is_not_around_the_next():
-    record = Record(parse(None, {"strict": True}))
-
-    def around(compiled):
-        return pipeline.on_dynamo(torch.fx.symbolic_trace(lambda x: (x.sin(),)), record)(compiled)
-
-    record.wrappers.append(lambda compiled: compiled + 1)
-    assert around(1) == 2
-    assert around(1) == 1
 
 
 def test_a_debug_folder_that_is_gone_costs_a_warning(tmp_path, caplog, monkeypatch):
@@ -205,27 +169,6 @@ def test_wherever_passes_fail_the_graph_is_put_back(names, how, monkeypatch, cap
         (text,) = warnings
         assert f": pass {names[0]} falls back to Inductor: IndexError in our own passes" in text
     assert len(warnings) <= 1
-
-
-def test_a_failure_leaves_no_note():
-    record = Record(parse(None, {"disable": ["norm"]}))
-    with contextlib.suppress(ValueError), record.undone_on_error():
-        record.enabled("norm")
-        record.fire("swiglu")
-        record.limit, record.failed = object(), True
-        raise ValueError
-    assert not record.stopped
-    assert not record.fired
-    assert (record.limit, record.failed) == (None, False)
-
-
-def test_a_pass_that_others_need_takes_them_along(monkeypatch, caplog):
-    """Views that nobody refreshes look as if they shared no memory: Inductor, whose code runs here,
-    would write over what is still to be read."""
-    for name in ("idioms", "refresh_views"):
-        replace_pass(monkeypatch, name, lambda run: Failing(run, "end"))
-    compare("coda")
-    assert "a bug of ours" in caplog.text
 
 
 def test_a_graph_out_of_order_is_put_back():

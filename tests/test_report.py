@@ -15,7 +15,6 @@ from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import (
     Choice,
     GraphReport,
-    MemoryReport,
     SiteReport,
     forget,
     record,
@@ -108,11 +107,6 @@ def test_graphs_from_torchs_cache_have_no_report_and_that_is_said(monkeypatch, c
         monkeypatch.setitem(counters, "aot_autograd", Counter(autograd_cache_hit=hits))
         assert not reports()
         assert ("all graphs came from torch's compile cache" in caplog.text) is bool(hits)
-
-
-def test_small_sizes_are_not_zero():
-    text = str(MemoryReport(kept=3 << 20, before=3 << 30, again=2, ms=0.25, peak=5 << 30))
-    assert text.startswith("keeps 3.00 MiB for the backward pass in place of 3.00 GiB, computes 2")
 
 
 def test_a_report_is_kept_once():

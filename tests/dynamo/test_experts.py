@@ -90,11 +90,10 @@ WRITTEN = [
     ({"up": zoo.two_weights}, "pair", 0), ({"up": zoo.no_gate}, "", 0),
     ({"up": zoo.interleaved}, "pair", 0), (MASKED, "pair", 0), (MASKED | BIAS, "pair", 0),
     (BIAS, "pair", 0),
-    ({"sum": zoo.scattered} | BIAS, "pair", 0), ({"sum": zoo.unweighted} | BIAS, "pair", 0),
+    ({"sum": zoo.scattered} | BIAS, "pair", 0),
     (EACH, "pair", 2), (EACH | MASKED, "pair", 2),
     ({"up": zoo.two_weights} | EACH | MASKED, "pair", 1),
     ({"up": zoo.no_gate} | EACH | MASKED, "", 1),
-    ({"up": zoo.interleaved} | EACH, "pair", 2),
 ]  # fmt: skip
 
 

@@ -300,18 +300,6 @@ def test_a_changed_mask_stays(name, where):
     assert own or "an in-place op changes it" in reasons(harness)
 
 
-def test_what_writes_and_what_only_ends_in_an_underscore():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    for name in ("__setitem__", "__iadd__", "__imul__", "add_", "copy_", "relu_"):
-        assert mutates(graph.call_method(name, (x, x)))
-        assert not mutates(graph.call_method(name.strip("_").removeprefix("i"), (x, x)))
-    for op in (operator.and_, operator.or_):  # a regression
-        assert not mutates(graph.call_function(op, (x, x)))
-    assert mutates(graph.call_function(operator.iand, (x, x)))
-    assert mutates(graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}}))
-
-
 @pytest.mark.parametrize("wanted", [False, True], ids=["", "its gradient is wanted"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_the_backward_pass_computes_nothing_from_an_input_that_has_changed(wanted, dynamic):
@@ -350,6 +338,18 @@ def test_a_buffer_of_an_exported_program_is_no_unknown_graph():
     (call,) = (n for n in graph.nodes if "set_grad_enabled" in str(n.target))
     assert any(n.op == "get_attr" and "." in str(n.target) for n in call.all_input_nodes)
     assert not mutates(call)
+
+
+def test_what_writes_and_what_only_ends_in_an_underscore():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for name in ("__setitem__", "__iadd__", "__imul__", "add_", "copy_", "relu_"):
+        assert mutates(graph.call_method(name, (x, x)))
+        assert not mutates(graph.call_method(name.strip("_").removeprefix("i"), (x, x)))
+    for op in (operator.and_, operator.or_):  # a regression
+        assert not mutates(graph.call_function(op, (x, x)))
+    assert mutates(graph.call_function(operator.iand, (x, x)))
+    assert mutates(graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}}))
 
 
 def test_what_changes_memory_is_never_erased():

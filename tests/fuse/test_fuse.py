@@ -242,13 +242,6 @@ def test_constants_have_their_dtype():
     assert len(harness.fused) == len(FULL) + 1
 
 
-def test_a_number_that_is_complex_is_no_constant():
-    def function(x, w):
-        return (x @ w) * torch.full((), 2.0, dtype=torch.complex128)
-
-    assert not check(function, randn(6, 8), randn(8, 10)).fused
-
-
 def test_a_cast_that_narrows_float64_rounds():
     """Programs of float64 GEMMs do not: in front of a norm it was as if there were none."""
 

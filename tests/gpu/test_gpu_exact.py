@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from checking import randn, slice_logits
 from layers import compiled
+from test_eager import EXACT, small_integers
 from test_pass_contract import CASES, Case, same_model
 from test_pass_contract import model as model_of
 from torch import nn
@@ -255,3 +256,17 @@ def test_dynamic_rows():
         model.bfloat16()
         for have, theirs, want in zip(ours(*inputs), model(*inputs), exact, strict=True):
             assert (have - want).norm() <= edges.SLACK * (theirs - want).norm()
+
+
+@EXACT
+def test_bits_are_eagers_where_accumulators_are_exact(function):
+    """``numerics="eager"``. Elsewhere cuBLAS and our main loops sum in different orders."""
+    arguments = small_integers("cuda")
+    with torch.no_grad():
+        want = function(*arguments)
+        have = compiled(function, numerics="eager")(*arguments)
+        assert "kernel" in {site.how for site in reports()[-1].sites}
+        torch._dynamo.reset()
+        other = compiled(function)(*arguments)
+    assert torch.equal(have, want)
+    assert not torch.equal(other, want)

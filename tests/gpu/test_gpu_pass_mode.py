@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels under backend="inductor" and in exported programs, and none in AOTInductor's; a user's
-pattern under the check command."""
-
-from pathlib import Path
+"""Kernels under backend="inductor" and in exported programs, and none in AOTInductor's."""
 
 import pytest
 import torch
 from layers import agree, compiled, errors, make
-from zoo import users
 
 import coda_inductor
-from coda_inductor.cli.check import check_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
@@ -73,9 +68,3 @@ def test_aot_inductors_programs_have_no_kernels_of_ours(tmp_path):
         mine = torch._inductor.aoti_load_package(path)(*xs)
         assert not coda_inductor.reports()
     agree(lambda *_: mine, model, *xs)
-
-
-def test_gate_of_a_user_passes_every_check(tmp_path):
-    """On a machine with a GPU too."""
-    results = {r.check: r for r in check_file(Path(users.write(tmp_path, users.MISH)))}
-    assert not {name: r.detail for name, r in results.items() if r.outcome == "fail"}

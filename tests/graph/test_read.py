@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call reads the same however it is written."""
 
-import operator
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph
 
-from coda_inductor.graph.nodes import arguments
-from coda_inductor.graph.read import change, kind, read
+from coda_inductor.graph.read import kind, read
 from coda_inductor.semantic import rms_norm
 
 aten = torch.ops.aten
@@ -87,46 +83,6 @@ def test_types_choose_between_overloads(function, name):
     assert [*given.args][1] == name
 
 
-def test_what_no_signature_allows_is_not_read():
-    assert call(lambda x, _: x.sum(axis=1)) is None
-    assert call(lambda x, y: torch.add(x, y, out=y)) is None
-    graph = Graph()
-    assert read(graph.placeholder("x")) is None
-    assert read(1.0) is None
-
-
-def custom(*args, **kwargs):
-    return operator.add(*args, **kwargs)
-
-
-def test_what_tells_no_signature_is_read_by_place():
-    graph = Graph()
-    x = graph.placeholder("x")
-    node = graph.call_function(custom, (x, 1, 2), {"how": 3})
-    assert arguments(node) == {"input": x, "index": 1, "value": 2, "how": 3}
-    assert read(node).op == f"{custom.__module__}.custom"
-    assert read(node).get("alpha") is None
-
-
-def test_a_name_that_every_object_has_is_no_op():
-    """Dynamo of torch 2.11 calls a property's ``__get__``; ``aten`` has one as every object has."""
-    graph = Graph()
-    x = graph.placeholder("x")
-    for node in (
-        graph.call_function(torch.Tensor.T.__get__, (x,)),
-        graph.call_method("__eq__", (x, 1)),
-    ):
-        assert arguments(node)["input"] is x
-
-
-def test_each_reading_is_its_own():
-    """Callers may change what they are given."""
-    graph = Graph()
-    node = graph.call_method("sum", (graph.placeholder("x"),))
-    arguments(node).clear()
-    assert arguments(node)["dtype"] is None
-
-
 KINDS = [
     (lambda x, _: x.view(2, -1), "names"),
     (lambda x, _: aten.view.default(x, [2, -1]), "names"),
@@ -142,15 +98,3 @@ KINDS = [
 @pytest.mark.parametrize(("function", "want"), KINDS)
 def test_what_computes_nothing_has_a_kind(function, want):
     assert kind(call(function).node) == want
-
-
-@pytest.mark.parametrize("function", [
-    lambda x, _: aten.sum.dim_IntList(x, [-1], False),
-    lambda x, _: torch.sum(x, dim=-1, keepdim=False),
-    lambda x, _: x.sum(-1),
-])  # fmt: skip
-def test_arguments_change_by_name(function):
-    node = call(function).node
-    change(node, keepdim=True)
-    assert read(node)["keepdim"] is True
-    assert read(node)["dim"] in (-1, [-1])

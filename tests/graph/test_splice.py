@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function does is traced once a graph for the same tensors, and copied. Nodes that are put
-and pruned, and the modules that a report says GEMMs are of."""
+"""What a function does is traced once a graph for the same tensors, and copied; and the
+modules that a report says GEMMs are of."""
 
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
 from harness import Harness
-from passes import aten_graph
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
@@ -17,8 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import storage
 from coda_inductor.graph import splice as module
-from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import fake, is_transpose
 from coda_inductor.graph.splice import splice
 
 
@@ -102,6 +97,9 @@ def test_other_tensors_are_traced_anew(traces, other):
     assert traces.count == 2
 
 
+aten = torch.ops.aten
+
+
 def test_one_memory_twice_and_symbolic_sizes_are_traced_each_time(traces):
     _, (x, _), output = graph_of(X, Y)
     for _ in range(2):
@@ -114,48 +112,6 @@ def test_one_memory_twice_and_symbolic_sizes_are_traced_each_time(traces):
         for _ in range(2):
             splice(symbolic.output_node(), function, (*nodes, 2.0), like=nodes[0])
     assert traces.count == 4
-
-
-def test_nothing_outlives_its_graph():
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    alive = weakref.ref(mode)
-    put(*graph_of(X, Y, mode=mode), 2.0)
-    del mode
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_constant_tensor_is_an_error():
-    _, (x, _), output = graph_of(X, Y)
-    with pytest.raises(RuntimeError, match="captured a constant"):
-        splice(output, lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), (x,), like=x)
-
-
-aten = torch.ops.aten
-
-
-def test_put_records_values_and_prune_takes_them_out():
-    graph = aten_graph(lambda x: x.t(), torch.randn(3, 4))
-    (x,) = graph.find_nodes(op="placeholder")
-    put = Put(x, graph.output_node(), pattern=("name", "here"))
-    node = put.row_sum(put.mul(put.cast(x, torch.float64), 2.0))
-    turned = put.transpose(put.reshape(put.column_sum(x), [2, 2]))
-    assert (fake(node).shape, fake(node).dtype) == ((3, 1), torch.float64)
-    assert is_transpose(turned)
-    assert fake(turned).shape == (2, 2)
-    assert node.meta["coda_pattern"] == ("name", "here")
-    before = len(graph.nodes)
-    prune([node, turned])
-    assert len(graph.nodes) == before - 6
-
-
-def test_a_reshape_that_copies_nothing_is_a_view():
-    graph = aten_graph(lambda x: x, torch.randn(4, 6).t())
-    (x,) = graph.find_nodes(op="placeholder")
-    put = Put(x, graph.output_node())
-    shapes = [2, 3, 4], [6, 2, 2], [24]
-    targets = [put.reshape(x, shape).target for shape in shapes]
-    assert targets == [aten.view.default] * 2 + [aten.reshape.default]
 
 
 def test_a_result_that_is_returned_again_keeps_its_gradient():

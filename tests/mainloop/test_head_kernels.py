@@ -83,16 +83,6 @@ def of_a_thread(period: int, run: int, wide: int = 128) -> dict:
     return found
 
 
-def test_a_partner_may_be_anywhere_in_its_row():
-    every = heads.partners(of_a_thread(128, 128), {0}, 128, 24, 12)
-    assert every[0, 0][0] == ((0, 0), 12)
-    assert every[0, 0][12] == ((0, 0), 0)
-    assert every[0, 0][24] == ((0, 0), 24)  # the rest of the head stays
-    far = heads.partners(of_a_thread(8, 2), {0, 2, 4, 6}, 128, 128, 64)
-    assert far[0, 1][3] == ((0, 3), 3)
-    assert far[0, 3][3] == ((0, 1), 3)
-
-
 @pytest.mark.parametrize(("period", "run", "firsts", "distance"), [
     (8, 2, {0, 2, 4, 6}, 12),  # Hopper: the thread beside has it
     (8, 2, {0, 2, 4, 6}, 4),
@@ -103,9 +93,3 @@ def test_a_partner_may_be_anywhere_in_its_row():
 def test_what_another_thread_has_is_refused(period, run, firsts, distance):
     with pytest.raises(ValueError, match=f"columns {distance} apart .* not one thread's"):
         heads.partners(of_a_thread(period, run), firsts, 128, 8 * distance, distance)
-
-
-def test_tables_are_read_under_whole_subtiles():
-    """A guard behind ``select.legality``, which such a config does not pass."""
-    with pytest.raises(AssertionError, match="multiple of the epi tile"):
-        build(programs.heads()["halves_80"], Config.parse("128x160:2x1:pp"))

@@ -85,26 +85,3 @@ def test_what_was_copied_or_is_of_another_device_is_bound_each_time(kernel, monk
     monkeypatch.setattr(fp8_casts, "_current", lambda _: False)
     cast()
     assert (len(kernel.first), len(kernel.again)) == (6, 0)
-
-
-@pytest.mark.parametrize("name", ["scale", "scale_t", "factor"])
-def test_only_a_weight_may_have_16_bits(kernel, name):
-    cast(weight=torch.ones(1, K).bfloat16())
-    with pytest.raises(ValueError, match="are float32"):
-        cast(**{name: torch.ones(1, K).bfloat16()})
-
-
-def test_maxima_too_and_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
-    for rows, cols in ((True, True), (True, True), (True, False)):
-        fp8_casts.fp8_amax(torch.randn(M, K).bfloat16(), None, rows, cols)
-    assert (len(kernel.first), len(kernel.again)) == (2, 1)
-    monkeypatch.setattr(fp8_casts, "_MOST", 4)
-    for m in range(1, 10):
-        cast(x=torch.randn(m, K).bfloat16())
-        assert len(fp8_casts._launchers) <= 4
-
-
-def test_nothing_is_launched_for_a_tensor_without_elements(kernel):
-    cast(x=torch.empty(0, K).bfloat16())
-    fp8_casts.fp8_amax(torch.empty(M, 0).bfloat16(), None, True, True)
-    assert (kernel.first, kernel.again) == ([], [])

@@ -110,8 +110,7 @@ def test_dropouts_kernels_compute_what_plain_torch_does():
 
 
 @pytest.mark.parametrize(("count", "rank", "dtype"), [
-    (1, 16, "bf16"), (3, 16, "fp32"), (4, 64, "fp32"), (2, 128, "bf16"), (1, 256, "bf16"),
-    (1, 256, "fp32"),
+    (3, 16, "fp32"), (2, 128, "bf16"), (1, 256, "fp32"),
 ])  # fmt: skip
 def test_dropouts_kernels_compile(count, rank, dtype):
     from coda_inductor.mainloop import dropout

@@ -3,7 +3,6 @@
 pair of gate and up, one product without the other."""
 
 import itertools
-import operator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from harness import Harness, Stock
 from programs import kinds, parsed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 from zoo.layers import Gated
@@ -26,7 +24,7 @@ from coda_inductor.compat import (
 )
 from coda_inductor.errors import OptionError
 from coda_inductor.log import forget_warnings
-from coda_inductor.memory import candidates, partition, planner
+from coda_inductor.memory import partition, planner
 from coda_inductor.memory.halves import half_of
 from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, verify
@@ -133,13 +131,6 @@ def test_what_takes_more_time_has_a_lower_peak():
         assert [state.key[:2] for state in steps.states] == [(0, 0), (1, 1), (2, 0), *end]
 
 
-def test_all_memory_computes_nothing_again():
-    harness, without = trained(memory=1.0), trained()
-    assert harness.report.memory.again == 0
-    assert [str(g) for g in harness.parts] == [str(g) for g in without.parts]
-    assert without.report.memory is None
-
-
 def test_the_budget_of_torch_is_a_share(stock):
     with torch._functorch.config.patch(activation_memory_budget=0.4):
         harness = trained()
@@ -179,16 +170,6 @@ def test_smaller_results_are_kept_in_place_of_what_elementwise_ops_make_of_them(
     assert products[0] == products[1], "no product runs again"
     keys = ROWS * D * 8
     assert most - kept(harness) == 2 * keys - keys // 2, "k.cos() and k.sin(), k before it repeats"
-
-
-def test_the_cheapest_mix_of_a_block_frees_what_it_must():
-    """Not all that is cheaper a byte first: then gate and up would go on top of all others."""
-    model, before = blocks()[:1], None
-    for share in (1.0, 0.45):
-        harness = trained(model, memory=share)
-        before, after = before or harness.report.memory, harness.report.memory
-    assert after.again < 5
-    assert after.kept > before.kept / 4
 
 
 def policy_of(every):
@@ -384,46 +365,6 @@ def test_the_option_says_what_it_takes(wrong):
         parse(None, {"memory": wrong})
 
 
-def test_a_peak_on_a_gpu_is_no_limit_elsewhere():
-    """Where a part of a model may be, behind a graph break."""
-    harness = Harness(memory="1 GiB")
-    harness.train(blocks(), inputs())
-    assert harness.record.limit is None
-
-
-def test_parts_of_a_split_are_views():
-    graph = make_fx(lambda w: [part.sin() for part in w.split(2)], tracing_mode="fake")(
-        torch.randn(4, 3)
-    ).graph
-    parts = [n for n in graph.nodes if n.target is operator.getitem]
-    assert len(parts) == 2
-    assert {candidates.owner(n) for n in parts} == {graph.find_nodes(op="placeholder")[0]}
-
-
-OF_COLUMNS = [
-    parsed("bfloat16", f"b:{kind}", "g add acc0 b; y mul g acc1", "y g", accs=("acc0", "acc1"))
-    for kind in ("row", "batch")
-]
-
-
-def test_a_half_has_the_steps_of_its_product():
-    program = kinds()["swiglu_train"]
-    stored = {s.value: at for at, s in enumerate(program.stores)}
-    for product, name in enumerate("gu"):
-        half, number, own = half_of(program, stored[name])
-        verify(half)
-        assert (number, own) == (product, [0])
-        assert [step.name for step in half.steps] == [name]
-        assert [s.value for s in half.stores] == [name]
-
-
-@pytest.mark.parametrize("program", OF_COLUMNS)
-@pytest.mark.parametrize("value", ["y", "g"])
-def test_no_half_of_what_needs_both_products_or_values_of_columns(program, value):
-    at = [s.value for s in program.stores].index(value)
-    assert half_of(program, at) is None
-
-
 def programs(graph):
     return [
         EpilogueProgram.from_json(call.args[3])
@@ -450,3 +391,27 @@ def test_up_is_computed_alone(monkeypatch):
     assert not again.paired
     assert again in [half_of(p, at)[0] for p in before[0] if p.paired for at in (0, 1)]
     assert harnesses[1].report.memory.again == 1
+
+
+OF_COLUMNS = [
+    parsed("bfloat16", f"b:{kind}", "g add acc0 b; y mul g acc1", "y g", accs=("acc0", "acc1"))
+    for kind in ("row", "batch")
+]
+
+
+def test_a_half_has_the_steps_of_its_product():
+    program = kinds()["swiglu_train"]
+    stored = {s.value: at for at, s in enumerate(program.stores)}
+    for product, name in enumerate("gu"):
+        half, number, own = half_of(program, stored[name])
+        verify(half)
+        assert (number, own) == (product, [0])
+        assert [step.name for step in half.steps] == [name]
+        assert [s.value for s in half.stores] == [name]
+
+
+@pytest.mark.parametrize("program", OF_COLUMNS)
+@pytest.mark.parametrize("value", ["y", "g"])
+def test_no_half_of_what_needs_both_products_or_values_of_columns(program, value):
+    at = [s.value for s in program.stores].index(value)
+    assert half_of(program, at) is None

@@ -57,9 +57,3 @@ def test_with_less_room_the_plan_of_an_earlier_process_is_not_run(monkeypatch):
         assert [step(10**12), step(10**12)] == [0, 1]
         with pytest.raises(Exception, match=r"'memory'.*allow .* more"):
             step(10)
-
-
-def test_a_graph_on_a_cpu_has_no_room():
-    gm = torch.fx.symbolic_trace(lambda x: x + 1)
-    assert joint._room(gm, [torch.ones(2)], "fit") is None
-    assert joint._room(gm, [torch.ones(2)], 0.5) is None

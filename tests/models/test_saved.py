@@ -4,7 +4,6 @@ around its attention."""
 
 import copy
 
-import pytest
 import torch
 import transformers as hf
 from checking import leave_custom_ops, slice_logits
@@ -56,12 +55,11 @@ def base(node):
     return node
 
 
-@pytest.mark.parametrize("family", ["GPT-2", "T5"])
-def test_no_two_saved_tensors_are_one_memory(family):
+def test_no_two_saved_tensors_are_one_memory():
     """A regression: of a LayerNorm's mean, the tensor and a reshape of it were saved. The compiled
     backward pass wrote over the one while the other was still to be read, and GPT-2's gradients
     were wrong, on a CPU with 1280 columns."""
-    model, call, inputs = FAMILIES[family](2)
+    model, call, inputs = FAMILIES["GPT-2"](2)
     harness = Harness(gate="always", strict=False)
     harness.train(lambda *xs: call(model, *xs), *inputs)
     saved = [n for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]

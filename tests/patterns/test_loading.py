@@ -13,14 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import coda_inductor
 from coda_inductor import PatternError, options, patterns
 from coda_inductor.dynamo import attention
-from coda_inductor.joint import JointPass
 from coda_inductor.log import forget_warnings
 from coda_inductor.options import parse
 from coda_inductor.patterns import loading
 from coda_inductor.patterns.compare import compare
 from coda_inductor.patterns.prove import prove
-from coda_inductor.patterns.source import read, run
-from coda_inductor.record import Record
 
 GATE = """
 import torch
@@ -100,12 +97,6 @@ def test_a_random_meaning_is_refused(tmp_path):
         patterns.load_file(write(tmp_path / "random.py", text=text))
 
 
-def test_random_numbers_of_the_process_are_left_alone(tmp_path):
-    before = torch.get_rng_state()
-    patterns.load_file(write(tmp_path / "good.py"))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     "path", sorted(patterns.builtin_folder().glob("*.py")), ids=lambda p: p.stem
 )
@@ -166,23 +157,6 @@ def test_file_counts_once_and_the_options_files_come_first(tmp_path, monkeypatch
     assert names(patterns.load(settings.patterns)) == ["first", "second", *BUILTIN]
 
 
-def key(**options) -> object:
-    return JointPass(Record(parse(None, options))).uuid()
-
-
-def test_patterns_are_part_of_cache_keys(tmp_path):
-    bare = key()
-    path = write(tmp_path / "a.py")
-    given = key(patterns=[path])
-    coda_inductor.load_patterns(path)
-    registered = key()
-    assert len({bare, given, registered}) == 3
-    assert key() == registered
-    write(tmp_path / "a.py", factor=3.0)
-    assert key() != registered
-    assert key(patterns=[path]) != given
-
-
 def test_ops_are_named_by_content(tmp_path):
     """An edited file gets a new op; the same content is the same op; two files never collide."""
 
@@ -197,14 +171,6 @@ def test_ops_are_named_by_content(tmp_path):
     assert other is not one
     x = torch.rand(3)
     torch.testing.assert_close(other(x, x) / one(x, x), torch.full((3,), 1.5))
-
-
-def test_file_is_run_as_it_was_read(tmp_path):
-    """What was compared is what runs, whatever stands on disk by then."""
-    path = write(tmp_path / "a.py")
-    source = read(path)
-    path.write_text("PATTERN = 1 / 0")
-    assert names(run(source)) == ["mine"]
 
 
 def test_a_name_of_a_built_in_rewrite_is_refused(tmp_path, caplog):

@@ -90,12 +90,6 @@ def test_what_is_not_decided_is_refused(monkeypatch):
     assert "could not be proven: the difference is" in difference(sympy.sin(G), sympy.cos(G))
 
 
-def test_kinks_are_left_out_where_asked():
-    left, right = (sympy.Piecewise((1, c), (0, True)) for c in (G > 0, G >= 0))
-    assert difference(left, right) is not None
-    assert difference(left, right, kinks=False) is None
-
-
 #: How to call what takes more than one tensor.
 CALLS = {
     **{n: lambda x, n=n: getattr(torch, n)(x, 0.75) for n in ("add", "sub", "mul", "div", "pow")},

@@ -12,8 +12,6 @@ from programs import E4M3, E5M2, one_op, parsed
 
 from coda_inductor import EpilogueProgram, ProgramError
 from coda_inductor.program import OPS, Step, consistent, reference, simplify, verify
-from coda_inductor.program.heads import swap
-from coda_inductor.program.scales import Scaled, scaled
 
 M, N, K, HEAD = 5, 6, 7, 8
 
@@ -314,27 +312,6 @@ def test_a_row_of_each_group(accs):
     torch.testing.assert_close(reference.run(made, [a], bs, given)[0][:5], want)
 
 
-NONE = Scaled("acc")
-
-
-@pytest.mark.parametrize(("steps", "more", "want"), [
-    ("x mul acc r; y mul x w; z abs y", {}, Scaled("y", ("x", "y"), "r", "w")),
-    ("x mul acc r; y mul s x", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
-    ("x mul acc r; y mul x r2", {}, Scaled("x", ("x",), "r")),
-    ("x mul acc r; y mul s x; z mul y w", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
-    ("x mul acc r; y mul s x", {"dtype": "bfloat16"}, NONE),
-    ("x mul acc acc", {}, NONE),
-    ("x mul acc 2", {}, NONE),
-    ("x add acc r", {}, NONE),
-    ("x mul acc half", {}, NONE),
-    ("x mul acc r; y add x acc", {}, NONE),
-    ("x mul acc r", {"stores": "acc:float32"}, NONE),
-])  # fmt: skip
-def test_what_counts_as_a_scale_of_a_product(steps, more, want):
-    operands = "r:col:float32 r2:col:float32 w:row:float32 s:scalar:float32 half:col:bfloat16"
-    assert scaled(program(steps, operands, **{"dtype": E4M3, **more}))["acc"] == want
-
-
 def test_rotary_is_hugging_faces():
     a, b = randn(3, K), randn(K, 3 * HEAD)
     cos, sin = randn(2, 3, HEAD)
@@ -343,13 +320,3 @@ def test_rotary_is_hugging_faces():
     x = (a @ b).unflatten(-1, (-1, HEAD))
     half = torch.cat((-x[..., HEAD // 2 :], x[..., : HEAD // 2]), -1)
     torch.testing.assert_close(got, (x * cos[:, None] + half * sin[:, None]).flatten(-2))
-
-
-@pytest.mark.parametrize(("width", "distance"), [(8, 4), (8, 1), (4, 2), (4, 1)])
-def test_a_swap_is_its_own_inverse_and_stays_in_its_head(width, distance):
-    x = torch.arange(2 * HEAD)
-    y = swap(x, HEAD, width, distance)
-    assert torch.equal(swap(y, HEAD, width, distance), x)
-    moved = (y - x).abs()
-    assert set(moved.tolist()) <= {0, distance}
-    assert (moved == 0).sum() == 2 * (HEAD - width)

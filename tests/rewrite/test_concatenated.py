@@ -57,10 +57,6 @@ def broken(function):
 REFUSED = {
     "read elsewhere": broken(lambda x, h, w: (F.linear(c := torch.cat([x, h], -1), w), c.sin())),
     "no epilogue": lambda x, up, down: F.linear(torch.cat([x, F.linear(x, up).atan()], -1), down),
-    "no narrower": broken(lambda x, h, w: F.linear(torch.cat([x, h], -1), w.repeat(5, 1))),
-    "alpha/beta": broken(
-        lambda x, h, w: torch.addmm(w[:, 0], torch.cat([x, h], -1).flatten(0, 1), w.mT, alpha=2.0)
-    ),
     "aligned": broken(lambda x, h, w: F.linear(torch.cat([x[..., :-1], h, x[..., -1:]], -1), w)),
 }
 

@@ -138,14 +138,6 @@ def test_every_legal_config_is_a_candidate_once_the_nearest_fastest_first():
     assert str(candidates(ONE, H100, (ONE, near))[0]) == near.best(order) == order[2]
 
 
-def test_times_of_the_nearest_count_by_the_tiles_of_the_busiest_processor():
-    """Tiles of 128 and of 192 columns take 8 and 6 turns for 2048 columns, 6 and 4 for 1408."""
-    there = replace(ONE, m=8192, n=2048)
-    near = there, figures({"128x128:2x1:pp": 50.0, "128x192:2x1:pp": 52.0})
-    found = [str(candidates(replace(there, n=n), H100, near)[0]) for n in (2048, 1408)]
-    assert found == ["128x128:2x1:pp", "128x192:2x1:pp"]
-
-
 def test_by_default_one_of_few_runs_that_fills_the_gpu():
     for m in (64, 8192):
         for kind in ("scale", "swiglu", "norm_bwd_joined", "logsumexp"):

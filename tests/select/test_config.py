@@ -82,17 +82,6 @@ def test_what_is_legal_is_written_and_so_is_its_twin(name):
         assert order == sorted(order)
 
 
-def test_heavy_programs_have_fewer_configs_then_none():
-    counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 16)]
-    assert counts[0] >= sum(not config.lean for config in COMMON)
-    assert counts[0] > counts[1] > counts[2] == 0
-
-
-def test_a_pair_has_tiles_for_half_wide_stores():
-    pairs = legal_configs(KINDS["swiglu_train"])
-    assert {(c.tile_n % 32, c.tile_m == 192) for c in pairs} == {(0, False)}
-
-
 def test_lean_epilogues_are_for_16_bit_tiles_and_leave_more_to_the_main_loop():
     for program in (sum_of_tiles(2, "bfloat16"), KINDS["rotary"]):
         assert {c.lean for c in legal_configs(program)} == {True, False}
@@ -102,15 +91,6 @@ def test_lean_epilogues_are_for_16_bit_tiles_and_leave_more_to_the_main_loop():
     for name in ("dswiglu", "norm_bwd"):
         stages = [mainloop_stages(KINDS[name], replace(config, lean=lean)) for lean in (0, 1)]
         assert stages[1] == stages[0] + 1
-
-
-def test_slow_accumulation_has_no_room_for_larger_tiles():
-    slow = {(c.tile_m, c.tile_n, c.pingpong) for c in legal_configs(FP8["fp8_residual"])}
-    fast = {(c.tile_m, c.tile_n) for c in legal_configs(FP8["fp8_residual_fast"])}
-    assert slow == {(128, 128, False)}
-    assert {(128, 128), (128, 256)} < fast
-    pair = legal_configs(FP8["fp8_swiglu"])
-    assert {c.dynamic_twin() for c in pair} <= {*pair}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

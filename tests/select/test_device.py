@@ -33,13 +33,6 @@ def machine(monkeypatch):
     tables.cache_clear()
 
 
-def test_a_table_says_everything(tmp_path):
-    gpu = table(tmp_path, "NVIDIA H900")
-    assert gpu == replace(H100, name="NVIDIA H900", sites=gpu.sites)
-    assert read(gpu.sites) == gpu
-    assert hash(gpu)
-
-
 def test_tables_that_ship_are_tables_and_others_are_an_error(tmp_path):
     shipped = tables(None)
     assert H100.name in shipped
@@ -76,12 +69,6 @@ def test_what_is_known_of_a_model(tmp_path):
 def test_the_most_alike_name_lends(name, lender):
     (of,) = (gpu for gpu in tables(None).values() if gpu.short == lender)
     assert match_gpu(name, (9, 0), 132, tables(None)) == borrowing(of, name)
-
-
-def test_names_for_people_and_files():
-    assert (H100.short, H100.file) == ("H100", "nvidia_h100_80gb_hbm3")
-    gpu = replace(H100, name="NVIDIA RTX PRO 6000 (Blackwell)")
-    assert (gpu.short, gpu.file) == ("RTX PRO 6000 (Blackwell)", "nvidia_rtx_pro_6000_blackwell")
 
 
 def test_the_gpu_of_this_machine(machine, monkeypatch):

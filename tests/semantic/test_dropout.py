@@ -25,7 +25,7 @@ def test_draws_are_philox():
         assert (bool(one[0, i]), bool(next_one[0, i])) == (True, False)
 
 
-@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.05, 0.5])
 def test_masks_are_as_probable_and_independent_as_they_should_be(p):
     """Of steps (seeds), of adapters (numbers), of rows and of columns, near ones and far ones."""
     seeds = [torch.tensor([number]) for number in (0, 1, -1, 2**62)]

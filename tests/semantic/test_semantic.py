@@ -8,7 +8,6 @@ import pytest
 import torch
 from checking import assert_same, randn, swiglu
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
@@ -195,31 +194,3 @@ def test_layers_that_repeat_compute_once():
     assert one[1][0].shape == two[1][0].shape
     assert storage(one[0]) != storage(two[0])
     assert other[0].shape == (3, 4)
-
-
-@pytest.mark.parametrize("result", [lambda x: x[1:], lambda x: x.shape, lambda x: None])
-def test_what_is_no_new_tensor_is_computed_again(result):
-    function = Counted(result)
-    with FakeTensorMode():
-        x = torch.empty(4)
-        assert [str(fakes.once(function, x)) for _ in range(2)] == [str(result(x))] * 2
-    assert function.calls == 2
-
-
-def test_symbolic_sizes_are_computed_again():
-    function, env = Counted(torch.clone), ShapeEnv()
-    real = torch.empty(5, 7)
-    with FakeTensorMode(shape_env=env) as mode:
-        x = mode.from_tensor(real, static_shapes=False)
-        for _ in range(2):
-            assert fakes.once(function, x).shape == x.shape
-    assert function.calls == 2
-
-
-def test_results_are_dropped_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(fakes, "_MOST", 4)
-    monkeypatch.setattr(fakes, "_RESULTS", {})
-    with FakeTensorMode():
-        for size in range(10):
-            fakes.once(torch.clone, torch.empty(size))
-    assert len(fakes._RESULTS) <= 4

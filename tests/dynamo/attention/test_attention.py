@@ -8,14 +8,11 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
 from harness import Harness, Stock
-from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.dynamo.attention import calls as calls_module
 from coda_inductor.dynamo.attention import constants
 from coda_inductor.dynamo.attention.calls import classify
-from coda_inductor.dynamo.attention.constants import Constants
-from coda_inductor.matching import Body
 from coda_inductor.rewrite.tables import KEEP
 
 T = 12
@@ -313,23 +310,3 @@ def test_heads_written_to_before_they_are_repeated_are_grouped(groups_here):
 def made(graph, **where):
     ones = graph.call_function(torch.ones, (T, T), {"dtype": torch.bool, **where})
     return graph.call_method("tril", (ones,))
-
-
-WAYS = {
-    "cuda()": lambda g: g.call_method("cuda", (made(g),)),
-    "cuda(1)": lambda g: g.call_method("cuda", (made(g), 1), {"non_blocking": True}),
-    "device=0": lambda g: made(g, device=0),
-    "device=torch.device": lambda g: made(g, device=torch.device("cuda", 0)),
-    "to('cuda')": lambda g: g.call_method("to", (made(g), "cuda")),
-    "to(device=0)": lambda g: g.call_method("to", (made(g),), {"device": 0}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_mask_is_evaluated_on_the_cpu(way):
-    graph = Graph()
-    mask = WAYS[way](graph)
-    for node in graph.nodes:
-        node.meta["example_value"] = torch.empty(T, T, dtype=torch.bool)
-    found = Constants(Body(GraphModule({}, graph))).value(mask)
-    torch.testing.assert_close(found, torch.ones(T, T, dtype=torch.bool).tril())

@@ -127,14 +127,7 @@ def test_a_scale_and_wider_values():
     assert compare(scaled, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
 
 
-@pytest.mark.parametrize(("d", "tiles"), [(64, 64), (32, None), (128, None)])
-def test_tiles_for_heads_of_64(d, tiles):
-    harness = compare(attend, *inputs(t=20, d=d), torch.rand(20, 20) > 0.5)
-    (call,) = calls(harness)
-    assert call.args[6].get("bwd_BLOCK_M1") == call.args[6].get("fwd_BLOCK_N") == tiles
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3)])
 def test_the_result_has_the_strides_of_sdpas(order):
     """A view after it counts on them."""
     back = [order.index(d) for d in range(4)]
@@ -334,7 +327,7 @@ def extended(text, t=256):
     return F.pad(text, (0, t - text.shape[1]), value=True)[:, None, None].expand(-1, 2, t, -1)
 
 
-@pytest.mark.parametrize(("made", "batch"), [(concatenated, 1), (concatenated, 2), (extended, 2)])
+@pytest.mark.parametrize(("made", "batch"), [(concatenated, 2), (extended, 2)])
 def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read, made, batch):
     """A regression: Inductor computed ``cat`` inside the kernel, which raised an error."""
     real, masks = lowering.lowerings[flex], []
@@ -356,3 +349,15 @@ def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read, made, ba
     while not isinstance(mask, (ir.Buffer, ir.Loops)):
         mask = mask.data
     assert isinstance(mask, ir.Buffer)
+
+
+def test_lists_that_torchtitan_makes_with_vmap():
+    """As version 0.3 compiles it: values of vmap have no storage. With ``strict``: no pass may
+    fail."""
+    position = torch.arange(64) % 20
+
+    def mask(b, h, q, k):
+        return (q >= k) & (position[q] - position[k] == q - k)
+
+    found = Harness(gate="always").run(create_block_mask, mask, 2, None, 64, 64, device="cpu")
+    assert found.shape == (2, 1, 64, 64)

@@ -146,9 +146,7 @@ def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
     fp8.assert_bits(torch.fx.GraphModule({}, graph)(x, w), function(x, w))
 
 
-@pytest.mark.parametrize(
-    ("how", "layers", "rows"), [("row", 1, (2, 16)), ("row", 3, (1, 16)), ("tensor", 2, (1, 16))]
-)
+@pytest.mark.parametrize(("how", "layers", "rows"), [("row", 3, (1, 16)), ("tensor", 1, (2, 16))])
 def test_counts_of_inference_follow_the_layers(how, layers, rows):
     harness = Harness(**ALL)
     harness.run(fp8.in_fp8(fp8.Stack, how, layers=layers), fp8.batch(rows=rows))
@@ -185,7 +183,7 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("value", [1.0, 0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [1.0, torch.nan])
 @pytest.mark.parametrize(("joined", "in_epilogue"), JOINED.values(), ids=JOINED)
 @pytest.mark.parametrize("dims", [[1], []])
 def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, joined, in_epilogue, value):
@@ -206,10 +204,9 @@ def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, joined, in_epilo
     fp8.assert_bits(torch.fx.GraphModule({}, graph)(*args), function(*args))
 
 
-@pytest.mark.parametrize("how", ["row", "tensor"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_the_mlp_beside_attention_makes_its_maxima(layers, how):
-    model = fp8.in_fp8(Blocks, how, kind=Single, layers=layers, width=fp8.D)
+def test_the_mlp_beside_attention_makes_its_maxima():
+    layers = 2
+    model = fp8.in_fp8(Blocks, "row", kind=Single, layers=layers, width=fp8.D)
     inputs = [torch.randn(1, n, fp8.D).bfloat16() for n in (24, 8)]
     harness = Harness(**ALL)
     harness.run(model, *inputs, torch.randn(1, fp8.D).bfloat16())
@@ -225,17 +222,6 @@ def test_with_a_static_scale_nothing_is_read_for_a_maximum():
     assert harness.counts["residual"] == 2
     assert not [op for op in harness.ops() if "fp8_" in op]
     assert (have - want).norm() < 0.05 * want.norm()
-
-
-def test_through_inductor():
-    """The backend as users call it, code generation included."""
-    x, model, found = fp8.batch(), fp8.in_fp8(fp8.Stack, "row"), []
-    for backend, options in (("coda", ALL), ("eager", None)):
-        torch._dynamo.reset()
-        with torch.no_grad():
-            found.append(torch.compile(model, backend=backend, options=options)(x))
-    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
-    assert torch._dynamo.utils.counters["coda"]["fp8_product"] == 3
 
 
 class Behind(nn.Module):
@@ -269,7 +255,7 @@ def run(model, **options):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gamma"), [*((recipe, True) for recipe in fp8.RECIPES), ("rowwise", False)]
+    ("recipe", "gamma"), [("tensorwise", True), ("rowwise", False), ("rowwise_with_gw_hp", True)]
 )
 def test_the_factor_is_that_of_the_cast(recipe, gamma):
     norm = nn.RMSNorm(fp8.D, eps=1e-5, elementwise_affine=gamma)

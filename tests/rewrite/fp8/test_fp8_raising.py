@@ -21,7 +21,6 @@ from coda_inductor.semantic.fp8 import (
     quantize,
     quantize_definition,
     scaled_mm,
-    scaled_mm_definition,
 )
 from coda_inductor.sites import Sites
 
@@ -196,26 +195,3 @@ def test_a_product_is_given_its_scales_or_stays_torchaos(
     rest.finish_fp8(graph, record)
     (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
     assert node.args[6] is stays  # multiplied after it
-
-
-def test_it_is_rounded_once():
-    needs_scaled_mm()
-    a, b, inv_a, inv_b = operands()
-    exact = (a.double() @ b.double()) * inv_a * inv_b
-    once, twice = (
-        (scaled_mm_definition(a, b, inv_a, inv_b, HALF, False, after).double() - exact).norm()
-        for after in (False, True)
-    )
-    assert once < twice
-
-
-@pytest.mark.parametrize(
-    ("cuda", "capability", "known"),
-    [("12.9", 9, True), ("12.8", 9, False), ("13.0", 10, False), (None, 9, False)],
-)
-def test_which_gpus_scale(monkeypatch, cuda, capability, known):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
-    assert availability.scales_vectors(torch.device("cuda", 0)) is known
-    assert not availability.scales_vectors(torch.device("cpu"))

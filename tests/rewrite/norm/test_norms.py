@@ -39,12 +39,6 @@ def two_norms_of_one_stream(x, w, gamma, a, b):
     return F.linear(first, a) * F.linear(second, b)
 
 
-def parallel_branches(x, w, gamma, up, down, a):
-    x = x + F.linear(x, w)
-    n = F.rms_norm(x, (D,), gamma, EPS)
-    return x + F.linear(F.linear(n, a).cumsum(1), a) + F.linear(F.gelu(F.linear(n, up)), down)
-
-
 def scaled_rows(x, w, gamma, gate, a):
     """A gate of one value a row, whose product is newer than the one that it scales."""
     y = F.linear(x, w)
@@ -93,16 +87,11 @@ CASES = {
     "residual": (residual, (SQUARE,), 1),
     "scaled rows": (scaled_rows, ((1, D), UP), 1),
     "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
-    "parallel branches": (parallel_branches, (UP, DOWN, SQUARE), 1),
     "SwiGLU": (gated(F.silu), GATED, 1),
     "packed gate and up": (packed, ((2 * HIDDEN, D), DOWN), 1),
     "GELU": (behind(lambda n, up, bias, d: F.linear(F.gelu(F.linear(n, up, bias)), d)), MLP, 1),
-    "LoRA": (
-        behind(lambda n, frozen, a, b: F.linear(n, frozen) + F.linear(F.linear(n, a), b)),
-        (UP, (4, D), (HIDDEN, 4)), 1,
-    ),
 }  # fmt: skip
-TILED = ["shared weight", "head wider than 4 d", "residual", "SwiGLU", "GELU", "packed gate and up"]
+TILED = ["shared weight", "residual", "packed gate and up"]
 
 
 def case(name: str) -> tuple[Weights, torch.Tensor, int]:
