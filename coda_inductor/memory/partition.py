@@ -166,18 +166,19 @@ def mark(
             "option 'memory' is a peak of one graph, and this one has few layers: blocks that are "
             "compiled one by one, as under FSDP2, need a share from 0 to 1 instead (docs/memory.md)"
         )
-    least = 0
+    # Also under a policy, time is spent for a lower peak only. The peak of a single block says
+    # little: other blocks' tensors make the peak of the step.
+    whole, least = chain.layers > 1, 0
     if limit.room is not None:  # what is predicted to fit counts
         least = chain.cut(timeline.peak)
-    elif chain.layers > 1 and not fits(chain[0]):
-        # Also under a policy: time is spent for a lower peak only. The peak of a single block says
-        # little: other blocks' tensors make the peak of the step.
+    elif whole and not fits(chain[0]):
         chain.cut(timeline.peak, DOUBT)
-    choice = chain.first(fits)
-    if choice is None and limit.room is not None:
+    index = chain.first(fits)
+    if index is None and limit.room is not None:
         raise OptionError(_too_little(limit, least))
-    if choice is None:  # a share: as little as possible
-        choice = chain[len(chain) - 1]
+    if index is None:  # a share: as little as possible
+        index = len(chain) - 1
+    choice = chain[chain.fastest(timeline.peak, index) if whole else index]
     drop = choice.drop
     for node in stash.rerun(_backward_reads(stash, drop), drop) if drop.nodes else ():
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

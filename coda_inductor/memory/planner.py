@@ -94,15 +94,21 @@ class Chain:
                 drop |= group.levels[level]
         return self.choice(drop)
 
-    def first(self, fits: Callable[[Choice], bool]) -> Choice | None:
-        """The first choice that ``fits``; None if none does."""
+    def first(self, fits: Callable[[Choice], bool]) -> int | None:
+        """The index of the first choice that ``fits``; None if none does."""
         low, high = 0, len(self) - 1
         if not fits(self[high]):
             return None
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(self[middle]) else (middle + 1, high)
-        return self[low]
+        return low
+
+    def fastest(self, peak: Callable[[Drop], int], index: int) -> int:
+        """The index of a faster choice than ``index`` with no higher peak, or ``index``."""
+        while index and peak(self[index - 1].drop) <= peak(self[index].drop):
+            index -= 1
+        return index
 
     def cut(self, peak: Callable[[Drop], int], doubt: float = 0.0) -> int:
         """Remove choices whose peak is not below the peak of a faster choice, by more than its
