@@ -36,8 +36,8 @@ _LIGHT = frozenset(
 _WRITTEN_INTO = frozenset(
     {aten.index_put.default, unsafe_index_put, aten.scatter.src, aten.scatter_add.default}
 )
-#: So many tensors of a chain, each an elementwise function of the one before, may be freed in a
-#: row: the backward pass begins with the last one, and computes all of them for it at once.
+#: So many tensors of a chain, each computed from the one before, may be freed in a row: the
+#: backward pass begins with the last one, and computes all of them for it at once.
 _LINKS = 3
 _NAMESPACES = ("aten", "prims", "coda_inductor")
 
@@ -191,18 +191,13 @@ class Group:
 def groups(stash: Stash) -> list[Group]:
     """All groups, in the graph's order. The levels of a group are: keep it; keep smaller results
     that its tensors are elementwise functions of (keys before they are repeated for all queries,
-    for example); compute one half of a pair again; keep nothing. Of a chain of tensors without
-    kernels (residual streams behind norms) every fourth stays."""
+    for example); compute one half of a pair again; keep nothing. Of a chain of tensors, such as
+    residual streams, every fourth stays."""
     makers: dict[tuple[tuple[Node, ...], Node | None], list[Node]] = {}
-    links: dict[Node, int] = {}
+    links: dict[tuple[Any, Node], int] = {}
     for node in stash.tensors:
-        runs = stash.rerun([node], Drop(frozenset([node])))
-        if kernels := tuple(sorted(filter(heavy, runs))):
-            makers.setdefault((kernels, None), []).append(node)
-            continue
-        sources = {owner(n) for run in runs for n in run.all_input_nodes}
-        if (link := 1 + max((links.get(n, 0) for n in sources), default=0)) <= _LINKS:
-            links[node], makers[(), node] = link, [node]
+        kernels = tuple(sorted(filter(heavy, stash.rerun([node], Drop(frozenset([node]))))))
+        makers.setdefault((kernels, None if kernels else node), []).append(node)
     result = []
     for (kernels, _), nodes in makers.items():
         tensors = frozenset(nodes)
@@ -218,8 +213,12 @@ def groups(stash: Stash) -> list[Group]:
         levels = [d for d in levels if stash.pinned.isdisjoint(stash.rerun(d.nodes, d))]
         sizes = [sorted(map(bytes_of, ns)) for ns in (nodes, proxies)]
         kind = (len(levels), str(sizes), str([n.target for n in kernels]))
-        if len(levels) > 1:
+        runs = stash.rerun(nodes, Drop(tensors))
+        sources = {owner(n) for run in runs for n in run.all_input_nodes}
+        link = 1 + max((links.get((kind, n), 0) for n in sources), default=0)
+        if len(levels) > 1 and link <= _LINKS:
             result.append(Group(tuple(nodes), tuple(levels), kind))
+            links |= {(kind, node): link for node in nodes}
     return result
 
 
