@@ -11,7 +11,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     torchtitan    its trainer's head and loss as one graph
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
     tracing       a graph through the passes and AOTAutograd, without code generation
-    notice        warnings about a whole graph, once per process
+    notice, warm   warnings about a whole graph, once per process; reports of cached graphs
     falls         compiles the user's graph if ours does not compile
     joint, pipeline   the passes in order, and how they run on a graph
     dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from coda_inductor import falls, op_by_op, pass_mode
+from coda_inductor import falls, op_by_op, pass_mode, warm
 from coda_inductor.compat import BackendCompilerFailed, compile_fx, lookup_backend, missing_names
 from coda_inductor.errors import CodaError
 from coda_inductor.joint import JointPass, begin
-from coda_inductor.log import logger, warn_once
+from coda_inductor.log import warn_once
 from coda_inductor.lowering.lower import settle
 from coda_inductor.memory.partition import Partitioner, usable
 from coda_inductor.options import EVERYTHING, parse
@@ -96,10 +96,10 @@ def _compiled(
             config[pass_mode.SPLIT] = Partitioner(lambda: record, joint.uuid)
         wrap = begin(gm, inputs, record)
         record.later = True
+        key = warm.key(gm, inputs, joint.uuid, record)
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=config)
         done = True
-        if not joint.ran:
-            logger.info("%s: from torch's compile cache, neither counted nor reported", name)
+        warm.finish(key, record)
         return wrap(cast(Callable[..., Any], compiled))
 
     def without_us() -> tuple[Any, bool]:

@@ -87,27 +87,23 @@ class HookPass(CustomGraphPass):
 
 
 class JointPass(HookPass):
-    """The passes of ``pipeline.ON_ATEN`` on one graph, after the user's ``joint_custom_pre_pass``.
-
-    Attributes:
-        ran: has the pass run? False if torch took the graph from its cache.
-    """
+    """The passes of ``pipeline.ON_ATEN`` on one graph, after the user's in the same setting."""
 
     def __init__(self, record: Record, setting: Any = None):
         super().__init__(record.options, setting)
-        self.record, self.ran = record, False
+        self.record = record
 
     def current(self) -> Record | None:
         return self.record
 
     def run(self, graph: Graph) -> None:
-        self.ran = True
         rewrite(graph, self.record, plans=installed())
 
 
 def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
     """Run the passes on the aten graph. ``plans``: does our partitioner plan its memory? Then the
     limit is read before them."""
+    record.rewritten = True
     record.limit = limit(graph, record.options.memory, record.room) if plans else None
     if not plans and record.options.memory is not None:
         why = _HELD if record.dry else _NO_PLANNER

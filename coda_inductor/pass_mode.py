@@ -14,7 +14,6 @@ The backend runs around Inductor and not inside it. Therefore it differs in this
 - here a graph that Inductor cannot compile without our passes either is an error, as without us,
   and does not run op by op (``op_by_op.py``);
 - here kernels compile while the joint graph is rewritten, not in parallel with Inductor's work;
-- here a graph that comes from torch's caches is not logged;
 - AOTInductor, which knows no other backend, compiles without our passes;
 - here a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in the ``options`` of torch.compile
   replaces ours.
@@ -33,7 +32,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from coda_inductor import falls
+from coda_inductor import falls, warm
 from coda_inductor.compat import (
     TracingContext,
     inductor_compile,
@@ -223,9 +222,12 @@ def _wrap_compile_fx() -> None:
             return inductor(gm, inputs, *args, **kwargs)
 
         def with_us(changed: dict[str, None]) -> Any:
-            _compiling.record = None
+            cached = _compiling.begin(our_pass.options)  # if none of our passes runs
+            key = warm.key(gm, inputs, our_pass.uuid, cached)
             try:
-                return inductor(gm, inputs, *args, **kwargs)
+                compiled = inductor(gm, inputs, *args, **kwargs)
+                warm.finish(key, _compiling.record or cached)
+                return compiled
             finally:
                 changed.update(getattr(_compiling.record, "changed", {}))
 

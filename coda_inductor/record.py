@@ -62,6 +62,7 @@ class Record:
         writes_inputs: does Dynamo's graph write to an input or a buffer?
         failed: did an error occur that the next process may not have (a compiler was killed, a disk
             was full)? Then the result must not be kept in torch's cache.
+        rewritten: have the passes on the aten graph run? False if torch took it from its cache.
     """
 
     options: Options
@@ -82,6 +83,7 @@ class Record:
     limit: Any = None
     writes_inputs: bool = False
     failed: bool = False
+    rewritten: bool = False
 
     def __post_init__(self) -> None:
         self.report = GraphReport(self.name)

@@ -162,7 +162,8 @@ def size_text(number: int) -> str:
 @dataclass
 class GraphReport:
     """The report of one compiled graph: its GEMMs, idioms that were not rewritten, the count of
-    each rewrite, and, with a limit of memory, the bytes kept for the backward pass."""
+    each rewrite, and, with a limit of memory, the bytes kept for the backward pass. ``from_cache``:
+    torch had the graph in its cache, and this is the report of when it was compiled."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
@@ -170,6 +171,7 @@ class GraphReport:
     folder: str = ""
     memory: MemoryReport | None = None
     fired: Counter[str] = field(default_factory=Counter)
+    from_cache: bool = field(default=False, compare=False)
 
     @property
     def near_misses(self) -> list[str]:
@@ -201,7 +203,8 @@ class GraphReport:
 
     def table(self) -> str:
         """The table of GEMMs, near misses and, with debugging, the paths of kernels."""
-        lines = [f"memory: {self.memory}"] if self.memory is not None else []
+        lines = ["from torch's compile cache, as it was compiled"] if self.from_cache else []
+        lines += [f"memory: {self.memory}"] if self.memory is not None else []
         lines += [f"near miss: {m}" for m in self.near_misses]
         for row in fold(self.sites) if self.folder else ():
             if row.site.program is not None:
@@ -215,15 +218,15 @@ _REPORTS: deque[GraphReport] = deque(maxlen=256)
 def reports() -> list[GraphReport]:
     """Reports of the graphs compiled in this process, oldest first (the last 256).
 
-    A graph from torch's compile cache is not analyzed again and has no report; a warning says so if
-    there are no reports at all.
+    A graph from torch's compile cache has the report of when it was compiled, which is in our own
+    cache folder. A warning says so if there are no reports at all.
     """
     counters = compat.counters  # imports Dynamo, which compile workers do not need
     hits = counters["aot_autograd"]["autograd_cache_hit"]
     if not _REPORTS and hits + counters["inductor"]["fxgraph_cache_hit"]:
         say_once(
-            "no reports: all graphs came from torch's compile cache; "
-            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them again"
+            "no reports: all graphs came from torch's compile cache, and CODA_CACHE_DIR has no "
+            "report of them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them again"
         )
     return kept()
 

@@ -15,7 +15,7 @@ from torch._inductor import config
 from zoo.layers import D, whole
 
 import coda_inductor
-from coda_inductor import pass_mode
+from coda_inductor import pass_mode, warm
 
 
 def test_inference_through_the_entry_point():
@@ -33,15 +33,18 @@ def test_inference_through_the_entry_point():
 
 
 SCRIPT = """
-import json, logging, sys, torch
+import gzip, json, logging, sys, torch
 import torch._inductor.compile_fx
 from apart import apart
+from contextlib import nullcontext
 from dataclasses import replace
 from torch._dynamo.utils import counters
 from zoo.layers import D, whole
 import coda_inductor
 from coda_inductor import pipeline
 from coda_inductor.backend import coda
+from coda_inductor.cache_dir import cache_dir
+from coda_inductor.warm import FOLDER
 
 def fail():
     def fuse_gemms(graph, record):
@@ -51,11 +54,16 @@ def fail():
         replace(each, run=fuse_gemms) if each.name == "fuse" else each for each in pipeline.ON_ATEN
     )
 
-def process(whats, level=None, fault=False):
+def process(whats, level=None, fault=False, damage=False):
     if level:
         torch._logging.set_logs(modules={"coda_inductor": level})
     if fault:
         fail()
+    if damage:
+        gone, cut, other = (cache_dir() / FOLDER).iterdir()
+        gone.unlink()
+        cut.write_bytes(cut.read_bytes()[:99])
+        other.write_bytes(gzip.compress(b"{}"))
     for what in whats:
         compile(*what.split(" ", 1))
 
@@ -66,18 +74,27 @@ def compile(how, options):
     counters.clear()
     reports = len(coda_inductor.reports())
     model, x = whole(), torch.randn(4, D)
-    with torch.set_grad_enabled(how == "train"):
-        ours = torch.compile(model, backend=coda, options=json.loads(options))(x)
+    how, *enabled = how.split("+")
+    mode = coda_inductor.enabled() if enabled else nullcontext()
+    chosen = {} if enabled else {"backend": coda, "options": json.loads(options)}
+    with torch.set_grad_enabled(how == "train"), mode:
+        ours = torch.compile(model, **chosen)(x)
         torch.testing.assert_close(ours, model(x))
         if how == "train":
             ours.sum().backward()
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
-    analysed = len(coda_inductor.reports()) - reports
-    print(json.dumps({"hits": hits, "analysed": analysed, "result": ours.tolist()}))
+    new = coda_inductor.reports()[reports:]
+    print(json.dumps({
+        "hits": hits, "counters": counters["coda"], "result": ours.tolist(),
+        "cached": [report.from_cache for report in new], "tables": [r.table() for r in new],
+        "reports": [repr(replace(report, from_cache=False)) for report in new],
+    }))
 
 for stage in json.loads(sys.argv[1]):
     apart(process, **stage)
 """
+#: What a table says below the GEMMs.
+CACHED = "\nfrom torch's compile cache, as it was compiled"
 #: Between what is logged of one compilation and of the next.
 MARK = "-- next --"
 
@@ -86,7 +103,8 @@ def in_new_processes(folder: Path, *stages: dict) -> list[dict]:
     """What SCRIPT finds, and its "log", for each of "whats" ("infer" or "train", and options) of
     each process: ``stages`` are the arguments of ``process`` there."""
     environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "CODA_CACHE_DIR": str(folder / "coda"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "TORCH_LOGS": "+coda_inductor",
@@ -98,21 +116,23 @@ def in_new_processes(folder: Path, *stages: dict) -> list[dict]:
     return [{**one, "log": log} for one, log in zip(found, parts, strict=True)]
 
 
-BOTH = ("infer {}", "train {}")
+WAYS = ("infer {}", "train {}", "train+enabled {}")
 
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
-    """And what failed once is not kept there. One process fails, one compiles, one finds."""
+    """With its report, and what failed once is not kept there. One process fails, one compiles, one
+    finds, and one finds reports that are missing or damaged."""
     found = in_new_processes(
         tmp_path,
-        {"whats": BOTH[1:], "level": logging.INFO, "fault": True},
-        {"whats": BOTH, "level": logging.INFO},
-        {"whats": BOTH},
+        {"whats": WAYS[1:2], "level": logging.INFO, "fault": True},
+        {"whats": WAYS, "level": logging.INFO},
+        {"whats": WAYS},
+        {"whats": WAYS, "damage": True},
     )
-    failed, first, second = found[0], found[1:3], found[3:]
+    failed, first, second, damaged = found[0], found[1:4], found[4:7], found[7:]
     assert "No space left on device" in failed["log"]
     for compiled in first:
-        assert (compiled["hits"], compiled["analysed"]) == ([0, 0], 1)
+        assert (compiled["hits"], compiled["cached"]) == ([0, 0], [False])
         assert "No space left" not in compiled["log"]
         had = torch.tensor(failed["result"])
         torch.testing.assert_close(torch.tensor(compiled["result"]), had)
@@ -120,14 +140,21 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     assert "GEMMs may be fused, and run as plain ops: device cpu has no kernels" in log
     assert "no GEMM becomes a kernel here" in log
     for compiled, hit in zip(first, second, strict=True):
-        assert (hit["hits"][1], hit["analysed"]) == (1, 0)
-        assert hit["result"] == compiled["result"]
+        assert (hit["hits"][1], hit["cached"]) == (1, [True])
+        assert all(hit[name] == compiled[name] for name in ("result", "reports", "counters"))
+        assert hit["counters"]["rms_norm"] == 1
         assert "No space left" not in hit["log"]
+        assert "from torch's compile cache" in hit["tables"][0]
+        assert hit["tables"][0].replace(CACHED, "") == compiled["tables"][0]
     assert second[0]["hits"] == [1, 1]
     log = second[0]["log"]
-    assert "from torch's compile cache" in log
-    assert "GEMMs" not in log
+    assert "graph, from torch's compile cache: 2 of 2 GEMMs may be fused" in log
     assert "no GEMM becomes a kernel here" in log  # a warm cache hides nothing
+    files = [*(tmp_path / "coda" / warm.FOLDER).iterdir()]
+    assert max(file.stat().st_size for file in files) < 4096
+    for hit in damaged:
+        assert (hit["hits"][1], hit["cached"]) == (1, [])
+        assert "from torch's compile cache, neither counted nor reported" in hit["log"]
 
 
 def test_a_program_of_aot_inductor_is_not_changed(tmp_path, monkeypatch, warned):
