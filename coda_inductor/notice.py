@@ -9,7 +9,6 @@ programs run as plain torch ops, which is how models are developed and tested on
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from coda_inductor.matching import bodies
 from coda_inductor.options import GEMM, Options
 from coda_inductor.patterns import loading
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.table import main_reason
 
 if TYPE_CHECKING:
     from coda_inductor.record import Record
@@ -75,9 +75,7 @@ def after_fusing(record: Record) -> None:
     if any(site.fused for site in sites) or options.gate == "never":
         logged.add("fused")
     elif sites and not record.dry:
-        reason, times = Counter(site.reason for site in sites).most_common(1)[0]
-        none = f"none of the {len(sites)} GEMMs of {_graph(record)} is fused"
-        text = f"{none}, {times} because: {reason}"
+        text = f"none of the {len(sites)} GEMMs of {_graph(record)} is fused, {main_reason(sites)}"
         _tell("fused", f"{text}. print(coda_inductor.reports()[-1].table()) has all")
     if record.limit is not None:
         logged.add("memory")

@@ -10,7 +10,7 @@ from coda_inductor import compat
 from coda_inductor.log import say_once
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
-from coda_inductor.table import fold, sites_table
+from coda_inductor.table import fold, main_reason, sites_table
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ class GraphReport:
 
     @property
     def summary(self) -> str:
-        """``15 of 29 GEMMs fused``; without kernels, how many may be, and why no kernel runs."""
+        """``15 of 29 GEMMs fused``; if none is, the most frequent reason; without kernels, how many
+        may be, and why no kernel runs."""
         if not self.sites:
             return "no GEMM in this graph"
         plain = [site for site in self.sites if site.how == "reference"]
@@ -199,6 +200,8 @@ class GraphReport:
         if plain:
             legal = f"{len(plain)} of {len(self.sites)} GEMMs"
             parts.append(f"{legal} may be fused, and run as plain ops: {plain[0].reason}")
+        elif not self.kernels and (why := main_reason(self.sites)):
+            parts.append(why)
         return ", ".join(parts)
 
     def table(self) -> str:

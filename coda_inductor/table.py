@@ -138,6 +138,18 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def main_reason(sites: Sequence[SiteReport]) -> str:
+    """``28 because: no op beside it fuses``: the most frequent reason, with the numbers of the
+    first such site; idle weight gradients do not count beside others. Empty without a reason."""
+    left = [s for s in sites if s.reason and not s.idle] or [s for s in sites if s.reason]
+    kinds = [re.sub(r"\d+(\.\d+)?", "*", site.reason) for site in left]
+    if not kinds:
+        return ""
+    kind, times = Counter(kinds).most_common(1)[0]
+    text = general_text(left[kinds.index(kind)].reason)
+    return f"all because: {text}" if times == len(sites) > 1 else f"{times} because: {text}"
+
+
 def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
     """One line that counts the weight gradients left out of a table; none if there are none."""
     count = sum(site.idle for site in sites)

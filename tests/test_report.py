@@ -20,7 +20,7 @@ from coda_inductor.report import (
     record,
     reports,
 )
-from coda_inductor.table import fold, sites_table
+from coda_inductor.table import fold, main_reason, sites_table
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
 KERNEL = SiteReport(
@@ -30,15 +30,27 @@ LEGAL = SiteReport("b", (8, 8, 8), choice=Choice("reference", refusal=NO_KERNELS
 PLAIN = SiteReport("c", (8, 8, 8))
 
 
+def refused(text, code="no-gain"):
+    return Choice("unfused", refusal=refuse(code, text))
+
+
 def gradient(code):
-    choice = Choice("unfused", refusal=refuse(code, "this or that"))
-    return SiteReport("d", (8, 8, 8), role="weight gradient", choice=choice)
+    return SiteReport("d", (8, 8, 8), role="weight gradient", choice=refused("this or that", code))
 
 
 def test_the_line_says_what_runs():
     legal = "1 of 2 GEMMs may be fused, and run as plain ops: device cpu has no kernels"
     assert GraphReport("g", [KERNEL, PLAIN]).summary == "1 of 2 GEMMs fused"
     assert GraphReport("g", [PLAIN]).summary == "0 of 1 GEMMs fused"
+    small = [
+        dataclasses.replace(PLAIN, choice=refused(f"layers.{i} takes 0.{i} us")) for i in (1, 2)
+    ]
+    none = GraphReport("g", [*small, gradient("no-neighbours")]).summary
+    assert none == "0 of 3 GEMMs fused, 2 because: layers.* takes 0.1 us"
+    none = GraphReport("g", small).summary
+    assert none == "0 of 2 GEMMs fused, all because: layers.* takes 0.1 us"
+    assert main_reason([gradient("no-neighbours")]) == "1 because: this or that"
+    assert GraphReport("g", [KERNEL, *small]).summary == "1 of 3 GEMMs fused"
     assert GraphReport("g", [PLAIN, LEGAL]).summary == legal
     assert GraphReport("g", [KERNEL, LEGAL]).summary == f"1 of 2 GEMMs fused, {legal}"
     assert GraphReport("g").summary == "no GEMM in this graph"

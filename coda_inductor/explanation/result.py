@@ -19,6 +19,7 @@ from coda_inductor.table import (
     fold,
     general_path,
     general_text,
+    main_reason,
     readable_bytes,
     sites_table,
 )
@@ -95,7 +96,8 @@ class Explanation:
             return "There is no GEMM in it, so there is nothing to fuse."
         if not self.fused:
             text = f"{self.gemms} GEMM{'s' * (self.gemms > 1)}, of which none absorbs anything"
-            return f"{text}{self._legal}."
+            why = main_reason(self.sites)
+            return f"{text}{self._legal}{why and ', '}{why}."
         ops = sum(len(site.absorbed) for site in self.fused)
         which = f"{self.gemms_fused} of {self.gemms} GEMMs"
         text = f"{which} absorb {ops} ops{self._legal}; "

@@ -277,6 +277,7 @@ def test_what_is_disabled_is_not_fused(name):
         with torch.set_grad_enabled(train):
             found = explain(residual().bfloat16(), X, options={"gate": "always", "disable": [name]})
         assert found.summary.startswith(f"{5 if train else 2} GEMMs, of which none absorbs")
+        assert f"anything, all because: options['disable'] names {name!r}" in str(found)
         assert {site.reason for site in found.sites} == {f"options['disable'] names {name!r}"}
     roles = [site.role for site in found.sites]
     assert [roles.count(r) for r in ("forward", "input gradient", "weight gradient")] == [2, 1, 2]
