@@ -15,14 +15,21 @@ THREADS ?= 1
 # Random programs of `make fuzz`, and the first one's seed.
 N ?= 300
 SEED ?= 0
+# What users write, a pattern file, a program that a compiler got wrong, reports.
+SMOKE := tests/test_smoke.py tests/cli/test_check.py::test_good_file_passes_every_check \
+	"tests/test_public_faults.py::test_it_is_no_fault_here[coda-a_document_does_not_read_the_one_before hf 41827]" \
+	tests/test_warm.py tests/test_report.py
 RUN := $(VENV)/bin/python
 SETUP := $(PYTHON) tools/setup_env.py $(VENV)
 PACKAGING := pyproject.toml setup.py tools/setup_env.py
 
-.PHONY: help demo test fuzz bench lint docs clean
+.PHONY: help smoke demo test fuzz bench lint docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+smoke: $(VENV)/.test  ## does it work here? a Llama against eager and a few other tests, a minute
+	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) $(SMOKE) $(ARGS)
 
 demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (on a GPU) the speed
 	$(RUN) examples/demo.py
