@@ -58,12 +58,16 @@ def key(
 def finish(name: str | None, record: Record) -> None:
     """Keep the report of a graph that was just compiled under the key ``name``. If torch had it in
     its cache, read its report instead, and count what it counted."""
+    report = None
+    try:
+        if name is not None and not record.rewritten:
+            report = _read(name)
+        elif name is not None and not record.failed:
+            _write(folder(FOLDER) / f"{name}.json.gz", record.report)
+    except Exception:  # a damaged file, a full disk
+        logger.debug("no report %s", name, exc_info=True)
     if record.rewritten:
-        if name is not None and not record.failed:
-            with contextlib.suppress(OSError):  # a full disk
-                _write(folder(FOLDER) / f"{name}.json.gz", record.report)
         return
-    report = None if name is None else _read(name)
     if report is None:
         text = "%s: from torch's compile cache, neither counted nor reported"
         logger.info(text, record.name)
@@ -103,13 +107,9 @@ def _plain(value: Any) -> Any:
 
 def _read(name: str) -> GraphReport | None:
     for base in filter(None, cache_dirs()):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             data = (base / FOLDER / f"{name}.json.gz").read_bytes()
             return _report(json.loads(gzip.decompress(data)))
-        except FileNotFoundError:
-            continue
-        except Exception:  # it is damaged
-            logger.debug("the report %s cannot be read", name, exc_info=True)
     return None
 
 

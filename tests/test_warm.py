@@ -4,6 +4,7 @@ bound. tests/test_inductor.py has processes that find them."""
 
 import dataclasses
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,3 +107,11 @@ def test_only_what_is_new_is_counted(folder_of_reports):
     failed = dataclasses.replace(done, failed=True)
     warm.finish("b", failed)
     assert warm._read("b") is None
+
+
+def test_what_cannot_be_written_fails_nothing(folder_of_reports, monkeypatch):
+    for error in (OSError("No space left on device"), TypeError("not JSON")):
+        monkeypatch.setattr(warm, "write", Mock(side_effect=error))
+        warm.finish("a", Record(RECORD.options, rewritten=True))
+        assert warm.write.called
+    assert warm._read("a") is None
