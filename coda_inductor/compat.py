@@ -227,7 +227,10 @@ TORCH: dict[str, Private] = {
         "torch._dynamo.exc.UserError",
         "explain takes no model with graph breaks that depend on data", _NeverRaised,
     ),
-    "dynamo_config": Private("torch._dynamo.config", "explain may show symbolic sizes", _NO_CONFIG),
+    "dynamo_config": Private(
+        "torch._dynamo.config",
+        "explain may show symbolic sizes, and CodaCallback lets DDP cut graphs", _NO_CONFIG
+    ),
     "functorch_config": Private(
         "torch._functorch.config",
         "memory budgets are ignored, and explain may leave entries in torch's caches", _NO_CONFIG
@@ -324,6 +327,13 @@ def version(tensor: Tensor) -> int:
 def micro_pipeline() -> bool:
     """Is Inductor's asynchronous tensor parallelism on (``config._micro_pipeline_tp``)?"""
     return bool(getattr(__getattr__("inductor_config"), "_micro_pipeline_tp", False))
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Is it, or a part of it, compiled in place (``_compiled_call_impl``) or a wrapper
+    (``_orig_mod``)? False if torch hides that."""
+    names = ("_compiled_call_impl", "_orig_mod")
+    return any(getattr(m, name, None) is not None for m in model.modules() for name in names)
 
 
 def schema(op: Any) -> Any:

@@ -29,7 +29,7 @@ SAID = {
     "trainer_inductor": """
 import coda_inductor
 coda_inductor.enable()
-""" + BLOCKS["trainer"].replace("model.compile(backend=\"coda\")", "").replace(
+""" + BLOCKS["trainer"].replace(", callbacks=[CodaCallback()]", "").replace(
         'report_to="none"', 'report_to="none", torch_compile=True'),
     "accelerate": """
 from accelerate import Accelerator
@@ -58,6 +58,7 @@ loss = model(**batch).loss
 loss.backward()
 """,
     "trl": """
+from coda_inductor.transformers import CodaCallback
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
@@ -67,8 +68,8 @@ trainer = SFTTrainer(
     train_dataset=texts,
     processing_class=tokenizer,
     peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    callbacks=[CodaCallback()],
 )
-trainer.model.compile(backend="coda")
 trainer.train()
 """,
     "lightning": """
@@ -160,7 +161,7 @@ def plain(name):
     lines = [
         line for line in ALL[name].splitlines() if not re.search(r"\.compile\(b|\.enable\(", line)
     ]
-    return "\n".join(lines)
+    return re.sub(r"callbacks=\[CodaCallback\(\)\]", "", "\n".join(lines))
 
 
 def on_cpu(text):

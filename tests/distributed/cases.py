@@ -430,3 +430,7 @@ if importlib.util.find_spec("torchao") is not None:
     import float8_ranks
 
     CHECKS |= float8_ranks.CHECKS
+if importlib.util.find_spec("accelerate") is not None:
+    import trainer_ranks
+
+    CHECKS |= trainer_ranks.CHECKS

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback that compiles the model of transformers' ``Trainer`` or of TRL's when training begins:
+it has its adapters by then, TRL's too, and is wrapped for several GPUs. Masks stay as they are,
+because a callback sees no batch and TRL's losses read ``attention_mask``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from coda_inductor.compat import dynamo_config, is_compiled
+from coda_inductor.errors import CodaError
+from coda_inductor.log import say_once
+from coda_inductor.report import GraphReport, kept
+
+
+class CodaCallback(TrainerCallback):
+    """Compile the model for ``backend="coda"`` when training begins, and say what was fused.
+
+    While it trains, ``use_cache`` is False in each config of the model, unless the training
+    arguments ask for it. Blocks that FSDP2 shards are compiled one by one. Under
+    DistributedDataParallel graphs are not cut at its buckets (``optimize_ddp``), and ranks compare
+    the gradients of the first step. A model that is compiled already stays so.
+
+    Args:
+        how: arguments of torch.compile, e.g. ``options={"memory": 0.5}`` or ``dynamic=True``.
+
+    Raises:
+        CodaError: in the first step, if gradients differ between ranks.
+        OptionError: in the first step, if an option is unknown or has a bad value.
+    """
+
+    def __init__(self, **how: Any):
+        self.how, self.undo = how, ExitStack()
+        self.compiled: nn.Module | None = None
+        self.untold = self.unchecked = False
+
+    def on_train_begin(self, args: Any, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Compile ``model``, unless it is compiled."""
+        self.untold, self.before, self.unchecked = True, kept(), _under_ddp(model)
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        for config in configs:
+            if getattr(config, "use_cache", False) and not args.use_cache:
+                config.use_cache = False
+                self.undo.callback(setattr, config, "use_cache", True)
+        compiled = is_compiled(model)
+        if args.torch_compile or (compiled and model is not self.compiled):
+            say_once("CodaCallback leaves the model as it is, which is compiled already")
+            return
+        if self.unchecked:
+            self.undo.enter_context(dynamo_config.patch(optimize_ddp=False))
+        blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+        for part in () if compiled else blocks or (model,):
+            part.compile(backend="coda", **self.how)
+        self.compiled = model
+
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Compare the gradients of the first step between ranks."""
+        if self.unchecked:
+            compare_gradients(model)
+        self.unchecked = False
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """After the first step, say what its graphs fused; nothing if there are no reports."""
+        if self.untold and (new := [r for r in kept() if all(r is not old for old in self.before)]):
+            say_once(summary(new))
+        self.untold = False
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Restore what is not the model's compilation."""
+        self.undo.close()
+
+
+def summary(graphs: Sequence[GraphReport]) -> str:
+    """One line: how many GEMMs of ``graphs`` are fused, and why the others are not."""
+    sites = [site for graph in graphs for site in graph.sites]
+    why = Counter(s.refusal.code for s in sites if not (s.fused or s.refusal is None)).most_common()
+    rest = "; not fused: " + ", ".join(f"{n} {code}" for code, n in why) if why else ""
+    return f"{len(graphs)} graph(s), {GraphReport('', sites).summary}{rest}"
+
+
+def compare_gradients(model: nn.Module) -> None:
+    """Compare the norm of each gradient between ranks, by one collective. Raises a CodaError on all
+    ranks if a gradient differs, or exists on some of them only."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    norms = [p.new_tensor(-1.0) if p.grad is None else p.grad.norm() for p in trained.values()]
+    values = torch.stack([norm.float() for norm in norms]).nan_to_num(-2.0, -2.0, -2.0)
+    ends = torch.cat([values, -values])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    high, low = ends[: len(norms)].tolist(), (-ends[len(norms) :]).tolist()
+    same = [math.isclose(*pair, rel_tol=1e-3) for pair in zip(high, low, strict=True)]
+    if wrong := [name for name, ok in zip(trained, same, strict=True) if not ok]:
+        raise CodaError(
+            f"CodaCallback: the gradients of {len(wrong)} of {len(trained)} parameters, first "
+            f"{wrong[0]}, differ between ranks: DistributedDataParallel has not reduced them. "
+            "Train without CodaCallback; if they differ then too, it is not due to coda"
+        )
+    if unused := [name for name, norm in zip(trained, high, strict=True) if norm == -1.0]:
+        text = f"{len(unused)} trained parameters, first {unused[0]}, have no gradient on any rank"
+        say_once(f"{text}: if the loss depends on them, train without CodaCallback")
+
+
+def _under_ddp(model: nn.Module) -> bool:
+    """Has accelerate wrapped ``model`` in DistributedDataParallel?"""
+    several = AcceleratorState().distributed_type.value.startswith("MULTI_")
+    return several and not any(isinstance(p, DTensor) for p in model.parameters())
