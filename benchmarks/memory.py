@@ -2,7 +2,8 @@
 """Time against memory: what a training step takes at each peak, under torch.compile and under coda.
 
 ``python -m benchmarks memory OUT.json --case NAME --setting BACKEND:WHAT ...`` compiles one model
-under each setting and times all in turn, there and back, sustained. BACKEND is compile or coda;
+under each setting and times all in turn, there and back, sustained. BACKEND is compile, coda, or
+solver: coda's graph, split by torch's own solver with coda's milliseconds as its prices;
 WHAT is ``none``, a number (``torch._functorch.config.activation_memory_budget``), ``ckpt`` (a
 checkpoint a layer), ``ckpt2`` (every second layer), ``op`` (selective checkpoints as torchtitan has
 them: attention and every second product are kept) or, for coda, the option ``memory`` ("20 GiB").
@@ -22,14 +23,39 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._functorch.partitioners as partitioners
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from coda_inductor.compat import CustomPartitionerFn
+from coda_inductor.gpu import gpu_of
+from coda_inductor.memory import costs
 
 from . import environment, models, worth, worth_models
 
 GIB = 2**30
+
+
+class Solver(CustomPartitionerFn):
+    """torch's partitioner in place of coda's."""
+
+    def __call__(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+    def uuid(self) -> None:
+        """None: nothing is cached."""
+
+
+def solved() -> contextlib.AbstractContextManager[Any]:
+    """A context in which :class:`Solver` splits graphs."""
+    price = functools.partial(costs.milliseconds, gpu=gpu_of())
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=Solver()))
+    stack.enter_context(mock.patch.object(partitioners, "estimate_runtime", price))
+    return stack
 
 
 def rows_of(count: int) -> worth_models.Workload:
@@ -39,16 +65,14 @@ def rows_of(count: int) -> worth_models.Workload:
     return workload
 
 
+FAMILIES = (
+    ("qwen3", 6), ("olmoe", 8), ("olmo2", 6), ("phi3", 8), ("qwen2", 6), ("qwen3_moe", 4),
+)  # fmt: skip
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
     **{f"8B x{n}": functools.partial(worth_models.stock, "8B-32", n) for n in (4, 8, 32)},
     **{f"8B x32, {n} rows": functools.partial(rows_of, n) for n in (2, 4)},
-    "qwen3 x6": functools.partial(worth_models.stock, "qwen3", 6),
     "lora 8B x8": functools.partial(worth_models.lora, "8B-32", layers=8),
-    "olmoe x8": functools.partial(worth_models.stock, "olmoe", 8),
-    **{
-        f"{name} x{n}": functools.partial(worth_models.stock, name, n)
-        for name, n in {"olmo2": 6, "phi3": 8, "qwen2": 6, "qwen3_moe": 4}.items()
-    },
+    **{f"{name} x{n}": functools.partial(worth_models.stock, name, n) for name, n in FAMILIES},
 }
 SETTINGS = ("compile:none", "compile:0.5", "compile:ckpt", "coda:none", "coda:0.5", "coda:ckpt")
 
@@ -134,7 +158,8 @@ def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[
     def setting() -> Iterator[None]:
         _put(layers, mine)
         try:
-            with torch._functorch.config.patch(activation_memory_budget=budget):
+            split = solved() if backend == "solver" else contextlib.nullcontext()
+            with torch._functorch.config.patch(activation_memory_budget=budget), split:
                 yield
         finally:
             _put(layers, plain)
