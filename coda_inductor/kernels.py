@@ -45,17 +45,7 @@ __all__ = [
 
 
 class Kernels(Protocol):
-    """What can compute epilogue programs.
-
-    Attributes:
-        facts: what its answers depend on, besides the site: each fact by its name, with the
-            function that reads it. They are part of the keys of torch's caches.
-    """
-
-    facts: Mapping[str, Callable[[], Any]]
-
-    def missing(self, device: torch.device | None = None) -> Refusal | None:
-        """The reason why nothing runs on ``device`` (None: the current one), or None."""
+    """What can compute epilogue programs."""
 
     def refuses(self, site: Site, *matrices: torch.Tensor) -> Refusal | None:
         """The reason why ``site`` cannot be computed, or None. ``matrices``: A and B, which may be
@@ -65,12 +55,14 @@ class Kernels(Protocol):
         """How does ``site`` run? With ``gated``, only if that is expected, or was measured in
         ``store``, to be faster than the unfused ops."""
 
-    def requests(self, call: Node) -> list[pool.KernelRequest]:
-        """The kernels that ``call``, a call of the op, may launch, to be compiled before it."""
-
 
 class Quack:
-    """Our epilogues in QuACK's main loops. Importing it imports no kernel library."""
+    """Our epilogues in QuACK's main loops. Importing it imports no kernel library.
+
+    Attributes:
+        facts: what its answers depend on, besides the site: each fact by its name, with the
+            function that reads it. They are part of the keys of torch's caches.
+    """
 
     facts: Mapping[str, Callable[[], Any]] = {
         "versions": availability.identity,
@@ -78,6 +70,7 @@ class Quack:
     }
 
     def missing(self, device: torch.device | None = None) -> Refusal | None:
+        """The reason why nothing runs on ``device`` (None: the current one), or None."""
         return availability.kernel_stack(device)
 
     def refuses(self, site: Site, *matrices: torch.Tensor) -> Refusal | None:
@@ -89,6 +82,7 @@ class Quack:
         return select(site, gated=gated, store=store)
 
     def requests(self, call: Node) -> list[pool.KernelRequest]:
+        """The kernels that ``call``, a call of the op, may launch, to be compiled before it."""
         args = arguments(call)
         if call.target is WGRAD:
             a, rows, *bs = (x and fake(x) for x in (args["a"], args["rows"], *args["bs"]))
@@ -108,24 +102,17 @@ class Quack:
 class Reference:
     """torch's ops, by ``program.reference``; ``why``: the reason why no kernel runs."""
 
-    facts: Mapping[str, Callable[[], Any]] = {}
     #: Gives the partials of a call their shape until it is expanded; any legal config will do.
     config = str(Config(128, 128, 2, 1, True))
 
     def __init__(self, why: Refusal):
         self._why = why
 
-    def missing(self, *_: Any) -> Refusal | None:
-        return None
-
     def refuses(self, *_: Any) -> Refusal | None:
         return None
 
     def choose(self, *_: Any, **__: Any) -> Choice:
         return Choice(config=self.config, refusal=self._why, how="reference")
-
-    def requests(self, *_: Any) -> list[pool.KernelRequest]:
-        return []
 
 
 QUACK = Quack()
