@@ -161,7 +161,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``."""
     here = str(environment.REPOSITORY)
-    path = os.pathsep.join(filter(None, (tree, here)))
+    path = os.pathsep.join(filter(None, (tree, here, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [python, "-m", "benchmarks", *arguments], text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=log.open("a"), env=os.environ | {"PYTHONPATH": path},

@@ -9,7 +9,8 @@ checkpoint a layer), ``ckpt2`` (every second layer), ``op`` (selective checkpoin
 them: attention and every second product are kept) or, for coda, the option ``memory`` ("20 GiB").
 SDPA is told to be causal. Beside the milliseconds: the peak over weights and batch, what the
 forward pass keeps, and the peak that was predicted. ``python -m benchmarks memory PICTURE.svg
---draw OUT.json ...`` draws milliseconds against peaks, a panel a case.
+--draw OUT.json ...`` draws milliseconds against peaks, a panel a case; PICTURE_dark.svg is
+for dark pages.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--draw", type=Path, nargs="+", help="results that FILE shows")
     options = parser.parse_args(arguments)
     if options.draw:
-        return draw(
-            [json.loads(path.read_text())["results"] for path in options.draw], options.file
-        )
+        return draw([json.loads(path.read_text()) for path in options.draw], options.file)
     found: dict[str, Any] = {"results": {}}
     if options.file.exists():
         found = json.loads(options.file.read_text())
@@ -113,28 +112,68 @@ def main(arguments: list[str]) -> None:
     return None
 
 
+#: What pictures call cases (layers are said behind them) and settings.
+NAMES = {"8B": "Llama 8B", "lora 8B": "LoRA of Llama 8B", "qwen3": "Qwen3 1.7B", "olmoe": "OLMoE",
+         "olmo2": "OLMo 2", "phi3": "Phi-3 mini", "qwen2": "Qwen2.5 7B",
+         "qwen3_moe": "Qwen3 30B-A3B"}  # fmt: skip
+LABELS = {"none": "no limit", "op": "selective", "ckpt": "every layer", "ckpt2": "every 2nd layer"}
+#: Behind a picture's name -> its colors: text, torch.compile's points, ours.
+THEMES = {"": ("#1f2328", "#656d76", "#0969da"), "_dark": ("#e6edf3", "#9198a1", "#58a6ff")}
+
+
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Milliseconds against GiB of each case in ``results``: a line through what no other setting of
-    the same backend beats in both."""
+    """Milliseconds against GiB of each case in these files, in a picture for light pages and one
+    for dark ones: a line through what no other setting of the same backend beats in both."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    cases = [case for each in results for case in each.items()]
-    figure = Figure(figsize=(8, 3.2 * -(-len(cases) // 2)), layout="constrained")
-    panels = figure.subplots(-(-len(cases) // 2), 2, squeeze=False).flat
-    for axes, (name, rows) in zip(panels, cases, strict=False):
-        for backend, color in {"compile": "#9aa4b2", "coda": "#2f81f7"}.items():
-            of = [row for setting, row in rows.items() if setting.startswith(backend)]
-            mine = sorted((row["peak"], row["ms"]) for row in of if "ms" in row)
-            best = [(x, ms) for x, ms in mine if all(ms < other for y, other in mine if y < x)]
-            axes.scatter(*zip(*mine, strict=True), s=14, color=color)
-            label = backend.replace("compile", "torch.compile")
-            axes.plot(*zip(*best, strict=True), marker="o", color=color, label=label)
-        axes.set(title=name, xlabel="peak over weights and batch, GiB", ylabel="ms a step")
-        axes.grid(color="#00000018")
-    figure.axes[0].legend(frameon=False)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memory"}):
-        figure.savefig(path, metadata={"Date": None})
+    cases = [
+        (f"{titled(case)}, {file['environment']['gpu'].split()[1]}", rows)
+        for file in results for case, rows in file["results"].items()
+    ]  # fmt: skip
+    for suffix, (ink, *colors) in THEMES.items():
+        look = {"svg.fonttype": "none", "svg.hashsalt": "memory", "text.color": ink}
+        edges = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"))
+        with mpl.rc_context(look | dict.fromkeys(edges, ink)):
+            figure = Figure(figsize=(9, 3.6 * -(-len(cases) // 2)), layout="constrained")
+            panels = figure.subplots(-(-len(cases) // 2), 2, squeeze=False).flat
+            for axes, (name, rows) in zip(panels, cases, strict=False):
+                _panel(axes, name, rows, colors)
+            out = path.with_stem(path.stem + suffix)
+            figure.savefig(out, metadata={"Date": None}, transparent=True)
+
+
+def titled(case: str) -> str:
+    """What a picture calls a case: ``8B x8`` is Llama 8B, 8 layers."""
+    name, _, layers = case.partition(" x")
+    return f"{NAMES.get(name, name)}, {layers} layers"
+
+
+def _panel(axes: Any, title: str, rows: dict[str, Any], colors: Sequence[str]) -> None:
+    for backend, color, up in zip(("compile", "coda"), colors, (1, -1), strict=True):
+        mine = sorted(
+            (row["peak"], row["ms"], setting.partition(":")[2])
+            for setting, row in rows.items() if setting.startswith(backend) and "ms" in row
+        )  # fmt: skip
+        best = [(x, ms) for x, ms, _ in mine if all(ms < other for y, other, _ in mine if y < x)]
+        axes.scatter([x for x, *_ in mine], [ms for _, ms, _ in mine], s=14, color=color)
+        label = backend.replace("compile", "torch.compile")
+        axes.plot(*zip(*best, strict=True), marker="o", color=color, label=label)
+        said: dict[tuple[int, int], list[str]] = {}  # points on top of each other share a label
+        for x, ms, what in mine:
+            said.setdefault((round(4 * x), round(ms)), []).append(LABELS.get(what, what))
+        at = {(round(4 * x), round(ms)): (x, ms) for x, ms, _ in mine}
+        for spot, words in said.items():
+            words.sort(key=lambda word: -float(word) if word[0].isdigit() else -2.0)
+            text = " to ".join((words[0], words[-1])) if len(words) > 2 else ", ".join(words)
+            axes.annotate(text, at[spot], (4 * up, 5 * up), color=color, fontsize=7.5,
+                          textcoords="offset points", ha="left" if up > 0 else "right",
+                          va="bottom" if up > 0 else "top")  # fmt: skip
+    axes.set(title=title, ylabel="ms a step",
+             xlabel="peak over weights and batch, GiB")  # fmt: skip
+    axes.margins(0.22, 0.3)  # room for labels and the legend
+    axes.grid(color="#8080801f")
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
 def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[Any, Any]:

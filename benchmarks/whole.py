@@ -179,6 +179,12 @@ def where(about: dict[str, Any]) -> str:
     return f"Measured on one {about['gpu']}: {versions}; commit {about['commit']}."
 
 
+def shown(ms: float, samples: list[dict[str, Any]]) -> str:
+    """The median, and the least and most where they differ by more than 3 %."""
+    least, most = (pick(each["ms"] for each in samples) for pick in (min, max))
+    return f"{ms:.0f}" + f" ({least:.0f} to {most:.0f})" * (most > 1.03 * least)
+
+
 def table(found: dict[str, Any]) -> str:
     """What stands between the marks of docs/results/training.md."""
     rows, about, errors, of = [], found["environment"], [], {}
@@ -200,7 +206,7 @@ def table(found: dict[str, Any]) -> str:
         of[pair, said["backend"]] = ms
         stock = of.get((pair, "causal"))
         rows.append([
-            name, result.get("gpu", "").removeprefix("NVIDIA ")[:4], f"{ms:.0f}",
+            name, result.get("gpu", "").removeprefix("NVIDIA ")[:4], shown(ms, samples),
             f"{stock / ms:.3f}x" if stock and said["backend"] == "coda" else "",
             f"{1e3 * tokens / ms:,.0f}", f"{flops / 1e12:.0f}",
             f"{flops / PEAK:.1%}", f"{result['peak']:.1f}",
