@@ -23,6 +23,7 @@ from coda_inductor.compat import without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.dropouts import multiply_masks
 from coda_inductor.dynamo.experts import raise_experts
+from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
@@ -118,6 +119,7 @@ ON_DYNAMO = (
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
     Pass("dropouts", multiply_masks, counts=("adapter_dropout",)),
+    Pass("frozen_fp8", differentiate_frozen, counts=("fp8_linear",)),
     Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms, after=("losses", "packed")),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),

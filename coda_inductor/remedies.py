@@ -60,6 +60,11 @@ _DO = {
     "Use a recipe of torchao's with dynamic scaling and one FP8 dtype, without reduce_amax or "
     "bounds for the maximum. torch._scaled_mm takes one float32 scale per tensor, or one per row "
     "and per column, and none for its result.": ("fp8-cast", "fp8-form", "fp8-mixed"),
+    "Quantize frozen weights by torchao's Float8DynamicActivationFloat8WeightConfig, in "
+    "float8_e4m3fn, with granularity PerRow() or PerTensor() and without bounds, and train "
+    "adapters alone.": (
+        "fp8-frozen",
+    ),
     "Quantize the operand in the layout in which it is multiplied: x.t().contiguous() before the "
     "cast.": ("fp8-layout",),
     "Keep weights as nn.Linear stores them, (out_features, in_features) and contiguous, each from "

@@ -5,6 +5,7 @@ in_place        in-place ops become plain ops where nothing can see the differen
 losses          losses in many spellings become cross entropies
 packed          a packed weight of gate and up becomes two weights
 dropouts        adapters behind dropout become products that draw their masks
+frozen_fp8      layers with weights in FP8 become differentiable
 experts         mixtures of experts over grouped products become semantic ops
 idioms          the idioms of pattern files become semantic ops
 attention       masks and repeated heads of SDPA become flags
