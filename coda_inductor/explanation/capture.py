@@ -31,6 +31,7 @@ from coda_inductor.compat import (
     functorch_config,
     pgo,
 )
+from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
 from coda_inductor.errors import ExplainError
 from coda_inductor.gpu import Gpu
 from coda_inductor.graph.gemms import TRACED
@@ -71,8 +72,10 @@ class _Backend:
         self.graphs: list[Captured] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        stock = trace(gm, inputs)
         record = Record(self.options, f"graph {len(self.graphs)}", dry=True, **self.kwargs)
+        differentiate_frozen(gm.graph, record)  # torch alone has no gradient of it to compare with
+        gm.recompile()
+        stock = trace(gm, inputs)
         everything = EVERYTHING in self.options.disable
         traced = stock if everything else dry_run(gm, inputs, record)
         if everything or not record.enabled("fuse"):

@@ -148,6 +148,17 @@ def _amax_kernel(
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
 
 
+@triton.jit
+def _turn_kernel(x, turned, m, k, stride, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    across = tl.cdiv(k, TILE_K)
+    rows = (tl.program_id(0) // across) * TILE_M + tl.arange(0, TILE_M)
+    columns = (tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)
+    inside = (rows[:, None] < m) & (columns[None, :] < k)
+    tile = tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], inside, 0)
+    inside = (columns[:, None] < k) & (rows[None, :] < m)
+    tl.store(turned + columns.to(tl.int64)[:, None] * m + rows[None, :], tl.trans(tile), inside)
+
+
 def fp8_cast(
     x: Tensor, factor: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None,
     scale_t: Tensor | None, dtype_t: torch.dtype | None,
@@ -173,6 +184,14 @@ def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Te
     results = amax_results(x, factor, row, col)
     _launch(_amax_kernel, _amax_tile, x, (factor,), results, row, col)
     return results
+
+
+def fp8_turn(weight: Tensor, after: Tensor) -> Tensor:  # noqa: ARG001 (only an order)
+    """As ``semantic.fp8_casts.fp8_turn``. Bytes are moved, so that NaN keeps its bits too."""
+    turned = weight.new_empty(weight.shape[::-1])
+    bytes_ = weight.contiguous().view(torch.uint8), turned.view(torch.uint8)
+    _launch(_turn_kernel, _turn_tile, bytes_[0], (), bytes_[1:])
+    return turned
 
 
 def _launch(
@@ -215,6 +234,11 @@ def _cast_tile(
     """(rows, columns, warps) of a tile."""
     columns = _TURNED if scale_t else min(_STRAIGHT, triton.next_power_of_2(k))
     return _TILE // columns, columns, 4
+
+
+def _turn_tile(_k: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile."""
+    return TILE, TILE, 4
 
 
 def _amax_tile(_k: int, _factor: int, _row: bool, col: bool) -> tuple[int, int]:

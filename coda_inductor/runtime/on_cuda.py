@@ -77,6 +77,7 @@ OPS = {
     WGRAD: _wgrad,
     fp8_casts.CAST: _kernel(fp8_casts.fp8_cast),
     fp8_casts.AMAX: _kernel(fp8_casts.fp8_amax),
+    fp8_casts.TURN: _kernel(fp8_casts.fp8_turn),
     dropout.FORWARD: _kernel(dropout.dropout_linear),
     dropout.BACKWARD: _kernel(dropout.dropout_linear_backward),
 }

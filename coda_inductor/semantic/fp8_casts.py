@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ops on a whole tensor, for use before its product in FP8.
+"""Three ops on a whole tensor, for use before its product in FP8.
 
 ``coda_inductor::fp8_cast`` reads a tensor once and writes it in FP8: in its layout, transposed, or
 both, each with its own scale and FP8 dtype. ``coda_inductor::fp8_amax`` reads a tensor once for the
 maxima that scales need: of rows, of columns, or both, as partials over tiles.
+``coda_inductor::fp8_turn`` transposes the bytes of a frozen weight for one product of the backward pass.
 
 On CUDA each is one Triton kernel (``mainloop/fp8_casts.py``), elsewhere plain torch. Both give the
 same bits as torchao's own chains of ops; only the sign of a NaN may differ.
@@ -108,6 +109,12 @@ def amax_results(x, factor, row, col):  # noqa: ARG001 (as the op)
     return x.new_empty(rows, dtype=torch.float32), x.new_empty(cols, dtype=torch.float32)
 
 
+def fp8_turn(weight: Tensor, after: Tensor) -> Tensor:  # noqa: ARG001 (only an order)
+    """``weight`` (N, K), in FP8, as a row-major (K, N). ``after`` is not read: it is a tensor of the
+    backward pass, so that no partitioner computes copies of all weights in the forward pass."""
+    return weight.t().clone(memory_format=torch.contiguous_format)
+
+
 CAST = opaque(
     "fp8_cast(Tensor x, Tensor? factor, Tensor? scale, ScalarType? dtype, "
     "Tensor? scale_t, ScalarType? dtype_t, bool divide=False, Tensor? weight=None) "
@@ -121,4 +128,9 @@ AMAX = opaque(
     fp8_amax,
     amax_results,
     torch.Tag.flexible_layout,
+)
+TURN = opaque(
+    "fp8_turn(Tensor weight, Tensor after) -> Tensor",
+    fp8_turn,
+    lambda weight, after: weight.new_empty(weight.shape[::-1]),  # noqa: ARG005 (the schema)
 )

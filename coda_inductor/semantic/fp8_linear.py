@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from coda_inductor.semantic.define import compose
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.semantic.fp8_casts import TURN
 
 _KIND = torch.float8_e4m3fn, False, False
 
@@ -49,7 +50,7 @@ class _Linear(torch.autograd.Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             q, inverse = quantize(rows.to(torch.float32) * scale.t(), [1], *_KIND)
-            by_columns = weight.t().contiguous().t()
+            by_columns = TURN(weight, q).t()
             one = torch.ones((), dtype=torch.float32, device=dy.device)
             dx = scaled_mm(q, by_columns, inverse, one, ctx.dtype, ctx.fast, False)
             dx = dx.view(ctx.shape)

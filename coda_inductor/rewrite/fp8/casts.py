@@ -23,13 +23,15 @@ that no epilogue computes (results of LayerNorm or attention), because a kernel 
 computes them with their rows' maxima; the tensor's maximum is the maximum of these. If the tensor
 is a concatenation and an epilogue computes one of its parts (FLUX's MLP beside attention), the
 maxima are computed from the parts. Only the cast reads the concatenation then, and Inductor
-computes both in one kernel.
+computes both in one kernel. Without kernels of ours it is also left where only rows are scaled, and by
+no power of two (layers on frozen weights): one kernel of Inductor's computes tensor, maxima and cast.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, Node
@@ -45,7 +47,7 @@ from coda_inductor.rewrite.concatenated import columns_of, in_epilogue
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.norms import recompute, wait
 from coda_inductor.rewrite.fp8.raising import origin
-from coda_inductor.rewrite.fp8.scales import ALL, ROW, Source, scales
+from coda_inductor.rewrite.fp8.scales import ALL, ROW, Source, scaled, scales
 from coda_inductor.semantic.fp8 import KIND, quantize, quantize_by_rows, scaled_mm
 from coda_inductor.semantic.fp8_casts import CAST
 
@@ -68,7 +70,7 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
         waiting = wait(nodes, scope, record)
         scope.refresh()
         x = arguments(nodes[0])["x"]
-        _expand(nodes, waiting or Source(x, x), scope, record.sites)
+        _expand(nodes, waiting or scaled(x) or Source(x, x), scope, record.sites)
         if waiting is None:
             scope.refresh()
         else:
@@ -95,6 +97,8 @@ def _expand(nodes: list[Node], source: Source, scope: Scope, sites: Sites) -> No
             kind = [call[name] for name in KIND]
             replace_parts(node, splice(node, quantize_by_rows, [x, rows, call["dims"], *kind]))
         return
+    if not absorbed and source.factor is None and kinds == {ROW} and not _rounds(calls.values()):
+        return
     put = Put(x if x.op == "call_function" else nodes[0], nodes[0])
     scale = scales(put, calls, source, in_epilogue=absorbed, forward=x not in scope.graded)
     groups: dict[tuple, list[Node]] = {}
@@ -103,6 +107,11 @@ def _expand(nodes: list[Node], source: Source, scope: Scope, sites: Sites) -> No
         groups.setdefault(key, []).append(node)
     for same in groups.values():
         _cast(same, source, scale)
+
+
+def _rounds(calls: Iterable[dict[str, Any]]) -> bool:
+    """Is a scale rounded to a power of two, as torchao's recipes of training do?"""
+    return any(call["power_of_two"] for call in calls)
 
 
 def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
 from coda_inductor.semantic.fp8 import KIND, scale_of
@@ -46,6 +46,19 @@ class Source:
     factor: Node | None = None
     weight: Node | None = None
     others: Sequence[tuple[Node, Node]] = ()
+
+
+def scaled(x: Node) -> Source | None:
+    """The source if ``x`` is a matrix in 16 bits times one number a column, so that the cast reads
+    the matrix and the product stays on a tile; else None."""
+    if x.target is not aten.mul.Tensor:
+        return None
+    wide, vector = (arguments(x)[name] for name in ("input", "other"))
+    if not isinstance(vector, Node) or not is_cast(wide) or fake(wide).shape != fake(x).shape:
+        return None
+    if fake(x).dim() != 2 or tuple(fake(vector).shape) != (1, fake(x).shape[1]):
+        return None
+    return Source(x, wide.all_input_nodes[0], None, vector)
 
 
 def scales(
