@@ -34,9 +34,11 @@ VARIANTS = ("bf16 eager", *(f"{recipe} {backend}" for recipe in ("bf16", "rowwis
 #: ``causal``: torch.compile with SDPA told to be causal, as transformers does from 5.23 on.
 BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "coda"}
 #: Name -> that of ``models.MODELS``, and layers: all but of a mixture, whose eight are 5.4B.
-MODELS = {"8B": ("8B-32", 32), "qwen2": ("qwen2-28", 28), "qwen3_moe": ("qwen3_moe", 8),
+MODELS = {"8B": ("8B-32", 32), "8Bx4": ("8B-32", 4), 
+          "qwen2": ("qwen2-28", 28), "qwen3_moe": ("qwen3_moe", 8),
           "tiny": ("tiny", 1)}  # fmt: skip
-WORDS = {"model": MODELS, "recipe": ("bf16", "rowwise", "tensorwise", "lora", "qlora"),
+LORA = ("lora", "lora_rowwise", "lora_fp8", "qlora")
+WORDS = {"model": MODELS, "recipe": ("bf16", "rowwise", "tensorwise", *LORA),
          "backend": BACKENDS, "optimizer": ("adamw", "adamw8")}  # fmt: skip
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
@@ -86,7 +88,7 @@ def built(variant: str) -> tuple[worth_models.Workload, float]:
     if recipe == "bf16":
         workload = worth_models.stock(name, layers)
     elif "lora" in recipe:
-        workload = worth_models.lora(name, layers, 0.1, four_bits=recipe == "qlora")
+        workload = worth_models.lora(name, layers, 0.1, recipe)
     else:
         workload = worth_models.float8(recipe, name, layers)
     if said["backend"] == "causal":
@@ -111,7 +113,9 @@ def answer(variant: str, lock: Path) -> None:
     began, said = time.perf_counter(), parsed(variant)
     with worth.turn(lock):
         workload, flops = built(variant)
-        sizes = {p: p.untyped_storage().nbytes() for p in workload.model.parameters() if p.ndim > 1}
+        matrices = [p for p in workload.model.parameters() if p.ndim > 1]
+        matrices = [getattr(p, "qdata", p) for p in matrices]  # of torchao's, which have no storage
+        sizes = {p: p.untyped_storage().nbytes() for p in matrices}
         give_back(workload, sizes)
     step = workload.step((), BACKENDS[said["backend"]])
     awake = functools.partial(turn, workload, sizes, said["optimizer"], lock)
@@ -138,7 +142,10 @@ def turn(
         with torch.no_grad():
             for weight, size in sizes.items():
                 weight.untyped_storage().resize_(size)
-                weight.normal_(std=0.02) if weight.is_floating_point() else weight.random_()
+                if weight.dtype == torch.float8_e4m3fn:
+                    weight.copy_(100 * torch.randn_like(weight, dtype=torch.bfloat16))
+                else:
+                    weight.normal_(std=0.02) if weight.is_floating_point() else weight.random_()
         workload.optimizer = optimizer_of(optimizer, workload.model)
         try:
             yield

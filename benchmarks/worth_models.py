@@ -128,14 +128,20 @@ def served(name: str, layers: int) -> Workload:
     return workload
 
 
-def lora(
-    name: str = "1B", layers: int = 4, dropout: float = 0.0, four_bits: bool = False
-) -> Workload:
-    """LoRA by peft on all linears, in bf16, on weights in bf16 or in 4 bits."""
+def lora(name: str = "1B", layers: int = 4, dropout: float = 0.0, base: str = "lora") -> Workload:
+    """LoRA by peft on all linears, in bf16. ``base``: "lora", on weights in bf16; "qlora", in 4
+    bits; "lora_fp8", quantized once; "lora_rowwise", in bf16 and cast to FP8 in each step."""
     workload = stock(name, layers)
-    if four_bits:
+    if base == "qlora":
         in_four_bits(workload.model)
-    workload.model = adapted(workload.model, dropout).bfloat16()
+    elif base == "lora_fp8":
+        quantized(workload.model)
+    elif base == "lora_rowwise":
+        in_float8(workload.model, "rowwise")
+    workload.model = adapted(workload.model, dropout)
+    for weight in workload.model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.bfloat16()
     workload.model.train(dropout > 0)
     return workload
 

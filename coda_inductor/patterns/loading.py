@@ -23,8 +23,8 @@ from coda_inductor.patterns.source import Source, read, run
 #: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
     "adapter_dropout", "block_mask", "collective", "concatenated", "constant_mask", "cross_entropy",
-    "embedding", "epilogue", "experts", "fp8_linear", "fp8_quantize", "fp8_product", "grouped_heads",
-    "modulated", "residual",
+    "embedding", "epilogue", "experts", "fp8_linear", "fp8_quantize", "fp8_product",
+    "grouped_heads", "modulated", "residual",
 )  # fmt: skip
 
 _registered: dict[Path, None] = {}  # the files of load_patterns, in order

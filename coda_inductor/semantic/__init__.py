@@ -13,7 +13,8 @@ rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
 dropout     products behind dropout, and their gradients
 fakes       results of ops for fake tensors, computed once
-fp8         quantizations and scaled products; fp8_casts: the casts that they become; fp8_linear: frozen weights
+fp8         quantizations and scaled products; fp8_casts: the casts that they become
+fp8_linear  layers on frozen weights in FP8
 """
 
 from coda_inductor.semantic.loss import cross_entropy

@@ -4,7 +4,7 @@
 ``coda_inductor::fp8_cast`` reads a tensor once and writes it in FP8: in its layout, transposed, or
 both, each with its own scale and FP8 dtype. ``coda_inductor::fp8_amax`` reads a tensor once for the
 maxima that scales need: of rows, of columns, or both, as partials over tiles.
-``coda_inductor::fp8_turn`` transposes the bytes of a frozen weight for one product of the backward pass.
+``coda_inductor::fp8_turn`` transposes the bytes of a frozen weight for the backward pass.
 
 On CUDA each is one Triton kernel (``mainloop/fp8_casts.py``), elsewhere plain torch. Both give the
 same bits as torchao's own chains of ops; only the sign of a NaN may differ.
@@ -110,8 +110,9 @@ def amax_results(x, factor, row, col):  # noqa: ARG001 (as the op)
 
 
 def fp8_turn(weight: Tensor, after: Tensor) -> Tensor:  # noqa: ARG001 (only an order)
-    """``weight`` (N, K), in FP8, as a row-major (K, N). ``after`` is not read: it is a tensor of the
-    backward pass, so that no partitioner computes copies of all weights in the forward pass."""
+    """``weight`` (N, K), in FP8, as a row-major (K, N). ``after`` is not read: it is a tensor of
+    the backward pass, so that no partitioner computes copies of all weights in the forward pass.
+    """
     return weight.t().clone(memory_format=torch.contiguous_format)
 
 

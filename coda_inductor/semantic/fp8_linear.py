@@ -11,8 +11,8 @@ dy is quantized, which is the same sum: W is never quantized again, and its bits
 directions. Hopper multiplies FP8 along K only, so the gradient reads W transposed: one copy of one
 layer's bytes in each backward pass, not a second copy of all weights.
 
-Every row has a scale here, also a row of zeros (torchao's own inference makes it NaN: a gradient has
-such rows wherever a token has no loss).
+Every row has a scale here, also a row of zeros, which torchao's own inference makes NaN: a gradient
+has such rows wherever a token has no loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _KIND = torch.float8_e4m3fn, False, False
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Any, fast: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Any, fast: bool
+    ) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.fast, ctx.shape, ctx.dtype = fast, x.shape, x.dtype
         ctx.bias = None if bias is None else bias.dtype

@@ -23,8 +23,8 @@ that no epilogue computes (results of LayerNorm or attention), because a kernel 
 computes them with their rows' maxima; the tensor's maximum is the maximum of these. If the tensor
 is a concatenation and an epilogue computes one of its parts (FLUX's MLP beside attention), the
 maxima are computed from the parts. Only the cast reads the concatenation then, and Inductor
-computes both in one kernel. Without kernels of ours it is also left where only rows are scaled, and by
-no power of two (layers on frozen weights): one kernel of Inductor's computes tensor, maxima and cast.
+computes both in one kernel. A tensor that no epilogue computes is also left where only rows are
+scaled, by no power of two (frozen weights): Inductor computes it, its maxima and the cast in one.
 """
 
 from __future__ import annotations
