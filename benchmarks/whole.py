@@ -34,7 +34,7 @@ VARIANTS = ("bf16 eager", *(f"{recipe} {backend}" for recipe in ("bf16", "rowwis
 #: ``causal``: torch.compile with SDPA told to be causal, as transformers does from 5.23 on.
 BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "coda"}
 #: Name -> that of ``models.MODELS``, and layers: all but of a mixture, whose eight are 5.4B.
-MODELS = {"8B": ("8B-32", 32), "8Bx4": ("8B-32", 4), 
+MODELS = {"8B": ("8B-32", 32), "8Bx4": ("8B-32", 4),
           "qwen2": ("qwen2-28", 28), "qwen3_moe": ("qwen3_moe", 8),
           "tiny": ("tiny", 1)}  # fmt: skip
 LORA = ("lora", "lora_rowwise", "lora_fp8", "qlora")

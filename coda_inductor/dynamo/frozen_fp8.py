@@ -68,8 +68,10 @@ def _is_frozen(node: Node) -> bool:
 
 
 def _wants_gradient(node: Node) -> bool:
+    """Has the result of ``node`` a gradient? Under ``no_grad`` only parameters would."""
     value = fake(node)
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    computed = node.op.startswith("call") and isinstance(value, torch.Tensor)
+    return computed and value.requires_grad
 
 
 def _refusal(call: dict[str, Any], weight: Any) -> Refusal | None:

@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             q, inverse = quantize(rows.to(torch.float32) * scale.t(), [1], *_KIND)
-            by_columns = TURN(weight, q).t()
+            by_columns = TURN(weight, rows).t()
             one = torch.ones((), dtype=torch.float32, device=dy.device)
             dx = scaled_mm(q, by_columns, inverse, one, ctx.dtype, ctx.fast, False)
             dx = dx.view(ctx.shape)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on weights that torchao's ``quantize_`` put into FP8: they get gradients, and these are
+those of the weights that the FP8 numbers stand for."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Harness
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import float8 as fp8
+
+from coda_inductor.semantic.fp8_linear import FP8_LINEAR
+
+#: What kernels compute, in plain ops.
+ALL = {"gate": "always", "reference": True}
+E4M3 = torch.float8_e4m3fn
+M, D, HIDDEN = 32, 64, 128
+
+
+class Adapted(nn.Module):
+    """A linear layer and an adapter of rank 4 beside it, as peft computes them."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x)) * 2.0
+
+
+class Block(nn.Module):
+    """A gated MLP behind a norm, all of its layers with adapters."""
+
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        shapes = ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))
+        self.norm = nn.RMSNorm(D, eps=1e-6).requires_grad_(requires_grad=False)
+        gate, up, down = (Adapted(nn.Linear(*shape, bias=bias)) for shape in shapes)
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x):
+        n = self.norm(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 2, checkpointed: bool = False, **given):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**given) for _ in range(count))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def pair(how: str = "row", **given) -> tuple[nn.Module, nn.Module]:
+    """(a model on weights in FP8, the same in float32 on the numbers that these stand for)."""
+    torch.manual_seed(0)
+    model = Blocks(**given).bfloat16()
+    wide = copy.deepcopy(model).float()
+    fp8.serve(nn.ModuleList(m.base for m in model.modules() if isinstance(m, Adapted)), how)
+    for ours, theirs in zip(model.modules(), wide.modules(), strict=True):
+        if isinstance(ours, Adapted):
+            weight = ours.base.weight
+            exact = weight.qdata.float() * weight.scale
+            theirs.base.weight = nn.Parameter(exact, requires_grad=False)
+    return model, wide
+
+
+def trained(call, model, x) -> list[torch.Tensor]:
+    """The result of ``call``, the gradient of its input and those of the adapters."""
+    x = x.detach().clone().requires_grad_()
+    y = call(model, x)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    upstream[0, :4] = 0  # as behind tokens without a loss
+    y.backward(upstream.to(y.dtype))
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return [y.detach(), x.grad, *(p.grad for p in weights)]
+
+
+def worst(have, want) -> float:
+    return max((a.float() - b).norm().item() / b.norm().item()
+               for a, b in zip(have, want, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [ALL, {"disable": ["fuse", "idioms"]}], ids=["fused", "plain"])
+@pytest.mark.parametrize("given", [
+    {}, {"how": "tensor"}, {"bias": True}, {"checkpointed": True},
+], ids=str)  # fmt: skip
+def test_adapters_train_on_frozen_fp8(given, options):
+    model, wide = pair(**given)
+    harness = Harness(**options)
+    have = trained(harness.train, model, fp8.batch())
+    want = trained(lambda m, x: m(x), wide, fp8.batch().float())
+    assert harness.counts["fp8_linear"] == 6
+    assert all(g.isfinite().all() and g.any() for g in have)
+    # Three bits of mantissa in six products and their gradients.
+    assert 1e-3 < worst(have, want) < 0.12
+    # A weight is not cast: only what is multiplied with it is, once for gate and up.
+    ops = harness.ops()
+    casts = ops["coda_inductor.fp8_cast.default"] + sum(
+        n.meta["val"].dtype == E4M3 for n in harness.graph.nodes
+        if "convert_element_type" in str(n.target)
+    )  # fmt: skip
+    assert casts == 4 + 6
+    assert ops["coda_inductor.fp8_turn.default"] == 6
+
+
+def test_the_forward_pass_turns_no_weight():
+    model, _ = pair()
+    harness = Harness(**ALL)
+    trained(harness.train, model, fp8.batch())
+    forward, backward = (harness.ops(part) for part in harness.parts)
+    assert forward["coda_inductor.fp8_turn.default"] == 0
+    assert backward["coda_inductor.fp8_turn.default"] == 6
+
+
+def layer(x, w, s, bias=None):
+    return FP8_LINEAR(x, w, s, bias, False)
+
+
+def mlp(linear):
+    def function(x, g, gs, u, us, a, b, d, ds):  # as Dynamo orders them: by their first use
+        n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        h = F.silu(linear(n, g, gs)) * (linear(n, u, us) + F.linear(F.linear(n, a), b))
+        return x + linear(h, d, ds)
+
+    return function
+
+
+def test_the_algebra_is_exact_where_nothing_is_rounded():
+    """Fused, in float64: results and all gradients, of random numbers in place of FP8's."""
+    shapes = [(M, D), (HIDDEN, D), (HIDDEN, 1), (HIDDEN, D), (HIDDEN, 1), (4, D),
+              (HIDDEN, 4), (D, HIDDEN), (D, 1)]  # fmt: skip
+    half, frozen = torch.bfloat16, (E4M3, torch.float32)
+    dtypes = [half, *frozen, *frozen, half, half, *frozen]
+    inputs = [torch.rand(s).add(0.5).to(t) for s, t in zip(shapes, dtypes, strict=True)]
+    learns = (0, 5, 6)
+    for i in learns:
+        inputs[i].requires_grad_()
+    harness = Harness(**ALL)
+    harness.train(mlp(layer), *inputs).sum().backward()
+    assert harness.counts["swiglu"] == 1
+    have = fp8.exact(harness.graph)
+    generator = torch.Generator().manual_seed(3)
+    exact = [torch.randn(s, generator=generator, dtype=torch.float64) for s in (*shapes, (M, D))]
+    for i in learns:
+        exact[i].requires_grad_()
+    y = mlp(lambda x, w, s: F.linear(x, w * s))(*exact[:-1])
+    want = [y, *torch.autograd.grad(y, [exact[i] for i in learns], exact[-1])]
+    for ours, theirs in zip([v for v in have if v is not None], want, strict=True):
+        bound = 1e-10 * theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=bound)
+
+
+def test_in_eager_it_is_the_same_function_and_differentiates_once():
+    fp8.needs_scaled_mm()
+    x, bias = torch.randn(3, 5, D).bfloat16().requires_grad_(), torch.randn(HIDDEN).bfloat16()
+    w, s = torch.randn(HIDDEN, D).to(E4M3), torch.rand(HIDDEN, 1) + 0.5
+    y = layer(x, w, s, bias.requires_grad_())
+    (dx, dbias) = torch.autograd.grad(y.float().square().sum(), (x, bias), create_graph=True)
+    want = F.linear(x.detach().float(), w.float() * s, bias.detach().float())
+    assert (y - want).norm() < 0.04 * want.norm()
+    assert (dx - 2 * want @ (w.float() * s)).norm() < 0.06 * dx.float().norm()
+    assert (dbias - 2 * want.sum((0, 1))).norm() < 0.04 * dbias.norm()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.float().sum().backward()
+
+
+def blocks_of_128(weight):
+    weight.block_size = [128, 64]
+
+
+def bounded(weight):
+    weight.act_quant_kwargs.hp_value_ub = 5.0
+
+
+@pytest.mark.parametrize("change", [blocks_of_128, bounded])
+def test_what_it_cannot_differentiate_is_torchs_error(change):
+    """A reason, and no gradient that is None or zero in silence."""
+    model, _ = pair(count=1)
+    change(model.blocks[0].up.base.weight)
+    harness = Harness(strict=False)
+    with pytest.raises(Exception, match="derivative for aten::_scaled_mm is not implemented"):
+        trained(harness.train, model, fp8.batch())
+    (refusal,) = [r for r in harness.report.refusals if r.code == "fp8-frozen"]
+    assert "up" in refusal.where
+
+
+def test_without_gradients_torchaos_own_chain_stays():
+    model, _ = pair(count=1)
+    harness = Harness(**ALL)
+    harness.run(model, fp8.batch())
+    assert harness.counts["fp8_linear"] == 0
+    assert harness.counts["fp8_product"] == 3
