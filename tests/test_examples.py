@@ -39,7 +39,8 @@ def test_a_real_run(monkeypatch, capsys):
 
 
 #: What fires in each, on a CPU.
-FIRES = {"finetune": "rms_norm_backward", "image": "epilogue", "pretrain_fsdp2": "cross_entropy"}
+FIRES = {"finetune": "rms_norm_backward", "image": "epilogue", "pretrain_fsdp2": "cross_entropy",
+         "lora_fp8": "fp8_linear"}  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_code")

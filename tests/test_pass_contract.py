@@ -276,7 +276,7 @@ CASES = {
 #: are of low rank and draw their own masks, a border lies between checkpoints, grouped products are
 #: left where these fail.
 NO_CASE = {
-    *("fp8", "fp8_casts", "fp8_rest", "fp8_quantize", "fp8_product"),
+    *("fp8", "fp8_casts", "fp8_rest", "fp8_quantize", "fp8_product", "frozen_fp8", "fp8_linear"),
     *("collectives", "collective", "adapters", "borders", "dropouts", "adapter_dropout"),
     "experts_rest",
 }

@@ -5,7 +5,7 @@ import pytest
 import torch
 from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 
-from coda_inductor.semantic.fp8_casts import AMAX, CAST
+from coda_inductor.semantic.fp8_casts import AMAX, CAST, TURN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallbacks")]
 
@@ -115,3 +115,11 @@ def test_in_a_graph_of_cudas():
         x = torch.randn(256, 384, device="cuda").bfloat16()
         for ours, wanted in zip(replayed(x), plain(x), strict=True):
             assert same(ours, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (4096, 1024)], ids=str)
+def test_bytes_are_turned(shape):
+    """All of them, of NaNs too; of a weight that lies by columns as well."""
+    weight = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(E4M3)
+    for x in (weight, weight.t()):
+        assert torch.equal(TURN(x, x).view(torch.uint8), x.view(torch.uint8).t())

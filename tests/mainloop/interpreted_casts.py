@@ -18,7 +18,7 @@ from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 from triton.runtime import interpreter
 
 from coda_inductor.mainloop import fp8_casts
-from coda_inductor.semantic.fp8_casts import AMAX, CAST
+from coda_inductor.semantic.fp8_casts import AMAX, CAST, TURN
 
 #: Shapes that are tried in every layout, and others.
 RAGGED, OTHERS = ((3, 5), (127, 129)), ((1, 130), (256, 128))
@@ -61,6 +61,15 @@ def check_maxima(x: torch.Tensor, factor: torch.Tensor | None) -> None:
         assert all(same(g, w) for g, w in zip(got, want, strict=True)), (x.shape, x.dtype)
 
 
+def check_turn(m: int, k: int) -> None:
+    """All bytes, those of NaNs too."""
+    weight = torch.arange(m * k).to(torch.uint8).view(E4M3).view(m, k)
+    for x in (weight, weight.t()):
+        want, got = (turn(x, x).view(torch.uint8) for turn in (TURN, fp8_casts.fp8_turn))
+        assert torch.equal(got, want)
+        assert torch.equal(got, x.view(torch.uint8).t())
+
+
 def fma(_builder: object, x: object, y: object, z: object) -> object:
     """In place of the interpreter's; products of float32 are exact in float64."""
     wide = [handle.data.astype(np.float64) for handle in (x, y, z)]
@@ -90,6 +99,8 @@ def main() -> None:
     interpreter.InterpreterBuilder.create_fma = fma
     patch_once()
     count = 0
+    for shape in (*RAGGED, *OTHERS):
+        check_turn(*shape)
     wide = itertools.product(RAGGED, (torch.float16, torch.float32))
     for shape, dtype in (*((shape, torch.bfloat16) for shape in RAGGED + OTHERS), *wide):
         x = subject(*shape, dtype)
