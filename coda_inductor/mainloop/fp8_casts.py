@@ -238,7 +238,7 @@ def _cast_tile(
 
 def _turn_tile(_k: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile."""
-    return TILE, TILE, 4
+    return TILE, TILE, 8
 
 
 def _amax_tile(_k: int, _factor: int, _row: bool, col: bool) -> tuple[int, int]:
