@@ -8,6 +8,7 @@ embedding stay in bfloat16, and so do the adapters, which alone are trained and 
 """
 
 import time
+from typing import Any
 
 import peft
 import torch
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import coda_inductor
 
 
-def build(gpu: bool) -> nn.Module:
+def build(gpu: bool) -> Any:
     """A Llama with frozen FP8 weights and bfloat16 adapters. Quantize before peft wraps layers."""
     hidden, mlp, heads, layers, vocab = (
         (4096, 14336, 32, 4, 128256) if gpu else (64, 128, 4, 2, 512)
