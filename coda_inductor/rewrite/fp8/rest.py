@@ -13,17 +13,26 @@ Why it is valid: the same product, rounded once instead of twice. Why it pays: t
 after the product because of a kernel that was slow with scales of rows. cuBLAS's kernel, for
 bfloat16 only, takes 3 % longer with such scales than without (gotchas.md), and the multiplication
 reads and writes the product once more.
+
+A cast by rows of a gradient of a frozen layer (``semantic.fp8_linear``) becomes plain ops if no
+epilogue took its maxima: one kernel of Inductor's then computes gradient, maxima and cast.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph
+from torch import Tensor
+from torch.fx import Graph, Node
 
-from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.edit import replace_parts
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.read import change
+from coda_inductor.graph.sizes import same
+from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import closure
 from coda_inductor.record import Record
 from coda_inductor.semantic.fp8 import scaled_mm
+from coda_inductor.semantic.fp8_casts import CAST
 
 
 def finish_fp8(graph: Graph, record: Record) -> None:
@@ -33,3 +42,22 @@ def finish_fp8(graph: Graph, record: Record) -> None:
         later = arguments(node)["after"]
         if half and later and record.plan.scales_vectors(fake(node).device):
             change(node, after=False)
+    for node in graph.find_nodes(op="call_function", target=CAST):
+        args = arguments(node)
+        plain = not args["divide"] and args["factor"] is None and args["scale_t"] is None
+        if plain and args["weight"] is not None and _reads_maxima(args["scale"], args["x"]):
+            values = [args[name] for name in ("x", "weight", "scale", "dtype")]
+            replace_parts(node, [splice(node, _cast_rows, values)])
+
+
+def _reads_maxima(scale: Node, x: Node) -> bool:
+    """Is ``scale`` computed from maxima that a pass over ``x`` itself computes?"""
+    small = closure([scale], lambda n: [] if n.target is aten.amax.default else n.all_input_nodes)
+    found = [n.all_input_nodes[0] for n in small if n.target is aten.amax.default]
+    return any(same(fake(wide).shape, fake(x).shape) for wide in found)
+
+
+def _cast_rows(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    wide = x.to(torch.float32) * weight.to(torch.float32) * scale
+    return wide.clamp(min=-limit, max=limit).to(dtype)
