@@ -25,8 +25,8 @@ the vocabulary at a time.
 Leaves alone, silently, because the graph does not get worse: class weights, probabilities, an
 ``ignore_index`` that is not a literal; other slices; tensors that are changed in place in between;
 logits whose slice without the last row has other readers; a last row of sequences of unknown
-length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers (an
-entropy), or over another dimension; several tokens per row; fewer rows of an index than of logits.
+length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers than
+an entropy, or over another dimension; several tokens per row; fewer rows of an index than of logits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, is_cast, is_view, plain
 from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base
+from coda_inductor.graph.walk import base, closure
 from coda_inductor.matching import Hazards, bodies, normalize, replace
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
@@ -83,7 +83,7 @@ def _under_softmax(gather: Call) -> Node | None:
     """The logits whose log-softmax is gathered, one element per row; None for other gathers."""
     softmax = gather["input"]
     call = normalize(softmax)
-    if call is None or call.op != "log_softmax_last" or len(softmax.users) > 1:
+    if call is None or call.op != "log_softmax_last" or not _leaves_entropy(gather.node, softmax):
         return None
     logits = call["input"]
     tensors = plain(logits, softmax, gather["index"])
@@ -94,6 +94,15 @@ def _under_softmax(gather: Call) -> Node | None:
     last = is_last(gather["dim"], softmax) and not gather.get("sparse_grad")
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
     return logits if single and last and x.is_floating_point() and not narrowed else None
+
+
+def _leaves_entropy(gather: Node, softmax: Node) -> bool:
+    """Has ``softmax`` no reader but ``gather``, or else those of an entropy, which becomes one op
+    (``patterns/entropy.py``)?"""
+    others = [user for user in softmax.users if user is not gather]
+    steps = closure(others, lambda n: n.users if op_name(n) in ("exp", "neg", "mul") else ())
+    ends = {op_name(n) for n in steps if op_name(n) not in ("exp", "neg", "mul")}
+    return not others or (ends == {"sum"} and sum(op_name(n) == "mul" for n in steps) == 1)
 
 
 def _all_rows(

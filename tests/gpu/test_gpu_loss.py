@@ -54,7 +54,7 @@ def test_slice_of_the_logits_gradient(columns, smoothing, cap, z):
     target[3] = -100
     lse, one = torch.logsumexp(rows.float(), -1), torch.ones((), device="cuda")
     scale = torch.where(target == -100, 0.0, one * 0.3)
-    got = dlogits(rows, *columns, target, lse, scale, scale * z if z else None, smoothing, cap)
+    got = dlogits(rows, *columns, target, lse, scale, scale * z if z else None, None, smoothing, cap)
     how = (target, lse, one, -100, smoothing, "sum")
     want = cross_entropy_backward(one * 0.3, rows.double(), *how)
     if z:
@@ -72,7 +72,7 @@ def test_a_slice_of_float64_logits_stays_float64():
     x, w = torch.randn_like(rows[:, :16]), torch.randn(300, 16, device="cuda", dtype=torch.float64)
     how = (target, lse, one, -100, 0.0, "sum")
     want = cross_entropy_backward(one, rows, *how)
-    args = (one, rows, target, lse, one, w, x, None, -100, 0.0, "sum", 0.0, False)
+    args = (one, rows, target, lse, one, w, x, None, None, None, -100, 0.0, "sum", 0.0, False)
     dx, dw, _ = torch.ops.coda_inductor.linear_cross_entropy_backward(*args)
     torch.testing.assert_close(dx, want @ w, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(dw, want.T @ x, rtol=1e-10, atol=1e-10)

@@ -2,6 +2,8 @@
 """The ops between the gradient of a loss's logits and the gradient of an LM head's logits, as
 Inductor's decompositions write them.
 
+The gradient of the same logits' entropy (``semantic.loss.entropy_backward``), which is added.
+
 The gradient of a log-sum-exp b of the same logits (a z-loss), which is, per row, a times the
 softmax::
 
@@ -27,10 +29,23 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import fake, renames_or_casts
+from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import bare, base, only_reader
+from coda_inductor.semantic.loss import entropy_backward
+
+
+def with_entropy(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
+    """(total, (dentropy, entropies)) if ``total`` is ``gradient`` and the gradient of the entropy of
+    the same rows of logits, one value a row each; else (gradient, None)."""
+    total = only_reader(gradient, renames_or_casts)
+    for other in map(bare, _args(total, "add")):
+        if isinstance(other, Node) and other.target is entropy_backward:
+            args = arguments(other)
+            if total is not None and base(args["logits"]) is base(logits):
+                return total, (args["dy"], args["wide"])
+    return gradient, None
 
 
 def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
