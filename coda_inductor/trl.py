@@ -27,7 +27,7 @@ def open_head(model: nn.Module) -> Callable[[], None] | None:
     the function that undoes it, or None. No other object is changed."""
     for module in model.modules():
         forward = vars(module).get("forward")
-        function = getattr(forward, "__func__", None)
+        function: Any = getattr(forward, "__func__", None)
         if _CHUNKED in getattr(getattr(function, "__code__", None), "co_names", ()):
             opened = types.MethodType(_with(function, **{_CHUNKED: Head}), module)
             module.forward = opened
@@ -43,11 +43,12 @@ def _with(function: types.FunctionType, **names: Any) -> types.FunctionType:
         function.__code__, seen, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
+    functools.update_wrapper(copy, function)
+    return copy
 
 
 class Head:
-    """In the place of TRL's autograd function: the same results, with gradients of the first two."""
+    """In the place of TRL's autograd function: the same results, the first two with gradients."""
 
     @staticmethod
     def apply(
@@ -61,9 +62,10 @@ class Head:
         scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[Tensor | None, ...]:
-        """Of ``hidden`` (N, H), ``weight`` (V, H) and ``targets`` (N,), each (N,) in float32 or None
-        if ``outputs`` does not name it: log-probabilities of the targets, entropies,
-        ``log(sum(p * p))``, mean logits, and whether the target is the first of the largest."""
+        """Of ``hidden`` (N, H), ``weight`` (V, H) and ``targets`` (N,): log-probabilities of the
+        targets; and, or None where ``outputs`` does not name it, entropies, ``log(sum(p * p))``,
+        mean logits, and whether the target is the first of the largest. Each is (N,), in float32
+        but for the last."""
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)

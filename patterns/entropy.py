@@ -13,9 +13,9 @@ After::
 Why it is valid: both are the sum of ``-p log p`` over a row; the op computes it in float32 (float64
 for float64). Where p is 0 it adds 0, while ``0 * -inf`` would be NaN.
 
-What it enables: neither chances nor their logarithms are in memory. The entropies of tiles leave the
-LM head's epilogue beside their log-sum-exps (rule R7), and the gradient is made with that of the
-tokens' log-probabilities, a slice of the vocabulary at a time.
+What it enables: neither chances nor their logarithms are in memory. The entropies of tiles leave
+the LM head's epilogue beside their log-sum-exps (rule R7), and the gradient is made with that of
+the tokens' log-probabilities, a slice of the vocabulary at a time.
 
 Refuses: chances or logarithms that something else reads; logits that are integers.
 """

@@ -25,8 +25,9 @@ the vocabulary at a time.
 Leaves alone, silently, because the graph does not get worse: class weights, probabilities, an
 ``ignore_index`` that is not a literal; other slices; tensors that are changed in place in between;
 logits whose slice without the last row has other readers; a last row of sequences of unknown
-length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers than
-an entropy, or over another dimension; several tokens per row; fewer rows of an index than of logits.
+length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers
+than an entropy, or over another dimension; several tokens per row; fewer rows of an index than of
+logits.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def emit(region: Region, site: kernels.Site, *, strict: bool = False) -> Node:
         _rewire_store(end, region, output, nodes)
     names = [reduce.name for reduce in program.reduces]
     partials = dict(zip(names, outputs[len(program.stores) :], strict=True))
-    for node, reduce in region.reduces.items():
+    for node in region.reduces:
         node.replace_all_uses_with(_finalize(Put(node, end), region, partials))
     new, node = [], first.next
     while node is not end:

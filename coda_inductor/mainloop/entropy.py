@@ -2,8 +2,8 @@
 """The entropy of each row of a tile, as a QuACK epilogue resource.
 
 Beside the largest value m and s = sum of exp(x - m), which a log-sum-exp has, it keeps t = sum of
-(x - m) exp(x - m). A larger m' takes away d = m' - m: s' = exp(-d) s and t' = exp(-d) (t - d s). The
-tile's entropy is log(s) - t / s, of which no term grows with the values themselves.
+(x - m) exp(x - m). A larger m' takes away d = m' - m: s' = exp(-d) s and t' = exp(-d) (t - d s).
+The tile's entropy is log(s) - t / s, of which no term grows with the values themselves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowEntropy(OnlineLSEReduce):
 
     @cute.jit
     def _moved(self, vals, largest):
-        """s and t of ``vals`` for another largest value."""
+        """Both sums of ``vals``, for another largest value."""
         m, s, t = vals
         by = cute.arch.fmax(m - largest, Float32(_LEAST))
         scale = cute.math.exp(by, fastmath=True)

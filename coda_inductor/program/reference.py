@@ -68,7 +68,7 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
     "add": torch.sum,
     "max": torch.amax,
     "logsumexp": logsumexp,
-    "entropy": lambda x, dim, keepdim: entropy(x, logsumexp(x, dim))[:, None],
+    "entropy": lambda x, dim, **_: entropy(x, logsumexp(x, dim))[:, None],
 }
 
 

@@ -54,7 +54,9 @@ def test_slice_of_the_logits_gradient(columns, smoothing, cap, z):
     target[3] = -100
     lse, one = torch.logsumexp(rows.float(), -1), torch.ones((), device="cuda")
     scale = torch.where(target == -100, 0.0, one * 0.3)
-    got = dlogits(rows, *columns, target, lse, scale, scale * z if z else None, None, smoothing, cap)
+    got = dlogits(
+        rows, *columns, target, lse, scale, scale * z if z else None, None, smoothing, cap
+    )
     how = (target, lse, one, -100, smoothing, "sum")
     want = cross_entropy_backward(one * 0.3, rows.double(), *how)
     if z:

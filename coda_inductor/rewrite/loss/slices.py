@@ -12,7 +12,8 @@ Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule 
 
 After::
 
-    dh, dW, db = linear_cross_entropy_backward(dloss', logits, target, lse, number, W, h, a', e', H, c)
+    dh, dW, db = linear_cross_entropy_backward(
+        dloss', logits, target, lse, number, W, h, a', e', H, c)
     where dloss' = f * dloss, e' = f * e, a' = f * a * exp(lse - b), f * a for b = lse
 
 Why it is valid: column j of dz needs only column j of the logits and one value per row, dh is the
@@ -56,8 +57,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.logit_gradients import (
     through_factor,
     through_soft_cap,
-    with_entropy,
-    with_row_term,
+    with_row_terms,
 )
 from coda_inductor.semantic import loss
 from coda_inductor.semantic.loss import cross_entropy_backward
@@ -79,10 +79,7 @@ def _slice(node: Node) -> Refusal | None:
     kwargs = arguments(node)
     logits = fake(kwargs["logits"])
     columns = logits.shape[-1]
-    gradient, spread = with_entropy(node, kwargs["logits"])
-    gradient, penalty = with_row_term(gradient, kwargs["logits"])
-    if spread is None:
-        gradient, spread = with_entropy(gradient, kwargs["logits"])
+    gradient, penalty, spread = with_row_terms(node, kwargs["logits"])
     gradient, cap = through_soft_cap(gradient, kwargs["logits"])
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)

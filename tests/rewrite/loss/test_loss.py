@@ -379,7 +379,7 @@ def test_sliced_op_obeys_torchs_rules():
     logits, labels, how = randn(6, 9), torch.arange(6), (1, 0.1, "mean")
     _, lse, number = cross_entropy(logits, labels, *how, torch.float64)
     sliced = torch.ops.coda_inductor.linear_cross_entropy_backward.default
-    given = randn(), logits, labels, lse, number, randn(9, 5), randn(6, 5), randn(6)
+    given = randn(), logits, labels, lse, number, randn(9, 5), randn(6, 5), *randn(3, 6)
     torch.library.opcheck(sliced, (*given, *how, 3.0, True))
 
 
