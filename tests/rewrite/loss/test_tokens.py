@@ -152,7 +152,7 @@ def test_bfloat16_is_no_less_accurate_than_eager(loss, slices):
 
 
 def test_tokens_without_a_chance():
-    """They add nothing to an entropy, in values and gradients, where eager's ``0 * -inf`` is NaN."""
+    """They add nothing to an entropy and its gradient, where eager's ``0 * -inf`` is NaN."""
 
     def function(z):
         return from_logits(z), picked(z, torch.zeros(3, dtype=torch.int64))
