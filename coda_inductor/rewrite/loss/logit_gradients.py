@@ -35,7 +35,6 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import bare, base, only_reader
 from coda_inductor.semantic.loss import entropy_backward
 
-
 #: A value a row, twice: what a gradient of one value a row and the logits are multiplied by.
 Columns = tuple[Node, Node]
 
