@@ -165,6 +165,15 @@ CASES = {
         of.loss, LOSS, fired("cross_entropy_backward"), "loss", ("cross_entropy_backward", "loss"),
         but={"inference": 0},
     ),
+    "entropy": Case(
+        lambda x, w: -(
+            (z := of.logits(x, w)).softmax(-1) * z.log_softmax(-1)
+        ).sum(-1), LOSS, fired("entropy"), "idioms", ("entropy", "idioms"),
+    ),
+    "unstored": Case(
+        of.loss, LOSS, lambda harness: sum(not site.program.stores for site in harness.fused),
+        "unstored", ("unstored", "cross_entropy"), often=0, but={"inference": 1},
+    ),
     "gathered losses": Case(
         lambda x, w: (
             F.log_softmax(of.logits(x, w), -1).gather(-1, of.labels(x)[..., None]).mean()
