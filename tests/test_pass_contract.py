@@ -170,6 +170,20 @@ CASES = {
             (z := of.logits(x, w)).softmax(-1) * z.log_softmax(-1)
         ).sum(-1), LOSS, fired("entropy"), "idioms", ("entropy", "idioms"),
     ),
+    "kept_rows": Case(
+        lambda x, w: -(
+            (z := of.logits(x, w)[:, -2:]).softmax(-1) * z.log_softmax(-1)
+        ).sum(-1),
+        LOSS, fired("entropy"), "kept_rows", ("kept_rows", "entropy"), but={"autocast": 0},
+        broken={
+            "a column less": lambda x, w: -(
+                (z := of.logits(x, w)[..., :-1]).softmax(-1) * z.log_softmax(-1)
+            ).sum(-1),
+            "read elsewhere": lambda x, w: (
+                -((z := (y := of.logits(x, w))[:, 1:]).softmax(-1) * z.log_softmax(-1)).sum(-1), y
+            ),
+        },
+    ),
     "unstored": Case(
         of.loss, LOSS, lambda harness: sum(not site.program.stores for site in harness.fused),
         "unstored", ("unstored", "cross_entropy"), often=0, but={"inference": 1},

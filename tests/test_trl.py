@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's head is operations of the graph while the model is compiled: the same results, one epilogue.
+"""TRL's head is operations of the graph while the model is compiled: equal results, one epilogue.
 
-A stand-in has TRL's form: a forward that was put on the model, which calls an autograd function that
-is a name of its module. With TRL itself the same is asked of it."""
+A stand-in has TRL's form: a forward that was put on the model, which calls an autograd function
+that is a name of its module. With TRL itself the same is asked of it."""
 
 import copy
 import functools
@@ -85,7 +85,8 @@ def batch():
 
 
 @pytest.mark.parametrize("how", [
-    {}, {"temperature": 0.7}, {"cap": 2.0, "scale": 0.5}, {"outputs": ("entropy",)}, {"outputs": ()},
+    {}, {"temperature": 0.7}, {"cap": 2.0, "scale": 0.5},
+    {"outputs": ("entropy",)}, {"outputs": ()},
 ], ids=["all", "cold", "capped", "entropy", "alone"])  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_opened_head_gives_the_same(bias, how):

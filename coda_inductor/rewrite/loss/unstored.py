@@ -11,8 +11,8 @@ After::
     picked = where(|arange(V) - target| < 1/2, logits, 0).sum(1);  loss = lse - picked
 
 Why it is valid: the sum has one term, the target's logit. Log-sum-exps, entropies and this sum are
-reductions of rows, so that each leaves the head's epilogue as partials; there the logits are rounded
-to their dtype first, as they are where they are stored.
+reductions of rows, so that each leaves the head's epilogue as partials; there the logits are
+rounded to their dtype first, as they are where they are stored.
 
 Why it pays: the logits are the largest tensor, and reference and old policies want nothing of them.
 
