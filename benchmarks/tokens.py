@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coda_inductor.backend import coda
 from coda_inductor.trl import Head
 
 from . import environment, worth
@@ -102,9 +103,10 @@ def prepared(name: str, size: tuple[int, int, int]) -> tuple[Variants, dict[str,
     variants.add("TRL", chunked)
     variants.add("eager", plain)
     variants.add("torch.compile", lambda: plain(backend="inductor"))
-    variants.add("coda", lambda: plain(backend="coda"))
+    variants.add("coda", lambda: plain(backend=coda))
     for each, call in variants.calls.items():
         errors = [relative_error(x, y) for x, y in zip(call(), want, strict=True)]
+        h.grad = w.grad = None
         peak = peak_mib(call)
         facts[each] = {"errors": errors, "peak_gib": peak and peak / 2**10}
         torch.cuda.empty_cache()
