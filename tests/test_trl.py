@@ -131,6 +131,22 @@ def test_gradients_of_both():
     undo()
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_callback_opens_it_while_it_trains(sharded, monkeypatch):
+    """Not where it compiles blocks alone: the head would run uncompiled, with all its logits."""
+    ours = pytest.importorskip("coda_inductor.transformers")
+    monkeypatch.setattr(ours, "_under_ddp", lambda _: False)
+    model = give_head(Model())
+    if sharded:
+        monkeypatch.setattr(ours, "FSDPModule", nn.Linear)
+    before, callback = model.forward, ours.CodaCallback(options={"reference": True})
+    asked = types.SimpleNamespace(use_cache=False, torch_compile=False)
+    callback.on_train_begin(asked, model=model)
+    assert (model.forward is before) == sharded
+    callback.on_train_end()
+    assert model.forward is before
+
+
 def test_other_models_stay():
     model = Model()
     assert open_head(model) is None
