@@ -70,5 +70,5 @@ PATTERN = Pattern(
     arguments=_arguments,
     conditions=(_rows_of_floats,),
     result=0,
-    example={"logits": (2, 3)},
+    example={"logits": (6, 3)},  # of one or two rows all may be certain
 )

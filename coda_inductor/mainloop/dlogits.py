@@ -31,9 +31,8 @@ def _dlogits_kernel(
     if PENALIZED:
         gradient += tl.load(dlse + row) * p
     if SPREAD:
-        # Bounded, or a chance of 0 times its logarithm would be NaN.
-        slope = tl.maximum(logs, -(2.0**100)) + tl.load(entropy + row)
-        gradient -= tl.load(dentropy + row) * p * slope
+        slope = tl.where(p > 0, p * (logs + tl.load(entropy + row)), 0.0)
+        gradient -= tl.load(dentropy + row) * slope
     if CAPPED:
         t = x / cap
         gradient = gradient * (1.0 - t * t)

@@ -42,25 +42,21 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return total + (largest if keepdim else largest.squeeze(dim))
 
 
-def bounded(logs: Tensor) -> Tensor:
-    """Logarithms of probabilities, finite: a probability of 0 times its logarithm shall be 0, as in
-    ``torch.distributions``."""
-    return logs.clamp(min=-(2.0**100))
-
-
 def entropy(x: Tensor, lse: Tensor) -> Tensor:
     """The entropy in nats of the softmax of each row of ``x`` (..., V), whose log-sum-exps are
-    ``lse`` (...)."""
-    logs = bounded(x - lse[..., None])
-    return -(torch.exp(logs) * logs).sum(-1)
+    ``lse`` (...). A probability of 0 adds 0, as in ``torch.distributions``, and not NaN."""
+    logs = x - lse[..., None]
+    p = torch.exp(logs)
+    return -torch.where(p > 0, p * logs, 0.0).sum(-1)
 
 
 def mixed_entropy(entropies: Tensor, tiles: Tensor, lse: Tensor) -> Tensor:
     """The entropy of each row, (M,), from the entropies and log-sum-exps of its tiles, (M, n_tiles)
     each, and its log-sum-exp, (M,): that of the choice of a tile, and the tiles' own, each as often
     as the tile is chosen."""
-    logs = bounded(tiles - lse[:, None])
-    return (torch.exp(logs) * (entropies - logs)).sum(-1)
+    logs = tiles - lse[:, None]
+    p = torch.exp(logs)
+    return torch.where(p > 0, p * (entropies - logs), 0.0).sum(-1)
 
 
 #: How the values of a tile are combined. So are the partials of all tiles, except entropies.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coda_inductor.program.reference import bounded
 from coda_inductor.semantic import loss
 from coda_inductor.semantic.define import opaque
 from coda_inductor.semantic.loss import row_weights
@@ -98,7 +97,8 @@ def dlogits(
     if dlse is not None:
         gradient = gradient + dlse[:, None] * p
     if entropy is not None:
-        gradient = gradient - entropy[0][:, None] * p * (bounded(logs) + entropy[1][:, None])
+        slope = torch.where(p > 0, p * (logs + entropy[1][:, None]), 0.0)
+        gradient = gradient - entropy[0][:, None] * slope
     if cap:
         gradient = gradient * (1 - (x / cap).square())
     return gradient.to(rows.dtype)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.program.reference import bounded, logsumexp
 from coda_inductor.program.reference import entropy as entropy_of
+from coda_inductor.program.reference import logsumexp
 from coda_inductor.semantic.define import define, statistics_dtype
 
 #: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits. As many
@@ -166,8 +166,9 @@ def entropy_definition(logits: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, 
 def entropy_backward_definition(dy: Tensor, logits: Tensor, lse: Tensor, wide: Tensor) -> Tensor:
     """The gradient of the logits, with their shape and dtype: for a row with the softmax p and the
     entropy H it is ``-p (log p + H)`` times ``dy``."""
-    logs = bounded(logits.to(lse.dtype) - lse[..., None])
-    slope = torch.exp(logs) * (logs + wide[..., None])
+    logs = logits.to(lse.dtype) - lse[..., None]
+    p = torch.exp(logs)
+    slope = torch.where(p > 0, p * (logs + wide[..., None]), 0.0)
     return (-dy.to(lse.dtype)[..., None] * slope).to(logits.dtype)
 
 
