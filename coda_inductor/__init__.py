@@ -10,6 +10,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     backend       the entry point
     torchtitan    its trainer's head and loss as one graph
     transformers, axolotl   a callback that compiles for Trainer and TRL; a plugin of axolotl's
+    trl           TRL's head as operations of the graph
     pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
     tracing       a graph through the passes and AOTAutograd, without code generation
     notice, warm   warnings about a whole graph, once per process; reports of cached graphs

@@ -282,6 +282,7 @@ KERNELS: tuple[str, ...] = tuple(
         "quack.gemm_runtime.identity": "TORCH_OP_EPI_MODS",
         "quack.gemm_sm90": "fp8_fast_accum _compute_stages _compute_tile_shape_or_override",
         "quack.gemm_tvm_ffi_utils": "launch_gemm make_varlen_args plan_scheduler_args",
+        "quack.layout_utils": "convert_layout_zero_stride",
     }.items()
     for name in names.split()
 )

@@ -26,6 +26,7 @@ from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
+from coda_inductor.dynamo.kept_rows import keep_rows
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.errors import CodaError, FallbackError, OptionError, suggest
@@ -117,6 +118,7 @@ class Pass:
 ON_DYNAMO = (
     Pass("in_place", change_copies, eager=True, stage="0_before"),
     Pass("losses", respell_losses),
+    Pass("kept_rows", keep_rows, after=("losses",)),
     Pass("packed", split_packed),
     Pass("dropouts", multiply_masks, counts=("adapter_dropout",)),
     Pass("frozen_fp8", differentiate_frozen, counts=("fp8_linear",)),

@@ -24,13 +24,15 @@ from coda_inductor.compat import dynamo_config, is_compiled
 from coda_inductor.errors import CodaError
 from coda_inductor.log import say_once
 from coda_inductor.report import GraphReport, kept
+from coda_inductor.trl import open_head
 
 
 class CodaCallback(TrainerCallback):
     """Compile the model for ``backend="coda"`` when training begins, and say what was fused.
 
     While it trains, ``use_cache`` is False in each config of the model, unless the training
-    arguments ask for it. Blocks that FSDP2 shards are compiled one by one. Under
+    arguments ask for it, and TRL's head, which works in chunks, is operations of the graph
+    (:mod:`coda_inductor.trl`). Blocks that FSDP2 shards are compiled one by one. Under
     DistributedDataParallel graphs are not cut at its buckets (``optimize_ddp``), and ranks compare
     the gradients of the first step. A model that is compiled already stays so.
 
@@ -62,6 +64,8 @@ class CodaCallback(TrainerCallback):
         if self.unchecked:
             self.undo.enter_context(dynamo_config.patch(optimize_ddp=False))
         blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+        if not blocks and (undo := open_head(model)) is not None:
+            self.undo.callback(undo)
         for part in () if compiled else blocks or (model,):
             part.compile(backend="coda", **self.how)
         self.compiled = model

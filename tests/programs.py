@@ -208,6 +208,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
         "row_statistics": row_statistics(dtype),
+        "entropy": made("", "", "acc", "lse:acc:row:logsumexp h:acc:row:entropy"),
         # SwiGLU behind a LayerNorm: scale, shift, and offset of both; the sum over N has a mask.
         "paired_rows": made(
             "m:col:float32 rstd:col:float32 wg:row:float32 wu:row:float32 bias:row",

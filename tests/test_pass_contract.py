@@ -165,6 +165,25 @@ CASES = {
         of.loss, LOSS, fired("cross_entropy_backward"), "loss", ("cross_entropy_backward", "loss"),
         but={"inference": 0},
     ),
+    "entropy": Case(
+        lambda x, w: -(
+            (z := of.logits(x, w)).softmax(-1) * z.log_softmax(-1)
+        ).sum(-1), LOSS, fired("entropy"), "idioms", ("entropy", "idioms"),
+    ),
+    "kept_rows": Case(
+        lambda x, w: -(
+            (z := of.logits(x, w)[:, -2:]).softmax(-1) * z.log_softmax(-1)
+        ).sum(-1),
+        LOSS, fired("entropy"), "kept_rows", ("kept_rows", "entropy"), but={"autocast": 0},
+        broken={
+            "a column less": lambda x, w: -(
+                (z := of.logits(x, w)[..., :-1]).softmax(-1) * z.log_softmax(-1)
+            ).sum(-1),
+            "read elsewhere": lambda x, w: (
+                -((z := (y := of.logits(x, w))[:, 1:]).softmax(-1) * z.log_softmax(-1)).sum(-1), y
+            ),
+        },
+    ),
     "gathered losses": Case(
         lambda x, w: (
             F.log_softmax(of.logits(x, w), -1).gather(-1, of.labels(x)[..., None]).mean()

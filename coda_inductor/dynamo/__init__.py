@@ -3,6 +3,7 @@
 
 in_place        in-place ops become plain ops where nothing can see the difference
 losses          losses in many spellings become cross entropies
+kept_rows       logits of some rows become a product of these rows
 packed          a packed weight of gate and up becomes two weights
 dropouts        adapters behind dropout become products that draw their masks
 frozen_fp8      layers with weights in FP8 become differentiable

@@ -6,6 +6,7 @@ Before (logits z (B, T, V))::
     loss = F.cross_entropy(z[:, :-1].reshape(-1, V), tokens[:, 1:].reshape(-1))
     loss = F.cross_entropy(z.transpose(1, 2), labels)
     p = torch.gather(F.log_softmax(z, -1), -1, index)         # DPO; index (..., 1)
+    p = torch.gather(z, -1, index) - torch.logsumexp(z, -1, keepdim=True)
 
 After::
 
@@ -25,13 +26,15 @@ the vocabulary at a time.
 Leaves alone, silently, because the graph does not get worse: class weights, probabilities, an
 ``ignore_index`` that is not a literal; other slices; tensors that are changed in place in between;
 logits whose slice without the last row has other readers; a last row of sequences of unknown
-length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers (an
-entropy), or over another dimension; several tokens per row; fewer rows of an index than of logits.
+length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers
+than an entropy, or over another dimension; several tokens per row; fewer rows of an index than of
+logits.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -42,14 +45,14 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, is_cast, is_view, plain
 from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base
+from coda_inductor.graph.walk import base, closure
 from coda_inductor.matching import Hazards, bodies, normalize, replace
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
 #: A target of no class, in 32 bits too.
 _NOTHING = -(2**31)
-_READ = ("cross_entropy", "gather", "take_along_dim")
+_READ = ("cross_entropy", "gather", "take_along_dim", "sub")
 
 
 def respell_losses(graph: Graph, record: Record) -> None:
@@ -62,7 +65,8 @@ def respell_losses(graph: Graph, record: Record) -> None:
                 continue
             if not record.enabled("cross_entropy"):
                 return
-            loss = node if call.op == "cross_entropy" else _respell_gather(call, hazards)
+            respell = {"cross_entropy": lambda call, _: call.node, "sub": _respell_difference}
+            loss = respell.get(call.op, _respell_gather)(call, hazards)
             if (plain_loss := normalize(loss)) is not None:
                 _respell(plain_loss, hazards)
 
@@ -72,18 +76,48 @@ def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
     node, softmax, index = gather.node, gather["input"], gather["index"]
     if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
         return None
-    put = Put(node)
-    options = {"ignore_index": _NOTHING, "reduction": "none"}
-    loss = _all_rows(put, logits, put("flatten", index), fake(softmax).dtype, options)
-    replace(node, put("view_as", put("neg", loss), index))
+    return _minus_loss(node, logits, index, fake(softmax).dtype)
+
+
+def _minus_loss(node: Node, logits: Node, index: Node, dtype: torch.dtype) -> Node:
+    """Replace log-probabilities, of the shape of ``index`` (..., 1) or without the last dimension,
+    by minus a loss of all rows. Returns the loss."""
+    put, options = Put(node), {"ignore_index": _NOTHING, "reduction": "none"}
+    loss = _all_rows(put, logits, put("flatten", index), dtype, options)
+    result = put("view_as", put("neg", loss), index)
+    columns = fake(node).dim() == fake(index).dim()
+    replace(node, result if columns else put("squeeze", result, -1))
     return loss
+
+
+def _respell_difference(difference: Call, hazards: Hazards) -> Node | None:
+    """Replace a gathered logit minus its row's log-sum-exp by a cross entropy. Returns it, or
+    None."""
+    if difference.get("alpha") not in (None, 1):
+        return None
+    node, sides = difference.node, (difference["input"], difference["other"])
+    picked, lse = (base(x) if isinstance(x, Node) else None for x in sides)
+    gather, total = read(picked), normalize(lse)
+    if gather is None or gather.op not in ("gather", "take_along_dim") or total is None:
+        return None
+    logits, rows, index = gather["input"], total["input"], gather["index"]
+    tensors = plain(logits, index, node)
+    if not total.op.startswith("logsumexp_") or rows is not logits or tensors is None:
+        return None
+    x, y, result = tensors
+    single = y.dtype == torch.int64 and x.dim() > 1 and same(y.shape, (*x.shape[:-1], 1))
+    shapes = [shape for shape in (y.shape, y.shape[:-1]) if same(tuple(result.shape), tuple(shape))]
+    last = is_last(gather["dim"], logits) and not gather.get("sparse_grad")
+    if not (single and shapes and last) or hazards.between((picked, lse, node)):
+        return None
+    return _minus_loss(node, logits, index, result.dtype)
 
 
 def _under_softmax(gather: Call) -> Node | None:
     """The logits whose log-softmax is gathered, one element per row; None for other gathers."""
     softmax = gather["input"]
     call = normalize(softmax)
-    if call is None or call.op != "log_softmax_last" or len(softmax.users) > 1:
+    if call is None or call.op != "log_softmax_last" or not _leaves_entropy(gather.node, softmax):
         return None
     logits = call["input"]
     tensors = plain(logits, softmax, gather["index"])
@@ -94,6 +128,17 @@ def _under_softmax(gather: Call) -> Node | None:
     last = is_last(gather["dim"], softmax) and not gather.get("sparse_grad")
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
     return logits if single and last and x.is_floating_point() and not narrowed else None
+
+
+def _leaves_entropy(gather: Node, softmax: Node) -> bool:
+    """Has ``softmax`` no reader but ``gather``, or else those of an entropy, which becomes one op
+    (``patterns/entropy.py``)?"""
+    others = [user for user in softmax.users if user is not gather]
+    steps = closure(others, lambda n: n.users if op_name(n) in ("exp", "neg", "mul") else ())
+    sums = [n for n in steps if op_name(n) == "sum"]
+    names = [op_name(n) for n in (*steps, *(user for n in sums for user in n.users))]
+    expected = {"exp": 1, "mul": 1, "neg": 1, "sum": 1}
+    return not others or Counter(names) == expected
 
 
 def _all_rows(

@@ -55,8 +55,8 @@ def emit(region: Region, site: kernels.Site, *, strict: bool = False) -> Node:
         _rewire_store(end, region, output, nodes)
     names = [reduce.name for reduce in program.reduces]
     partials = dict(zip(names, outputs[len(program.stores) :], strict=True))
-    for node, reduce in region.reduces.items():
-        node.replace_all_uses_with(_finalize(Put(node, end), region, partials[reduce.name]))
+    for node in region.reduces:
+        node.replace_all_uses_with(_finalize(Put(node, end), region, partials))
     new, node = [], first.next
     while node is not end:
         new.append(node)
@@ -139,19 +139,24 @@ def _rewire_store(before: Node, region: Region, output: Node, nodes: list[Node])
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
 
 
-def _finalize(put: Put, region: Region, partials: Node) -> Node:
+def _finalize(put: Put, region: Region, by_name: dict[str, Node]) -> Node:
     """Insert the sum over partials of a reduction (rule R2), which is outside the kernel."""
     node, reduce = put.like, region.reduces[put.like]
+    partials, source = by_name[reduce.name], node.all_input_nodes[0]
     along = -1 if reduce.axis == "row" else 0
     if reduce.combine == "logsumexp":
         new = put(row_logsumexp, partials)
+    elif reduce.combine == "entropy":
+        key, whole = (reduce.value, "logsumexp"), put.reshape(arguments(node)["lse"], [-1])
+        lse = next(r for r in region.reduces.values() if (r.value, r.combine) == key)
+        args = partials, by_name[lse.name], whole
+        new = splice(put.before, reference.mixed_entropy, args, like=node)
     else:
         fold = aten.sum.dim_IntList if reduce.combine == "add" else aten.amax.default
         new = put(fold, partials, [along], True)
     if node.target is aten.mean.dim:
         new = put(aten.div.Tensor, new, region.shape[1])
     new = put.cast(new, fake(node).dtype)
-    (source,) = node.all_input_nodes
     rank = fake(source).dim()
     keepdim = fake(node).dim() == rank
     if reduce.axis == "col":

@@ -33,6 +33,7 @@ from coda_inductor.program import (
     verify,
 )
 from coda_inductor.program.dtypes import HALF, dtype_name
+from coda_inductor.program.ir import OF_ROWS
 from coda_inductor.program.operands import KINDS
 from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal
@@ -171,7 +172,15 @@ class Region:
         )
         if self.eager:
             return verify(simplify(program, exact=True))
-        return verify(simplify(consistent(simplify(program), self._uncombined())))
+        program = simplify(program)
+        return verify(simplify(consistent(program, self._uncombined(), self._logits(program))))
+
+    def _logits(self, program: EpilogueProgram) -> dict[str, str]:
+        """The values of which rows' log-sum-exps are taken, with their dtypes in the graph. They
+        round to these if they are not stored too: policies are compared with one another."""
+        nodes = {reduce.name: node.all_input_nodes[0] for node, reduce in self.reduces.items()}
+        rows = [reduce for reduce in program.reduces if reduce.combine in OF_ROWS]
+        return {reduce.value: dtype_name(narrowest(nodes[reduce.name])) for reduce in rows}
 
     def _stored_dtype(self, nodes: list[Node]) -> torch.dtype:
         """The dtype in which the value of all ``nodes`` is stored.

@@ -33,6 +33,7 @@ from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS, dtype_name
 from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.loss import row_entropy
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
@@ -241,6 +242,10 @@ class Tile:
         if axis == "col" and self.region.grouped:
             text = "each expert has its own rows: no kernel sums over all of them"
             return refuse("not-on-tile", text)
+        if node.target is row_entropy:
+            lse = self.region.reduces.get(arguments(node)["lse"])
+            if lse is None or (lse.value, lse.combine) != (value, "logsumexp"):
+                return refuse("not-on-tile", "the log-sum-exp that it takes is not on the tile")
         key = (value, axis, REDUCTIONS[node.target])
         reduce = Reduce(f"part{len(self.reductions)}", *key)
         self.region.reduces[node] = self.reductions.setdefault(key, reduce)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.semantic.loss import row_logsumexp
+from coda_inductor.semantic.loss import row_entropy, row_logsumexp
 
 aten = torch.ops.aten
 
@@ -129,4 +129,5 @@ REDUCTIONS: dict[Any, str] = {
     aten.mean.dim: "add",
     aten.amax.default: "max",
     row_logsumexp: "logsumexp",
+    row_entropy: "entropy",
 }

@@ -27,6 +27,7 @@ from quack.epilogue.ops import (
 )
 
 from coda_inductor.codegen.ports import Sink
+from coda_inductor.mainloop.entropy import RowEntropy
 from coda_inductor.mainloop.tensors import DELTA_DIVISOR
 
 
@@ -57,6 +58,8 @@ def reduction(sink: Sink) -> EpiOp:
         return (MaskedRowSum if sink.axis == "row" else MaskedColSum)(sink.name)
     if sink.combine == "logsumexp":
         return OnlineLSEReduce(sink.name)  # masks the lanes beyond N itself
+    if sink.combine == "entropy":
+        return RowEntropy(sink.name)
     kind = ColVecReduce if sink.axis == "row" else RowVecReduce
     combine = _NaNMax("max") if sink.combine == "max" else sink.combine
     return kind(sink.name, combine=combine, scaled=sink.factors is not None)

@@ -141,10 +141,11 @@ def _loss(call: Call) -> Call | None:
 
 
 def _reduction(call: Call) -> Call | None:
-    """A reduction with ``keepdim`` over only the last dimension; None for others."""
-    keeps = call.get("keepdim") is True and call.get("dtype") is None
-    last = keeps and is_last(call["dim"], call["input"])
-    return call.to(f"{call.op}_last", input=call["input"]) if last else None
+    """A reduction over only the last dimension, to a column (``keepdim``) or to one value a row;
+    None for others."""
+    last = call.get("dtype") is None and is_last(call.get("dim"), call["input"])
+    kind = "last" if call.get("keepdim") is True else "of_rows"
+    return call.to(f"{call.op}_{kind}", input=call["input"]) if last else None
 
 
 def is_last(dim: Any, x: Any) -> bool:
@@ -163,10 +164,11 @@ def _var(call: Call) -> Call | None:
     return call.to("var_last", input=call["input"]) if last else None
 
 
-def _log_softmax(call: Call) -> Call | None:
-    """A log-softmax over the last dimension, its ``dtype`` argument as a cast; None for others."""
+def _softmax(call: Call) -> Call | None:
+    """A softmax or its logarithm over the last dimension, its ``dtype`` argument as a cast; None
+    for others."""
     last = is_last(call["dim"], call["input"])
-    return call.to("log_softmax_last", input=call["input"]) if last else None
+    return call.to(f"{call.op}_last", input=call["input"]) if last else None
 
 
 _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
@@ -190,6 +192,8 @@ _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
     "view": lambda call: columns.merge(call) or _literal_view(call),
     "cross_entropy": _loss,
     "nll_loss": _loss,
-    "log_softmax": _log_softmax,
+    "log_softmax": _softmax,
+    "softmax": _softmax,
+    "logsumexp": _reduction,
     "var": _var,
 }

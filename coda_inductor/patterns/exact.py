@@ -247,6 +247,11 @@ def _log_softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
     return torch.log(torch.exp(x) / torch.exp(x).sum(dim, keepdim=True))
 
 
+def _softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
+    """Softmax, as torch's documentation defines it."""
+    return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
+
+
 def _nll_loss(
     _cls: Any, x: Any, target: Tensor, _weight: None, reduction: int, ignored: int
 ) -> tuple[Any, Any]:
@@ -274,6 +279,6 @@ Exact.specials.update({
     "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var": _var,
     "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "ones_like": lambda _, x, **__: x * 0 + 1,
-    "_log_softmax": _log_softmax, "nll_loss_forward": _nll_loss,
+    "_log_softmax": _log_softmax, "_softmax": _softmax, "nll_loss_forward": _nll_loss,
     "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
 })  # fmt: skip

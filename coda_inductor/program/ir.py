@@ -44,6 +44,9 @@ from typing import Any
 from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 from coda_inductor.program.operands import ROUTES, Operand
 
+#: Combinations of reductions that exist over N alone.
+OF_ROWS = ("logsumexp", "entropy")
+COMBINES = ("add", "max", *OF_ROWS)
 #: No tile of a kernel has more rows, so that it is in two parts of a batch at the most.
 LEAST_PART = 256
 
@@ -78,7 +81,7 @@ class Reduce:
     """A reduction of ``value`` that leaves the kernel as float32 partials, one per tile (rule R2).
 
     ``axis="row"`` reduces along N: partials are (M, n_tiles). ``axis="col"`` reduces along M:
-    partials are (m_tiles, N). ``combine`` is ``"add"`` or ``"max"``.
+    partials are (m_tiles, N). ``combine`` is one of ``COMBINES``.
     """
 
     name: str
@@ -181,6 +184,11 @@ class EpilogueProgram:
     def outputs(self) -> tuple[Store | Reduce, ...]:
         """The results of one run, in order: the stores, then the partials of the reductions."""
         return (*self.stores, *self.reduces)
+
+    def lse_of(self, entropy: Reduce) -> Reduce:
+        """The log-sum-exp of the value of ``entropy``, by which tiles are combined (rule R7)."""
+        key = (entropy.value, "logsumexp")
+        return next(r for r in self.reduces if (r.value, r.combine) == key)
 
     def to_json(self) -> str:
         head = {"format": _FORMAT, "accs": self.accs, "a_dtype": self.a_dtype}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import scaled_mm
-from coda_inductor.program import OPS, EpilogueProgram
+from coda_inductor.program import OPS, EpilogueProgram, Store
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.grouped import group_of, grouped_product
 from coda_inductor.program.heads import swap
@@ -42,11 +42,29 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return total + (largest if keepdim else largest.squeeze(dim))
 
 
-#: How the values of a tile, and then the partials of all tiles, are combined.
+def entropy(x: Tensor, lse: Tensor) -> Tensor:
+    """The entropy in nats of the softmax of each row of ``x`` (..., V), whose log-sum-exps are
+    ``lse`` (...). A probability of 0 adds 0, as in ``torch.distributions``, and not NaN."""
+    logs = x - lse[..., None]
+    p = torch.exp(logs)
+    return -torch.where(p > 0, p * logs, 0.0).sum(-1)
+
+
+def mixed_entropy(entropies: Tensor, tiles: Tensor, lse: Tensor) -> Tensor:
+    """The entropy of each row, (M,), from the entropies and log-sum-exps of its tiles, (M, n_tiles)
+    each, and its log-sum-exp, (M,): that of the choice of a tile, and the tiles' own, each as often
+    as the tile is chosen."""
+    logs = tiles - lse[:, None]
+    p = torch.exp(logs)
+    return torch.where(p > 0, p * (entropies - logs), 0.0).sum(-1)
+
+
+#: How the values of a tile are combined. So are the partials of all tiles, except entropies.
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "add": torch.sum,
     "max": torch.amax,
     "logsumexp": logsumexp,
+    "entropy": lambda x, dim, **_: entropy(x, logsumexp(x, dim))[:, None],
 }
 
 
@@ -255,6 +273,21 @@ def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: 
         return env[arg]
     # torch.maximum, torch.where and others take no Python scalars: 0-dim tensors work for all ops.
     return torch.full((), arg, dtype=wide, device=device)
+
+
+def combined(program: EpilogueProgram, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """``outputs`` of one run, in which the partials of all tiles are one: (M, 1) or (1, N)."""
+    found: list[Tensor] = []
+    for output, x in zip(program.outputs, outputs, strict=True):
+        if isinstance(output, Store):
+            found.append(x)
+        elif output.combine == "entropy":
+            name = program.lse_of(output).name
+            tiles = next(y for o, y in zip(program.outputs, outputs, strict=True) if o.name == name)
+            found.append(mixed_entropy(x, tiles, logsumexp(tiles, 1))[:, None])
+        else:
+            found.append(COMBINE[output.combine](x, output.dim, keepdim=True))
+    return found
 
 
 def output_shapes(

@@ -19,7 +19,7 @@ rounded: the gradient of a row's maximum searches for it among the stored values
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from coda_inductor.program.dtypes import HALF_NAMES
 from coda_inductor.program.ir import EpilogueProgram, Reduce, Step
@@ -28,13 +28,15 @@ from coda_inductor.program.ir import EpilogueProgram, Reduce, Step
 ROUNDING = {dtype: f"round_{dtype}" for dtype in HALF_NAMES}
 
 
-def consistent(program: EpilogueProgram, exact: Collection[str] = ()) -> EpilogueProgram:
+def consistent(
+    program: EpilogueProgram, exact: Collection[str] = (), seen: Mapping[str, str] | None = None
+) -> EpilogueProgram:
     """``program`` with reductions that read stored values after rounding, as they are in memory.
 
     ``exact`` names reductions whose result is never combined with the stored values (a bias's
-    gradient); they stay more exact.
+    gradient); they stay more exact. ``seen``: values that count as stored, and their dtypes.
     """
-    rounds = _Rounding(program)
+    rounds = _Rounding(program, seen or {})
     reduces = tuple(
         reduce if reduce.name in exact else dataclasses.replace(reduce, value=rounds(reduce.value))
         for reduce in program.reduces
@@ -54,13 +56,16 @@ def inconsistent(program: EpilogueProgram) -> Reduce | None:
 class _Rounding:
     """Maps a value to the same value, computed from rounded stored values."""
 
-    def __init__(self, program: EpilogueProgram):
+    def __init__(self, program: EpilogueProgram, seen: Mapping[str, str] | None = None):
         self.steps: list[Step] = []  # the steps for that
         self._by_name = {step.name: step for step in program.steps}
         self._cache: dict[str, str] = {}
         self._stored = {s.value: ROUNDING[s.dtype] for s in program.stores if s.dtype in ROUNDING}
         #: Values that are stored unrounded, whatever they were computed from.
         self._exact = {s.value for s in program.stores} - self._stored.keys()
+        for value, dtype in (seen or {}).items():
+            if value not in self._exact and dtype in ROUNDING:
+                self._stored.setdefault(value, ROUNDING[dtype])
 
     def __call__(self, value: str) -> str:
         # Not recursive: a chain of elementwise steps may be longer than Python's stack.

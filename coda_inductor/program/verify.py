@@ -8,7 +8,7 @@ import math
 
 from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
-from coda_inductor.program.ir import EpilogueProgram
+from coda_inductor.program.ir import COMBINES, OF_ROWS, EpilogueProgram
 from coda_inductor.program.operands import KINDS
 from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
@@ -136,13 +136,17 @@ def _check_outputs(program: EpilogueProgram, numbers: set[str], names: set[str])
     for store in program.stores:
         if store.dtype not in STORE_DTYPES:
             raise ProgramError(f"store {store.name!r}: dtype {store.dtype!r} is not legal")
+    lses = [reduce.value for reduce in program.reduces if reduce.combine == "logsumexp"]
     for reduce in program.reduces:
+        if reduce.combine == "entropy" and reduce.value not in lses:
+            raise ProgramError(f"reduce {reduce.name!r}: there is no logsumexp of its value")
         if reduce.axis not in ("row", "col"):
             raise ProgramError(f"reduce {reduce.name!r}: axis {reduce.axis!r} is not row or col")
-        if reduce.combine not in ("add", "max", "logsumexp"):
+        if reduce.combine not in COMBINES:
             raise ProgramError(f"reduce {reduce.name!r}: combine {reduce.combine!r} is not legal")
-        if reduce.combine == "logsumexp" and (reduce.axis != "row" or program.paired):
-            raise ProgramError(f"reduce {reduce.name!r}: logsumexp is over N, of one accumulator")
+        if reduce.combine in OF_ROWS and (reduce.axis != "row" or program.paired):
+            text = f"{reduce.combine} is over N, of one accumulator"
+            raise ProgramError(f"reduce {reduce.name!r}: {text}")
 
 
 def _check_heads(program: EpilogueProgram) -> None:

@@ -29,6 +29,8 @@ def linear_cross_entropy_backward(
     weight: Tensor | None,
     x: Tensor | None,
     dlse: Tensor | None,
+    dentropy: Tensor | None,
+    entropy: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
@@ -41,19 +43,21 @@ def linear_cross_entropy_backward(
     ``weight`` (V, K) is for dx, ``x`` (M, K) for dW and ``bias`` for db; without it, that result is
     empty. The logits are z, or with a ``cap`` other than 0 they are ``cap * tanh(z / cap)``, whose
     derivative is ``1 - (logits / cap) ** 2``. ``dlse`` (M,), if any, is a gradient of the rows'
-    log-sum-exp, in the compute dtype: its product with the softmax is added. The other arguments
+    log-sum-exp, in the compute dtype: its product with the softmax is added. ``dentropy`` (M,), if
+    any, is a gradient of the rows' ``entropy`` (M,), both in the compute dtype. The other arguments
     are as in ``semantic.loss.cross_entropy_backward``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     m, v = rows.shape
     scale = row_weights(dloss, target, number, ignore_index, reduction).expand(m).contiguous()
+    spread = None if dentropy is None or entropy is None else (dentropy, entropy)
     dw = rows.new_empty((v, x.shape[1]) if x is not None else 0)
     db = lse.new_empty(v if bias else 0)
     total: Tensor | None = None
     width = max(_ALIGN, loss.SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
     for first in range(0, v, width):
         last = min(v, first + width)
-        piece = dlogits(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
+        piece = dlogits(rows, first, last, target, lse, scale, dlse, spread, label_smoothing, cap)
         if x is not None:
             torch.mm(piece.t(), x, out=dw[first : first + width])
         if bias:
@@ -72,22 +76,29 @@ def dlogits(
     lse: Tensor,
     scale: Tensor,
     dlse: Tensor | None,
+    entropy: tuple[Tensor, Tensor] | None,
     smoothing: float,
     cap: float,
 ) -> Tensor:
     """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first), in
-    the dtype of ``rows`` (M, V). ``scale`` (M,) is the factor of each row's gradient."""
+    the dtype of ``rows`` (M, V). ``scale`` (M,) is the factor of each row's gradient; ``entropy``:
+    the gradients of the rows' entropies, and these."""
     if rows.is_cuda and lse.dtype == torch.float32:  # the kernel computes in float32
         from coda_inductor.mainloop import dlogits as kernels
 
-        return kernels.dlogits(rows, first, last, target, lse, scale, dlse, smoothing, cap)
+        how = (scale, dlse, entropy, smoothing, cap)
+        return kernels.dlogits(rows, first, last, target, lse, *how)
     x = rows[:, first:last].to(lse.dtype)
-    p = torch.exp(x - lse[:, None])
+    logs = x - lse[:, None]
+    p = torch.exp(logs)
     hit = torch.arange(first, last, device=rows.device) == target[:, None]
     away = hit.to(lse.dtype) * (1.0 - smoothing) + smoothing / rows.shape[1]
     gradient = scale[:, None] * (p - away)
     if dlse is not None:
         gradient = gradient + dlse[:, None] * p
+    if entropy is not None:
+        slope = torch.where(p > 0, p * (logs + entropy[1][:, None]), 0.0)
+        gradient = gradient - entropy[0][:, None] * slope
     if cap:
         gradient = gradient * (1 - (x / cap).square())
     return gradient.to(rows.dtype)
@@ -113,8 +124,9 @@ def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 
 #: The op, as it is in graphs.
 BACKWARD = opaque(
     "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
-    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
-    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
+    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, Tensor? dentropy, Tensor? entropy, "
+    "int ignore_index, float label_smoothing, str reduction, float cap, bool bias) "
+    "-> (Tensor, Tensor, Tensor)",
     linear_cross_entropy_backward,
     _fake,
 )

@@ -81,7 +81,7 @@ def _reference(as_, bs, operands, program, config, *_):
             output.copy_(value)
             continue
         # The reference has one tile: its value is in the first one, the others are neutral.
-        output.fill_(0.0 if spec.combine == "add" else -math.inf)
+        output.fill_(0.0 if spec.combine in ("add", "entropy") else -math.inf)
         output.narrow(spec.dim, 0, 1).copy_(value)
     return outputs
 

@@ -89,9 +89,13 @@ def signature(program: EpilogueProgram) -> str:
     per element, reductions, heads. Releases of torch spell one gradient in several ways."""
     loads = sum(WIDTHS[o.dtype] for o in program.loads)
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    reduces = {f"{reduce.axis}-{reduce.combine}" for reduce in program.reduces}
+    if "row-logsumexp" in reduces:  # a head: what else its rows have, or do not store, is little
+        reduces = {name for name in reduces if name.startswith("col")} | {"row-logsumexp"}
+        stores = stores or WIDTHS[program.product_dtype]
     dtypes = dict.fromkeys((program.a_dtype, program.b_dtype))
     parts = [str(len(program.accs)), *dtypes, *["fast"] * program.fast, f"{loads}+{stores}"]
-    parts += sorted({f"{reduce.axis}-{reduce.combine}" for reduce in program.reduces})
+    parts += sorted(reduces)
     parts += ["grouped"] * program.grouped + ["gathered"] * (program.routes[1] is not None)
     return " ".join(parts + ["heads"] * bool(program.head))
 

@@ -28,6 +28,7 @@ from coda_inductor.gpu import Gpu
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.program.ir import OF_ROWS
 from coda_inductor.program.scales import scaled
 from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.select.site import Site
@@ -120,7 +121,7 @@ def around_us(site: Site, gpu: Gpu) -> float:
         traffic += 2 * site.k / site.n * WIDTHS[program.a_dtype]  # rows gathered, or concatenated
         launches += 1
     exact = {step.name: step.args[0] for step in program.steps if step.op in ROUNDING.values()}
-    apart = [r for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
+    apart = [r for r in program.reduces if r.axis == "col" or r.combine in OF_ROWS]
     separate = {str(exact.get(reduce.value, reduce.value)) for reduce in apart}
     if separate:  # one pass for all of them, which reads what is stored anyway
         stored = {s.value: WIDTHS[s.dtype] for s in program.stores if s.value in separate}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss's part of the semantic vocabulary: logsumexp of rows, and cross entropy with classes.
+"""The loss's part of the semantic vocabulary: logsumexp and entropy of rows, and cross entropy with
+classes.
 
 ``cross_entropy`` takes the logits in the dtype of the model's last GEMM. Losses are usually written
 with a cast, which makes a float32 copy of the largest tensor of a training step; here only values
@@ -13,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from coda_inductor.program.reference import entropy as entropy_of
 from coda_inductor.program.reference import logsumexp
 from coda_inductor.semantic.define import define, statistics_dtype
 
@@ -27,6 +29,15 @@ def row_logsumexp_definition(x: Tensor) -> Tensor:
 
 
 row_logsumexp = define("row_logsumexp(Tensor x) -> Tensor", row_logsumexp_definition)
+
+
+def row_entropy_definition(x: Tensor, lse: Tensor) -> Tensor:
+    """The entropy in nats, in the dtype of ``lse``, of the softmax of each row: x (..., V) and its
+    ``row_logsumexp`` (...) -> (...)."""
+    return entropy_of(x.to(lse.dtype), lse)
+
+
+row_entropy = define("row_entropy(Tensor x, Tensor lse) -> Tensor", row_entropy_definition)
 
 
 def cross_entropy_definition(
@@ -107,5 +118,34 @@ cross_entropy = define(
     "str reduction, ScalarType out_dtype) -> (Tensor loss, Tensor lse, Tensor number)",
     cross_entropy_definition,
     gradient=cross_entropy_backward,
+    wrt=("logits",),
+)
+
+
+def entropy_definition(logits: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The entropy, in nats, of the softmax of ``logits`` (..., V): (...) in ``out_dtype``; then the
+    rows' log-sum-exps and entropies in the compute dtype."""
+    lse = row_logsumexp(logits)
+    wide = row_entropy(logits, lse)
+    return wide.to(out_dtype), lse, wide
+
+
+def entropy_backward_definition(dy: Tensor, logits: Tensor, lse: Tensor, wide: Tensor) -> Tensor:
+    """The gradient of the logits, with their shape and dtype: for a row with the softmax p and the
+    entropy H it is ``-p (log p + H)`` times ``dy``."""
+    logs = logits.to(lse.dtype) - lse[..., None]
+    p = torch.exp(logs)
+    slope = torch.where(p > 0, p * (logs + wide[..., None]), 0.0)
+    return (-dy.to(lse.dtype)[..., None] * slope).to(logits.dtype)
+
+
+entropy_backward = define(
+    "entropy_backward(Tensor dy, Tensor logits, Tensor lse, Tensor wide) -> Tensor",
+    entropy_backward_definition,
+)
+entropy = define(
+    "entropy(Tensor logits, ScalarType out_dtype) -> (Tensor entropy, Tensor lse, Tensor wide)",
+    entropy_definition,
+    gradient=entropy_backward,
     wrt=("logits",),
 )

@@ -21,7 +21,7 @@ from coda_inductor import locks
 from coda_inductor.cache_dir import private_dir
 from coda_inductor.errors import KernelError
 from coda_inductor.processes.start import Messages
-from coda_inductor.program import EpilogueProgram, Store, reference
+from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.site import Site, site_from
@@ -128,10 +128,7 @@ def _kernel(
 
     def call() -> list[Tensor]:
         outputs = gemm_epilogue(as_, bs, operands, text, config, "tuning", strict=True)
-        return [
-            x if isinstance(o, Store) else reference.COMBINE[o.combine](x, o.dim, keepdim=True)
-            for o, x in zip(program.outputs, outputs, strict=True)
-        ]
+        return reference.combined(program, outputs)
 
     return call
 

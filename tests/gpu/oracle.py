@@ -13,7 +13,7 @@ import torch
 
 from coda_inductor.arch import HOPPER, arch_of
 from coda_inductor.mainloop.availability import kernel_stack
-from coda_inductor.program import Store, reference
+from coda_inductor.program import reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config, legal_configs
 
@@ -36,14 +36,7 @@ def config_for(program) -> Config:
 
 def combined(program, outputs):
     """Stores as they are, partials of reductions combined over their tiles, in float32."""
-    result = []
-    for spec, value in zip(program.outputs, outputs, strict=True):
-        if isinstance(spec, Store):
-            result.append(value.float())
-        else:
-            dim = 1 if spec.axis == "row" else 0
-            result.append(reference.COMBINE[spec.combine](value, dim))
-    return result
+    return [value.float() for value in reference.combined(program, outputs)]
 
 
 def hold(have, plain, exact, what=""):

@@ -3,11 +3,14 @@
 
 import pytest
 import torch
-from layers import compiled
+import torch.nn.functional as F
+from layers import SLACK, compiled, errors
 from test_gpu_exact import D, head
 
+from coda_inductor import reports
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.mainloop.dlogits import dlogits
+from coda_inductor.semantic import loss as semantic
 from coda_inductor.semantic.loss import cross_entropy_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
@@ -42,10 +45,48 @@ def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(returned, monke
     assert peaks["ours"] < peaks["theirs"] - logits * returned + 2**20
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(37, 1000, 64), (300, 4104, 264)])
+def test_tokens_log_probabilities_and_entropies(rows, columns, width, temperature, monkeypatch):
+    """With gradients of both, a slice at a time, and alone."""
+    monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", rows * 2 * 256)
+
+    def function(x, w, targets):
+        logits = x @ w.t() / temperature
+        logs = F.log_softmax(logits.float(), -1)
+        chosen = logs.gather(-1, targets[:, None]).squeeze(-1)
+        return chosen, -(logs.exp() * logs).sum(-1), logits.detach()
+
+    torch.manual_seed(1)
+    x = torch.randn(rows, width, device="cuda").bfloat16()
+    w = (torch.randn(columns, width, device="cuda") * 4 / width**0.5).bfloat16()
+    targets = torch.randint(columns, (rows,), device="cuda")
+    tangents = torch.randn(2, rows, device="cuda")
+
+    def outcome(call, dtype):
+        given = [t.detach().to(dtype).requires_grad_() for t in (x, w)]
+        found = call(*given, targets)[:2]
+        torch.autograd.backward(
+            found, [t.to(y.dtype) for t, y in zip(tangents, found, strict=True)]
+        )
+        with torch.no_grad():
+            alone = call(*given, targets)[:2]
+        return [*(t.detach() for t in (*found, *alone)), *(t.grad for t in given)]
+
+    exact = outcome(function, torch.float64)
+    ways = compiled(function, strict=True), function
+    have, want = (errors(outcome(call, torch.bfloat16), exact) for call in ways)
+    for ours, theirs in zip(have, want, strict=True):
+        assert ours <= SLACK * theirs + 1e-6
+    combined = {r.combine for g in reports() for s in g.sites if s.fused for r in s.program.reduces}
+    assert {"logsumexp", "entropy"} <= combined
+
+
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize(("cap", "z"), [(0.0, 0.0), (5.0, 0.0), (5.0, 0.2)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("columns", [(0, 1000), (512, 1536), (1000, 3001)])
-def test_slice_of_the_logits_gradient(columns, smoothing, cap, z):
+def test_slice_of_the_logits_gradient(columns, smoothing, cap, z, spread):
     torch.manual_seed(0)
     rows = torch.randn(37, 3001, device="cuda").bfloat16() * 3
     if cap:
@@ -54,11 +95,17 @@ def test_slice_of_the_logits_gradient(columns, smoothing, cap, z):
     target[3] = -100
     lse, one = torch.logsumexp(rows.float(), -1), torch.ones((), device="cuda")
     scale = torch.where(target == -100, 0.0, one * 0.3)
-    got = dlogits(rows, *columns, target, lse, scale, scale * z if z else None, smoothing, cap)
+    entropy = semantic.entropy(rows, torch.float32)[2]
+    spread = (torch.randn(37, device="cuda"), entropy) if spread else None
+    terms = scale * z if z else None, spread
+    got = dlogits(rows, *columns, target, lse, scale, *terms, smoothing, cap)
     how = (target, lse, one, -100, smoothing, "sum")
     want = cross_entropy_backward(one * 0.3, rows.double(), *how)
     if z:
         want = want + (scale * z)[:, None] * torch.exp(rows.double() - lse[:, None])
+    if spread:
+        dy, (_, lse64, wide) = spread[0], semantic.entropy(rows.double(), torch.float64)
+        want = want + semantic.entropy_backward(dy.double(), rows.double(), lse64, wide)
     if cap:
         want = want * (1 - (rows.double() / cap) ** 2)
     want = want[:, slice(*columns)]
@@ -72,7 +119,7 @@ def test_a_slice_of_float64_logits_stays_float64():
     x, w = torch.randn_like(rows[:, :16]), torch.randn(300, 16, device="cuda", dtype=torch.float64)
     how = (target, lse, one, -100, 0.0, "sum")
     want = cross_entropy_backward(one, rows, *how)
-    args = (one, rows, target, lse, one, w, x, None, -100, 0.0, "sum", 0.0, False)
+    args = (one, rows, target, lse, one, w, x, None, None, None, -100, 0.0, "sum", 0.0, False)
     dx, dw, _ = torch.ops.coda_inductor.linear_cross_entropy_backward(*args)
     torch.testing.assert_close(dx, want @ w, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(dw, want.T @ x, rtol=1e-10, atol=1e-10)

@@ -21,6 +21,7 @@ from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic import cross_entropy, rotate
+from coda_inductor.semantic.loss import entropy
 
 
 def fuse(graph):
@@ -84,14 +85,15 @@ V = 3
 TARGET = torch.tensor([2, -100])
 
 
-def head(*, smoothing=0.0, cap=0.0, penalty=False):
-    """An LM head and its loss; with a z-loss, rows of which count ``scale``."""
+def head(*, smoothing=0.0, cap=0.0, penalty=False, spread=False):
+    """An LM head and its loss; with a z-loss or entropies, rows of which count ``scale``."""
 
     def loss(h, w, b, scale, target):
         z = torch.addmm(b, h, w.t())
         logits = cap * torch.tanh(z / cap) if cap else z
         found = cross_entropy(logits, target, -100, smoothing, "mean", logits.dtype)[0]
-        return found + (scale * torch.logsumexp(logits, -1)).sum() if penalty else found
+        found = found + (scale * torch.logsumexp(logits, -1)).sum() if penalty else found
+        return found + (scale * entropy(logits, logits.dtype)[0]).sum() if spread else found
 
     return loss
 
@@ -101,6 +103,7 @@ HEADS = {
     "smoothing": {"smoothing": 0.25},
     "cap": {"cap": 2.0},
     "penalty": {"penalty": True},
+    "entropy": {"spread": True},
 }
 
 
@@ -111,8 +114,8 @@ def small_slices(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "_ALIGN", 2)
 
 
-def head_graph(name):
-    graph = joint(head(**HEADS[name]), (2, 1), (V, 1), (V,), (2,), TARGET)
+def head_graph(name, *, graded=True):
+    graph = joint(head(**HEADS[name]), (2, 1), (V, 1), (V,), (2,), TARGET, graded=graded)
     inputs = graph.find_nodes(op="placeholder")
     (target,) = (n.target for n in inputs if fake(n).dtype == torch.int64)
     return graph, {target: TARGET}
@@ -143,11 +146,16 @@ def test_gradient_of_logits_by_slices(name, monkeypatch):
     assert "they differ" in differ(results(rewritten, Kernels, **given), want)
 
 
-@pytest.mark.parametrize("name", ["plain", "smoothing"])
-def test_logsumexp_of_tiles(name):
-    """R7, forward: each row's log-sum-exp is that of two tiles' log-sum-exps."""
+@pytest.mark.parametrize(
+    ("name", "combine"),
+    [("plain", "logsumexp"), ("smoothing", "logsumexp"), ("entropy", "entropy")],
+)
+def test_statistics_of_tiles(name, combine):
+    """R7, forward: each row's log-sum-exp is that of two tiles' log-sum-exps, and its entropy that
+    of the choice of a tile and the mean of the tiles' own."""
     graph, given = head_graph(name)
     rewritten = after(graph, fuse)
-    assert "logsumexp" in [r.combine for p in programs(rewritten) for r in p.reduces]
-    want = results(graph, Kernels, **given)
-    assert differ(results(rewritten, Kernels, **given), want) is None
+    assert combine in [r.combine for p in programs(rewritten) for r in p.reduces]
+    have, want = (results(each, Kernels, **given) for each in (rewritten, graph))
+    forward = slice(1) if combine == "entropy" else slice(None)  # the rest takes 20 seconds
+    assert differ(have[forward], want[forward]) is None

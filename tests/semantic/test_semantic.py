@@ -15,7 +15,14 @@ from coda_inductor.compat import storage
 from coda_inductor.semantic import experts, fakes
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
-from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
+from coda_inductor.semantic.loss import (
+    cross_entropy,
+    cross_entropy_backward,
+    entropy,
+    entropy_backward,
+    row_entropy,
+    row_logsumexp,
+)
 from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
@@ -117,6 +124,9 @@ def loss_examples(dtype):
     dloss, lse, number = cross_entropy(logits, target, *how, dtype)
     return {
         row_logsumexp: (logits,),
+        row_entropy: (logits, lse),
+        entropy: (logits.clone().requires_grad_(), dtype),
+        entropy_backward: (dloss.expand(6), logits, lse, entropy(logits, dtype)[2]),
         cross_entropy: (logits.clone().requires_grad_(), target, *how, dtype),
         cross_entropy_backward: (dloss, logits, target, lse, number, *how),
     }

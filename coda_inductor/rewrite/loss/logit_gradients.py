@@ -2,6 +2,8 @@
 """The ops between the gradient of a loss's logits and the gradient of an LM head's logits, as
 Inductor's decompositions write them.
 
+The gradient of the same logits' entropy (``semantic.loss.entropy_backward``), which is added.
+
 The gradient of a log-sum-exp b of the same logits (a z-loss), which is, per row, a times the
 softmax::
 
@@ -27,26 +29,51 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import fake, renames_or_casts
+from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
 from coda_inductor.graph.read import called
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import bare, base, only_reader
+from coda_inductor.semantic.loss import entropy_backward
+
+#: A value a row, twice: what a gradient of one value a row and the logits are multiplied by.
+Columns = tuple[Node, Node]
 
 
-def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
-    """(total, (a, b)) if ``total`` is ``gradient + a * exp(logits - b)``, a and b (..., 1); else
-    (gradient, None)."""
-    total, columns = only_reader(gradient, renames_or_casts), fake(logits).shape[-1]
-    others = [x for x in map(bare, _args(total, "add")) if x is not gradient]
-    if total is None or len(others) != 1:
-        return gradient, None
-    for a, p in itertools.permutations(_args(others[0], "mul"), 2):
+def with_row_terms(gradient: Node, logits: Node) -> tuple[Node, Columns | None, Columns | None]:
+    """(total, (a, b), (e, H)) if ``total`` is ``gradient + a * exp(logits - b)`` and the gradient
+    ``e`` of the entropies H of the same logits, added in any order. What is not added is None."""
+    found: dict[str, Columns] = {}
+    while (total := only_reader(gradient, renames_or_casts)) is not None:
+        terms = [_term(x, logits) for x in _addends(total, gradient)]
+        kinds = [*found, *(term[0] for term in terms if term is not None)]
+        if not terms or None in terms or len({*kinds}) < len(found) + len(terms):
+            break
+        found |= dict(term for term in terms if term is not None)
+        gradient = total
+    return gradient, found.get("softmax"), found.get("entropy")
+
+
+def _addends(node: Any, but: Node) -> list[Node]:
+    """What is summed to ``node``, by one addition or several, except ``but``."""
+    parts = [bare(x) for x in _args(node, "add")]
+    inner = [(x, _addends(x, but)) for x in parts if x is not but]
+    return [leaf for x, leaves in inner for leaf in leaves or [x]]
+
+
+def _term(node: Any, logits: Node) -> tuple[str, Columns] | None:
+    """What a gradient of one value a row adds: its kind, and its columns."""
+    if isinstance(node, Node) and node.target is entropy_backward:
+        args = arguments(node)
+        same_rows = base(args["logits"]) is base(logits)
+        return ("entropy", (args["dy"], args["wide"])) if same_rows else None
+    columns = fake(logits).shape[-1]
+    for a, p in itertools.permutations(_args(node, "mul"), 2):
         for exponent in _args(bare(p), "exp"):
             x, b = _args(bare(exponent), "sub") or (None, None)
             columnar = _is_column(a, p, columns) and _is_column(b, x, columns)
             if columnar and bare(x) is base(logits):
-                return total, (a, b)
-    return gradient, None
+                return "softmax", (a, b)
+    return None
 
 
 def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:

@@ -5,18 +5,20 @@ Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule 
 
     dlogits = cross_entropy_backward(dloss, logits, target, lse, number)     M x V
     dlogits += a * exp(logits - b)      if there is a z-loss
+    dlogits += entropy_backward(e, logits, lse, H)        if an entropy has a gradient
     dz = dlogits, or dlogits * (1 - (logits / c) ** 2) where logits = c * tanh(z / c)
     dz *= f                             if the head's logits have a factor
     dh = dz @ W;  dW = dz.T @ h;  db = dz.sum(0)
 
 After::
 
-    dh, dW, db = linear_cross_entropy_backward(dloss', logits, target, lse, number, W, h, a', c)
-    where dloss' = f * dloss, a' = f * a * exp(lse - b), f * a for b = lse
+    dh, dW, db = linear_cross_entropy_backward(
+        dloss', logits, target, lse, number, W, h, a', e', H, c)
+    where dloss' = f * dloss, e' = f * e, a' = f * a * exp(lse - b), f * a for b = lse
 
 Why it is valid: column j of dz needs only column j of the logits and one value per row, dh is the
 sum of the products of the slices, and each slice gives its own rows of dW and elements of db. dz is
-linear in dloss and a, so a factor can be applied to these.
+linear in dloss, a and e, so a factor can be applied to these.
 
 Why it pays: a second tensor of the logits' size is the memory peak of a training step.
 
@@ -55,7 +57,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.logit_gradients import (
     through_factor,
     through_soft_cap,
-    with_row_term,
+    with_row_terms,
 )
 from coda_inductor.semantic import loss
 from coda_inductor.semantic.loss import cross_entropy_backward
@@ -77,7 +79,7 @@ def _slice(node: Node) -> Refusal | None:
     kwargs = arguments(node)
     logits = fake(kwargs["logits"])
     columns = logits.shape[-1]
-    gradient, penalty = with_row_term(node, kwargs["logits"])
+    gradient, penalty, spread = with_row_terms(node, kwargs["logits"])
     gradient, cap = through_soft_cap(gradient, kwargs["logits"])
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
@@ -104,17 +106,20 @@ def _slice(node: Node) -> Refusal | None:
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
     if why := no_gain(kwargs["logits"], dgrads, wgrads):
         return refuse("no-gain", why)
-    last = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
+    last = max(n for n in (node, weight, x, *(penalty or ()), *(spread or ())) if n is not None)
     put = Put(node, last.next)
     results: dict[Node, Node] = {}
     dlse = None if penalty is None else _times_softmax(put, kwargs["lse"], *penalty)
     wide = fake(kwargs["lse"]).dtype
     dloss, *vectors = (kwargs[name] for name in ("dloss", "logits", "target", "lse", "number"))
     options = [kwargs[name] for name in ("ignore_index", "label_smoothing", "reduction")]
+    rows = [put.cast(put.reshape(n, [-1]), wide) for n in spread or ()]
+    dentropy, entropies = rows or (None, None)
     if factor != 1:
         dloss = put.mul(put.cast(dloss, wide), factor)
         dlse = None if dlse is None else put.mul(dlse, factor)
-    args = (dloss, *vectors, weight, x, dlse, *options, cap, bool(sums))
+        dentropy = None if dentropy is None else put.mul(dentropy, factor)
+    args = (dloss, *vectors, weight, x, dlse, dentropy, entropies, *options, cap, bool(sums))
     call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
     for i, gemms in enumerate((dgrads, wgrads, sums)):
         if gemms:

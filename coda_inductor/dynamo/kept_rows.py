@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of some rows come from a head that reads these rows alone.
+
+Before (hidden states x (B, T, D), of whose logits nothing else is read)::
+
+    z = linear(x, W)[:, :-1]                  # or [:, -k:], a cast, a temperature in between
+    chosen = z.log_softmax(-1).gather(-1, tokens);  entropy = ...(z)
+
+After::
+
+    z = linear(x[:, :-1], W)
+
+Why it is valid: each row of a product, and of what is elementwise in it, depends on one row of its
+left factor.
+
+What it enables: rule R7 of losses and entropies together. A slice of the rows of logits cannot
+leave the head's epilogue; x is a hundredth of their size.
+
+Leaves alone: logits that something else reads; slices that ``losses`` has made needless; slices of
+columns, and other indices; slices that no loss reads; what is changed in place; heads under
+autocast.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import arguments, plain
+from coda_inductor.graph.read import called, kind, op_name
+from coda_inductor.graph.walk import closure
+from coda_inductor.matching import Hazards, bodies, move
+from coda_inductor.record import Record
+
+#: Elementwise ops that may be between a head and a loss; they take one tensor and numbers.
+_BETWEEN = ("mul", "div", "tanh", "truediv")
+_LOSSES = ("cross_entropy", "softmax", "log_softmax", "logsumexp", "nll_loss")
+
+
+def keep_rows(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
+    if not record.enabled("cross_entropy"):
+        return
+    for body in bodies(graph):
+        hazards = Hazards(body.graph)
+        for node in list(body.graph.nodes):
+            if op_name(node) == "getitem" and plain(node) is not None and _has_loss(node):
+                _keep(node, hazards)
+
+
+def _keep(node: Node, hazards: Hazards) -> None:
+    """Let the head in front of the slice ``node`` compute its rows only, if there is one."""
+    index, steps = node.args[1], [node.all_input_nodes[0]]
+    while len(steps[-1].users) == 1 and _is_elementwise(steps[-1]):
+        steps.append(steps[-1].all_input_nodes[0])
+    head = steps[-1]
+    if len(head.users) > 1 or called(head, "linear") is None or len(node.all_input_nodes) > 1:
+        return
+    args = arguments(head)
+    x, weight, bias = args["input"], args["weight"], args.get("bias")
+    tensors = plain(x, weight, head)
+    if tensors is None or len({t.dtype for t in tensors}) > 1:
+        return
+    if not _of_rows(index, tensors[0].dim()) or hazards.between((x, *steps, node)):
+        return
+    put = Put(node)
+    new = put(F.linear, put(operator.getitem, x, index), weight, bias)
+    for old, step in zip(steps[:0:-1], steps[-2::-1], strict=True):
+        given = map_arg((step.args, step.kwargs), lambda n, o=old, y=new: y if n is o else n)
+        new = put(step.target, *given[0], **given[1])
+    move(node, new)
+
+
+def _has_loss(node: Node) -> bool:
+    def passes(n: Node) -> bool:
+        return n is node or kind(n) in ("names", "casts", "copies") or _is_elementwise(n)
+
+    found = closure([node], lambda n: n.users if passes(n) else ())
+    return any(op_name(n) in _LOSSES for n in found)
+
+
+def _is_elementwise(node: Node) -> bool:
+    cast = kind(node) == "casts"
+    return (cast or op_name(node) in _BETWEEN) and len(node.all_input_nodes) == 1
+
+
+def _of_rows(index: Any, dim: int) -> bool:
+    """Does ``index`` consist of slices, by numbers, of dimensions but the last of ``dim``?"""
+    parts = index if isinstance(index, tuple) else (index,)
+    if parts and parts[0] is Ellipsis:
+        parts = (slice(None),) * (dim - len(parts) + 1) + parts[1:]
+    numbers = [getattr(p, name, p) for p in parts for name in ("start", "stop", "step")]
+    whole = len(parts) < dim or parts[-1] == slice(None)
+    slices = all(isinstance(p, slice) for p in parts) and dim > 1
+    return whole and slices and all(n is None or isinstance(n, int) for n in numbers)

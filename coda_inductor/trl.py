@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's head as operations of the graph.
+
+TRL's trainers (since 1.16) give the model a forward that multiplies by the head and makes
+log-probabilities in one autograd function, in chunks that no compiler sees through. ``open_head``
+gives that model the same forward with the head in plain operations, which fuse as a loss does: the
+logits are in memory once, in the model's dtype, and nothing else of their size.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+#: TRL's autograd function, as its forward names it.
+_CHUNKED = "_ChunkedLogProbFunction"
+
+
+def open_head(model: nn.Module) -> Callable[[], None] | None:
+    """Let TRL's forward in ``model``, if it has one, compute the head in plain operations. Returns
+    the function that undoes it, or None. No other object is changed."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        function: Any = getattr(forward, "__func__", None)
+        if _CHUNKED in getattr(getattr(function, "__code__", None), "co_names", ()):
+            opened = types.MethodType(_with(function, **{_CHUNKED: Head}), module)
+            module.forward = opened
+            return functools.partial(setattr, module, "forward", forward)
+    return None
+
+
+def _with(function: types.FunctionType, **names: Any) -> types.FunctionType:
+    """A copy of ``function`` that finds ``names`` where it looks for globals."""
+    # Without a name, or Dynamo would take the globals of the module of that name.
+    seen = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
+    copy = types.FunctionType(
+        function.__code__, seen, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    return copy
+
+
+class Head:
+    """In the place of TRL's autograd function: the same results, the first two with gradients."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        _chunk: int,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> tuple[Tensor | None, ...]:
+        """Of ``hidden`` (N, H), ``weight`` (V, H) and ``targets`` (N,): log-probabilities of the
+        targets; and, or None where ``outputs`` does not name it, entropies, ``log(sum(p * p))``,
+        mean logits, and whether the target is the first of the largest. Each is (N,), in float32
+        but for the last."""
+        if not torch.is_autocast_enabled(hidden.device.type):
+            weight = weight.to(hidden.dtype)
+            bias = None if bias is None else bias.to(hidden.dtype)
+        logits = F.linear(hidden, weight, bias)
+        if scale != 1.0:
+            logits = logits * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if temperature != 1.0:
+            logits = logits / temperature
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_probs = -F.cross_entropy(wide, targets, reduction="none")
+        return (log_probs, *_more(wide, logits.detach(), targets, outputs))
+
+
+def _more(
+    wide: Tensor, logits: Tensor, targets: Tensor, outputs: tuple[str, ...]
+) -> Iterator[Tensor | None]:
+    for name in ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"):
+        if name not in outputs:
+            yield None
+        elif name == "entropy":
+            logs = F.log_softmax(wide, -1)
+            yield -(torch.exp(logs) * logs).sum(-1)
+        elif name == "log_sum_sq_probs":
+            seen = wide.detach()
+            yield torch.logsumexp(2 * seen, -1) - 2 * torch.logsumexp(seen, -1)
+        elif name == "mean_logits":
+            yield wide.detach().mean(-1)
+        else:
+            yield logits.argmax(-1) == targets

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities and entropies of tokens (R7), as policy gradients and their metrics need them:
+in the head's epilogue, alone and with gradients of both."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, leave_custom_ops, raised, randn, reasons, slice_logits
+from harness import Harness, Stock
+from passes import codes
+from zoo import edges
+from zoo.heads import B, D, Head, Several, T, V, inputs
+
+from coda_inductor.semantic.loss import cross_entropy, entropy
+
+ROWS = B * T
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    slice_logits(monkeypatch, ROWS * 2 * 128)
+
+
+def wide(z):
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
+def picked(z, y):
+    return F.log_softmax(wide(z), -1).gather(-1, y[..., None]).squeeze(-1)
+
+
+def from_logits(z):
+    """As in verl."""
+    chances = F.softmax(z, dim=-1)
+    return torch.logsumexp(z, dim=-1) - torch.sum(chances * z, dim=-1)
+
+
+def from_logarithms(z):
+    """As in TRL, without its chunks."""
+    logs = F.log_softmax(z, dim=-1)
+    return -(torch.exp(logs) * logs).sum(-1)
+
+
+def of_both(z):
+    return -(z.softmax(-1) * z.log_softmax(-1)).sum(dim=-1)
+
+
+def negative(z):
+    logs = torch.log_softmax(z, z.dim() - 1)
+    return (-logs.exp() * logs).sum(-1)
+
+
+def policy(z, y, of=from_logits):
+    """A policy gradient with an entropy bonus."""
+    return picked(z, y) * (y != 3) + 0.3 * of(wide(z))
+
+
+def one_softmax(z, y):
+    logs = F.log_softmax(wide(z), -1)
+    each = logs.gather(-1, y[..., None]).squeeze(-1)
+    return each, -(logs.exp() * logs).sum(-1)
+
+
+def cold(z, y):
+    return one_softmax(z / 0.7, y)
+
+
+def capped(z, y):
+    return policy(2 * torch.tanh(z / 2), y)
+
+
+def penalized(z, y):
+    return policy(z, y) - 0.1 * torch.logsumexp(wide(z), -1).square()
+
+
+FORMS = {
+    **{f.__name__: f for f in (policy, one_softmax, cold, capped, penalized)},
+    **{of.__name__: functools.partial(policy, of=of) for of in (from_logarithms, of_both)},
+    "negative": functools.partial(policy, of=negative),
+    "without the last": lambda z, y: one_softmax(z[:, :-1], y[:, 1:]),
+    "completions": lambda z, y: policy((z / 0.7)[:, -4:-1], y[:, -3:]),
+    "capped completions": lambda z, y: policy(wide(2 * torch.tanh(z / 2))[..., -3:, :], y[:, -3:]),
+    "rows": lambda z, y: policy(z.view(-1, V), y.view(-1)),
+    "smoothed": lambda z, y: (
+        F.cross_entropy(wide(z).view(-1, V), y.view(-1), label_smoothing=0.1, ignore_index=3)
+        - from_logits(wide(z)).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_both_leave_one_epilogue_and_one_sliced_gradient(name, slices):
+    harness = check_gradients(Head(FORMS[name], bias=True), *inputs())
+    assert raised(harness, cross_entropy) == raised(harness, entropy) == 1
+    counts = {"cross_entropy": 1, "entropy": 1, "cross_entropy_backward": 1}
+    assert {key: harness.counts[key] for key in counts} == counts
+    (site,) = [s for s in harness.report.sites if "entropy" in s.patterns]
+    assert {"logsumexp", "entropy"} <= {r.combine for r in site.program.reduces}
+    made = [t for n in harness.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
+    assert sum(t.numel() in (ROWS * V, (ROWS - 2) * V, 3 * B * V) for t in made) == 1  # the logits
+
+
+def test_without_gradients_and_by_tiles(monkeypatch):
+    """Old policies and reference models. Partials have several tiles."""
+    leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    x, labels = inputs()
+    for loss in (one_softmax, policy):
+        harness = check(lambda x, w, y, f=loss: f(x @ w.T, y), x, randn(V, D), labels)
+        assert harness.counts["cross_entropy"] == harness.counts["entropy"] == 1
+
+
+def test_entropy_that_has_no_gradient():
+    """A metric, beside log-probabilities that are trained."""
+    harness = check_gradients(Head(lambda z, y: (picked(z, y), from_logits(z.detach()))), *inputs())
+    assert harness.counts["cross_entropy"] == harness.counts["entropy"] == 1
+    assert "entropy_backward" not in str(harness.raised)
+
+
+def test_dynamic_sizes():
+    x, labels = inputs()
+    torch._dynamo.mark_dynamic(labels, 1)
+    torch._dynamo.mark_dynamic(x, 1)
+    assert check_gradients(Head(policy), x, labels).counts["entropy"] == 1
+
+
+def read_twice(z, y):
+    logs = F.log_softmax(z, -1)
+    return picked(z, y), -(logs.exp() * logs).sum(-1) + logs.mean(-1)
+
+
+#: Entropies that stay, and the code of the reason if there is one.
+OTHERS = {
+    "read twice": (read_twice, "intermediate-used"),
+    "of sequences": (lambda z, y: -(z.softmax(1) * z.log_softmax(1)).sum(1), ""),
+    "kept columns": (lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1, keepdim=True), ""),
+    "crossed": (lambda z, y: -(z.softmax(-1) * (2 * z).log_softmax(-1)).sum(-1), ""),
+    "summed over rows": (lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(1), ""),
+}
+
+
+def test_other_sums_are_left_alone():
+    harness = check_gradients(Several(Head(loss) for loss, _ in OTHERS.values()), *inputs())
+    assert raised(harness, entropy) == 0
+    assert {code for _, code in OTHERS.values() if code} <= codes(harness), reasons(harness)
+
+
+@pytest.mark.parametrize("loss", [policy, cold])
+def test_bfloat16_is_no_less_accurate_than_eager(loss, slices):
+    backends = [backend.train for backend in (Stock(), Harness(reference=True))]
+    compilers = [functools.partial(functools.partial, train) for train in backends]
+    model = Head(loss, torch.bfloat16, bias=True, body_bias=False)
+    edges.hold(model, inputs(), compilers)
+
+
+def test_tokens_without_a_chance():
+    """They add nothing to an entropy and its gradient, where eager's ``0 * -inf`` is NaN."""
+
+    def function(z):
+        return from_logits(z), picked(z, torch.zeros(3, dtype=torch.int64))
+
+    z = randn(3, 8)
+    z[1, 2:] = -torch.inf
+    ours = z.clone().requires_grad_()
+    have = Harness().train(function, ours)
+    want = function(torch.where(z.isinf(), -1e4, z))
+    torch.testing.assert_close(list(have), list(want))
+    sum(t.sum() for t in have).backward()
+    assert ours.grad.isfinite().all()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's head is operations of the graph while the model is compiled: equal results, one epilogue.
+
+A stand-in has TRL's form: a forward that was put on the model, which calls an autograd function
+that is a name of its module. With TRL itself the same is asked of it."""
+
+import copy
+import functools
+import inspect
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import count_as_large
+from torch import nn
+from torch._dynamo.utils import counters
+
+from coda_inductor.trl import Head, open_head
+
+V, D = 300, 16
+EVERYTHING = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+calls = []
+
+
+class _ChunkedLogProbFunction(torch.autograd.Function):
+    """Log-probabilities and entropies of tokens."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk, cap, scale, outputs):
+        calls.append(chunk)
+        z = F.linear(hidden, weight, bias) * scale
+        z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
+        logs = F.log_softmax(z, -1)
+        p, largest = logs.exp(), z.max(-1).values
+        chosen = z.gather(-1, targets[:, None])[:, 0]
+        found = {
+            "entropy": -(p * logs).sum(-1), "log_sum_sq_probs": (p * p).sum(-1).log(),
+            "mean_logits": z.mean(-1), "is_top1": chosen == largest,
+        }  # fmt: skip
+        first = logs.gather(-1, targets[:, None])[:, 0]
+        return (first, *(x if name in outputs else None for name, x in found.items()))
+
+
+class Model(nn.Module):
+    """A body and a head, which may have a bias."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(D, D), nn.Linear(D, V, bias=bias)
+
+    def forward(self, x):
+        return self.lm_head(torch.tanh(self.body(x)))
+
+
+def give_head(model, temperature=1.0, cap=None, scale=1.0, outputs=EVERYTHING):
+    plain = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, x, labels=None, *, fused=False):
+        if not fused:
+            return plain(x)
+        hidden = torch.tanh(self.body(x)).flatten(0, 1)
+        head = self.lm_head
+        how = temperature, 32, cap, scale, outputs
+        found = _ChunkedLogProbFunction.apply(
+            hidden, head.weight, head.bias, labels.flatten(), *how
+        )
+        return [y for y in found if y is not None]
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, without_code):
+    count_as_large(monkeypatch)
+    torch._dynamo.reset()
+    counters.clear()
+    calls.clear()
+
+
+def batch():
+    return torch.randn(2, 6, D), torch.randint(V, (2, 6))
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"temperature": 0.7}, {"cap": 2.0, "scale": 0.5},
+    {"outputs": ("entropy",)}, {"outputs": ()},
+], ids=["all", "cold", "capped", "entropy", "alone"])  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_opened_head_gives_the_same(bias, how):
+    torch.manual_seed(0)
+    model, (x, labels) = give_head(Model(bias), **how), batch()
+    want = model(x, labels, fused=True)
+    before = model.forward
+    undo = open_head(nn.Sequential(nn.Identity(), model))
+    assert undo is not None
+    assert inspect.signature(model.forward) == inspect.signature(before)
+    model.compile(backend="coda", options={"reference": True, "strict": True}, fullgraph=True)
+    have = model(x, labels, fused=True)
+    assert len(calls) == 1  # by ``want``
+    torch.testing.assert_close(have, want)
+    fired = counters["coda"]
+    assert (fired["cross_entropy"], fired["entropy"]) == (
+        1,
+        "entropy" in how.get("outputs", EVERYTHING),
+    )
+    torch.testing.assert_close(model(x), model.lm_head(torch.tanh(model.body(x))))
+    undo()
+    assert model.forward is before
+
+
+def test_gradients_of_both():
+    torch.manual_seed(0)
+    model, (x, labels) = give_head(Model(), outputs=("entropy",)), batch()
+    ours, undo = copy.deepcopy(model), None
+    ours.forward = types.MethodType(model.forward.__func__, ours)
+    undo = open_head(ours)
+    ours.compile(backend="coda", options={"reference": True})
+
+    def plain(x):
+        logs = F.log_softmax(Model.forward(model, x).flatten(0, 1), -1)
+        chosen = logs.gather(-1, labels.flatten()[:, None])[:, 0]
+        return chosen, -(logs.exp() * logs).sum(-1)
+
+    for found in (ours(x, labels, fused=True), plain(x)):
+        (found[0] * torch.arange(12) - 0.5 * found[1]).mean().backward()
+    for have, want in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(have.grad, want.grad)
+    undo()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_callback_opens_it_while_it_trains(sharded, monkeypatch):
+    """Not where it compiles blocks alone: the head would run uncompiled, with all its logits."""
+    ours = pytest.importorskip("coda_inductor.transformers")
+    monkeypatch.setattr(ours, "_under_ddp", lambda _: False)
+    model = give_head(Model())
+    if sharded:
+        monkeypatch.setattr(ours, "FSDPModule", nn.Linear)
+    before, callback = model.forward, ours.CodaCallback(options={"reference": True})
+    asked = types.SimpleNamespace(use_cache=False, torch_compile=False)
+    callback.on_train_begin(asked, model=model)
+    assert (model.forward is before) == sharded
+    callback.on_train_end()
+    assert model.forward is before
+
+
+def test_other_models_stay():
+    model = Model()
+    assert open_head(model) is None
+    model.forward = lambda x: x
+    assert open_head(model) is None
+
+
+def test_first_of_equal_logits_is_the_token():
+    """As ``argmax`` has it; and each result stays None that nobody asked for."""
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0], [1.0]])
+    found = Head.apply(hidden, weight, None, torch.tensor([1, 2]), 1.0, 8, None, 1.0, ("is_top1",))
+    assert found[4].tolist() == [True, False]
+    assert found[1:4] == (None, None, None)
+
+
+def test_trls_own_forward(monkeypatch):
+    """Of its releases from 1.16; also where it picks the rows that have labels."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has no head in the model")
+    from zoo.trained import llama
+
+    def run(model):
+        found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (found.loss - 0.1 * found.entropy.mean()).backward()
+        names = ("loss", "log_probs", "entropy", "is_top1", "mean_logits", "label_mask")
+        return [getattr(found, n) for n in names], [p.grad for p in model.parameters()]
+
+    ids = torch.randint(64, (2, 16))
+    labels = ids.masked_fill(torch.arange(16) < 5, -100)
+    plain, ours = llama(), llama()
+    for model in (plain, ours):
+        utils.add_fused_lm_head(model, 0.9, outputs=("log_probs", *EVERYTHING))
+    want = run(plain)
+    for picks in (False, True):
+        undo = open_head(ours)
+        monkeypatch.setitem(ours.forward.__func__.__globals__, "_use_triton", lambda _, p=picks: p)
+        ours.zero_grad()
+        torch._dynamo.reset()
+        counters.clear()
+        ours.compile(backend="coda", options={"reference": True})
+        torch.testing.assert_close(run(ours), want)
+        assert (counters["coda"]["cross_entropy"], counters["coda"]["entropy"]) == (1, 1)
+        undo()
