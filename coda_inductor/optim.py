@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update weights within the backward pass, so that the gradients are never all in memory.
+
+One compiled backward pass returns all gradients at once: a hook on a parameter frees nothing there.
+:func:`in_backward` tells the backend which optimizer owns a weight. Then the backward graph gives
+each gradient away as soon as it exists and nothing reads the weight any more
+(``memory/updates.py``), the optimizer steps for that weight alone, and the memory is free.
+
+Whoever receives a gradient is looked up when the graph runs, because compiled code is kept in
+caches and shared by layers: by the memory of the weight, which the graph passes along. A gradient
+is never lost: a weight whose optimizer is gone, or that has hooks, gets it from autograd as usual.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from coda_inductor.compat import make_wrapper_subclass
+from coda_inductor.errors import OptionError
+from coda_inductor.log import say_once
+from coda_inductor.semantic.define import isolated, opaque
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+#: Packages whose optimizers update each weight from its own gradient and state.
+_KNOWN = ("torch.optim", "torchao.", "bitsandbytes.")
+#: ... except for these, which evaluate the loss again or step for all weights together.
+_TOGETHER = ("LBFGS",)
+
+
+class Updated(Tensor):
+    """Stands for a gradient that has been used: it has the shape of the weight, no memory, and
+    raises when something reads it, such as ``clip_grad_norm_`` or a ``GradScaler``."""
+
+    @staticmethod
+    def of(weight: Tensor) -> Updated:
+        """The mark for ``weight``."""
+        return make_wrapper_subclass(
+            Updated, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Updated(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.zero_.default):
+            return args[0]
+        raise RuntimeError(
+            f"{func} reads a gradient that the backward pass has already used: "
+            "coda_inductor.optim.in_backward updated the weight. Clip, scale, add and log "
+            "gradients without in_backward, or leave that out"
+        )
+
+
+class _Owner:
+    """One optimizer, and how far each of its weights is in the current step."""
+
+    def __init__(self, optimizer: Optimizer, accumulation_steps: int):
+        self.optimizer = weakref.ref(optimizer)
+        self.accumulation_steps = accumulation_steps
+        self.lock = threading.Lock()  # autograd runs a thread a device
+        self.forwards: dict[int, int] = {}  #: id of a weight -> forward passes without gradient yet
+        self.rounds: dict[int, int] = {}  #: id of a weight -> gradients in ``weight.grad``
+
+    def settle(self, *_: Any) -> None:
+        """Before ``step()``: leave it the weights that were not updated."""
+        updated = [w for w in self.weights() if isinstance(w.grad, Updated)]
+        for weight in updated:
+            weight.grad = None
+        if not updated and self.forwards:
+            say_once(
+                "optim.in_backward: no weight was updated in the backward pass, so that all "
+                "gradients were in memory: call it before the first compiled step, and "
+                "torch.compiler.reset() between"
+            )
+        self.forwards.clear()
+        self.rounds.clear()
+
+    def weights(self) -> list[Tensor]:
+        """All weights of the optimizer."""
+        optimizer = self.optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [weight for group in groups for weight in group["params"]]
+
+    def take(self, weight: Tensor, gradient: Tensor) -> None:
+        """Update ``weight``, or add ``gradient`` to ``weight.grad`` if more is to come.
+
+        Raises:
+            RuntimeError: the weight was updated since the last ``step()``.
+        """
+        key = id(weight)
+        with self.lock:
+            if isinstance(weight.grad, Updated):
+                raise RuntimeError(
+                    "a second backward pass before optimizer.step(), after in_backward updated the "
+                    "weights: call step() after each, or in_backward(optimizer, "
+                    "accumulation_steps=N)"
+                )
+            self.forwards[key] = self.forwards.get(key, 1) - 1
+            if self.forwards[key] <= 0:  # several graphs may use it, or several forward passes
+                self.rounds[key] = self.rounds.get(key, 0) + 1
+            more = self.forwards[key] > 0 or self.rounds[key] < self.accumulation_steps
+            optimizer = self.optimizer()
+            if more or optimizer is None:  # the graph uses the gradient's memory again
+                weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
+                return
+            _step(optimizer, weight, gradient if weight.grad is None else weight.grad + gradient)
+
+
+def _step(optimizer: Optimizer, weight: Tensor, gradient: Tensor) -> None:
+    """Run the optimizer's own ``step``, without its hooks, for one weight."""
+    groups = optimizer.param_groups
+    group = next(g for g in groups if any(p is weight for p in g["params"]))
+    weight.grad = gradient
+    # Undecorated: hooks and profiling are of whole steps.
+    step: Callable[[Optimizer], Any] = inspect.unwrap(type(optimizer).step)
+    optimizer.param_groups = [{**group, "params": [weight]}]
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    weight.grad = Updated.of(weight)
+
+
+_OWNERS = WeakIdKeyDictionary()  #: weight -> its ``_Owner``
+_BY_MEMORY: dict[int, weakref.ref[Tensor]] = {}  #: address -> weight; checked at each use
+
+
+def in_backward(optimizer: AnyOptimizer, *, accumulation_steps: int = 1) -> AnyOptimizer:
+    """Let backward passes that are compiled by coda update the weights of ``optimizer``.
+
+    Call it before the first compiled step. The loop stays as it is: ``loss.backward()``,
+    ``optimizer.step()``, ``optimizer.zero_grad()``. ``step()`` updates what no compiled backward
+    pass has updated. State, learning rates and checkpoints are the optimizer's own.
+
+    Args:
+        optimizer: one of torch.optim (not LBFGS), torchao or bitsandbytes.
+        accumulation_steps: backward passes before each ``step()``.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        OptionError: an optimizer that needs all gradients at once, or a number below 1.
+    """
+    kind = type(optimizer)
+    family = next((k for k in kind.__mro__ if k.__module__.startswith(_KNOWN)), None)
+    if family in (None, Optimizer) or kind.__name__ in _TOGETHER:
+        raise OptionError(
+            f"in_backward: {kind.__module__}.{kind.__name__} may need all gradients at once: use "
+            "an optimizer of torch.optim (not LBFGS), torchao or bitsandbytes"
+        )
+    if accumulation_steps < 1:
+        raise OptionError(f"in_backward: accumulation_steps={accumulation_steps}: give 1 or more")
+    owner = _Owner(optimizer, accumulation_steps)
+    optimizer.register_step_pre_hook(owner.settle)
+    for weight in owner.weights():
+        _OWNERS[weight] = owner
+    return optimizer
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Do hooks of the user wait for the gradient of ``weight``?"""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def positions(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of inputs of Dynamo's graph that an optimizer may update."""
+    return tuple(
+        i
+        for i, x in enumerate(inputs)
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and x in _OWNERS
+        if _OWNERS[x].optimizer() is not None and not has_hooks(x)
+    )
+
+
+class _Receive(torch.autograd.Function):
+    """An alias of a weight that no optimizer may update now. The compiled backward pass returns no
+    gradient for it, but leaves it in ``_LEFT``; from here it goes its usual way, past hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.address = weight.data_ptr()
+        _LEFT.setdefault(ctx.address, [])
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        left = _LEFT.get(ctx.address)
+        return left.pop() if gradient is None and left else gradient
+
+
+#: Address of a weight behind :class:`_Receive` -> its gradients that are on their way.
+_LEFT: dict[int, list[Tensor]] = {}
+
+
+def counted(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """``compiled``, whose backward pass gives the gradients of the inputs at ``places`` away. Dynamo
+    uses one graph for several models: whether they have such an optimizer is seen at each call."""
+
+    def call(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compiled(*inputs)
+        arguments = list(inputs)
+        for i in places:
+            weight = arguments[i]
+            owner = _OWNERS.get(weight)
+            if owner is None or owner.optimizer() is None or has_hooks(weight):
+                arguments[i] = _Receive.apply(weight)
+            else:
+                _LEFT.pop(weight.data_ptr(), None)
+                owner.forwards[id(weight)] = owner.forwards.get(id(weight), 0) + 1
+        return compiled(*arguments)
+
+    return call
+
+
+def _find(memory: Tensor) -> Tensor:
+    """The registered weight in this memory."""
+    address = memory.data_ptr()
+    known = _BY_MEMORY.get(address, lambda: None)()
+    if known is None or known.data_ptr() != address:  # moved, or gone
+        _BY_MEMORY.clear()
+        _BY_MEMORY.update((each.data_ptr(), weakref.ref(each)) for each in list(_OWNERS))
+        known = _BY_MEMORY.get(address, lambda: None)()
+    if known is None:
+        raise RuntimeError(
+            "the weight of a compiled backward pass is not that of any optimizer given to "
+            "coda_inductor.optim.in_backward: its memory was replaced between the forward and the "
+            "backward pass"
+        )
+    return known
+
+
+def _give(weight: Tensor, gradient: Tensor) -> None:
+    with isolated():
+        left = _LEFT.get(weight.data_ptr())
+        if left is not None:
+            left.append(gradient.clone())  # the graph uses its memory again
+            return
+        parameter = _find(weight)
+        _OWNERS[parameter].take(parameter, gradient)
+
+
+def _never(weight: Tensor, gradient: Tensor) -> Tensor:
+    raise AssertionError("memory/updates.py replaces it in the backward graph")
+
+
+#: In a backward graph: hand over a gradient; writes to the weight.
+GIVE = opaque("give_gradient_(Tensor(a!) weight, Tensor gradient) -> ()", _give, lambda *_: None)
+#: In a joint graph: the same without effect, so that torch's partitioner can place it.
+HOLD = opaque(
+    "hold_gradient(Tensor weight, Tensor gradient) -> Tensor",
+    _never,
+    lambda weight, gradient: gradient.new_empty(0),
+)
