@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from coda_inductor.compat import make_wrapper_subclass
+from coda_inductor.compat import make_wrapper_subclass, storage
 from coda_inductor.errors import OptionError
 from coda_inductor.log import say_once
 from coda_inductor.semantic.define import isolated, opaque
@@ -32,7 +33,7 @@ from coda_inductor.semantic.define import isolated, opaque
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 #: Packages whose optimizers update each weight from its own gradient and state.
-_KNOWN = ("torch.optim", "torchao.", "bitsandbytes.")
+_KNOWN = ("torch.optim", "torchao.")
 #: ... except for these, which evaluate the loss again or step for all weights together.
 _TOGETHER = ("LBFGS",)
 
@@ -71,6 +72,9 @@ class _Owner:
         self.lock = threading.Lock()  # autograd runs a thread a device
         self.forwards: dict[int, int] = {}  #: id of a weight -> forward passes without gradient yet
         self.rounds: dict[int, int] = {}  #: id of a weight -> gradients in ``weight.grad``
+        #: Index of a group of parameters -> learning rate and so on that its weights were updated by.
+        self.used: dict[int, dict[str, Any]] = {}
+        self.group = {id(w): i for i, g in enumerate(optimizer.param_groups) for w in g["params"]}
 
     def settle(self, *_: Any) -> None:
         """Before ``step()``: leave it the weights that were not updated."""
@@ -83,8 +87,16 @@ class _Owner:
                 "gradients were in memory: call it before the first compiled step, and "
                 "torch.compiler.reset() between"
             )
+        groups = getattr(self.optimizer(), "param_groups", ())
+        if any(_settings(groups[i]) != settings for i, settings in self.used.items()):
+            say_once(
+                "optim.in_backward: a learning rate or another setting of the optimizer changed "
+                "between backward(), which has updated the weights by the old value, and step(): "
+                "change it after step()"
+            )
         self.forwards.clear()
         self.rounds.clear()
+        self.used.clear()
 
     def weights(self) -> list[Tensor]:
         """All weights of the optimizer."""
@@ -112,15 +124,37 @@ class _Owner:
             more = self.forwards[key] > 0 or self.rounds[key] < self.accumulation_steps
             optimizer = self.optimizer()
             if more or optimizer is None:  # the graph uses the gradient's memory again
-                weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
+                weight.grad = _copy(gradient, weight) if weight.grad is None else weight.grad + gradient
                 return
-            _step(optimizer, weight, gradient if weight.grad is None else weight.grad + gradient)
+            if weight.grad is not None:
+                gradient = weight.grad + gradient
+            elif gradient.stride() != weight.stride():  # fused kernels take them as equal
+                gradient = _copy(gradient, weight)
+            index = self.group[key]
+            self.used.setdefault(index, _settings(optimizer.param_groups[index]))
+            _step(optimizer, optimizer.param_groups[index], weight, gradient)
 
 
-def _step(optimizer: Optimizer, weight: Tensor, gradient: Tensor) -> None:
-    """Run the optimizer's own ``step``, without its hooks, for one weight."""
+def _copy(gradient: Tensor, weight: Tensor) -> Tensor:
+    """A copy that lies in memory as ``weight`` does, as autograd lays out gradients."""
+    return torch.empty_like(weight).copy_(gradient)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group of parameters, without tensors on a GPU, which it would wait for."""
+    values = {k: v for k, v in group.items() if k != "params"}
+    return {
+        k: v.item() if isinstance(v, Tensor) else v
+        for k, v in values.items()
+        if not (isinstance(v, Tensor) and (v.is_cuda or v.numel() != 1))
+    }
+
+
+def _step(
+    optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradient: Tensor
+) -> None:
+    """Run the optimizer's own ``step``, without its hooks, for one weight of a group."""
     groups = optimizer.param_groups
-    group = next(g for g in groups if any(p is weight for p in g["params"]))
     weight.grad = gradient
     # Undecorated: hooks and profiling are of whole steps.
     step: Callable[[Optimizer], Any] = inspect.unwrap(type(optimizer).step)
@@ -144,29 +178,45 @@ def in_backward(optimizer: AnyOptimizer, *, accumulation_steps: int = 1) -> AnyO
     pass has updated. State, learning rates and checkpoints are the optimizer's own.
 
     Args:
-        optimizer: one of torch.optim (not LBFGS), torchao or bitsandbytes.
+        optimizer: one of torch.optim (not LBFGS) or torchao.
         accumulation_steps: backward passes before each ``step()``.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        OptionError: an optimizer that needs all gradients at once, or a number below 1.
+        OptionError: an optimizer that may need all gradients at once, weights that share memory, or
+            a number below 1.
     """
     kind = type(optimizer)
     family = next((k for k in kind.__mro__ if k.__module__.startswith(_KNOWN)), None)
     if family in (None, Optimizer) or kind.__name__ in _TOGETHER:
         raise OptionError(
             f"in_backward: {kind.__module__}.{kind.__name__} may need all gradients at once: use "
-            "an optimizer of torch.optim (not LBFGS), torchao or bitsandbytes"
+            "an optimizer of torch.optim (not LBFGS) or torchao"
         )
     if accumulation_steps < 1:
         raise OptionError(f"in_backward: accumulation_steps={accumulation_steps}: give 1 or more")
     owner = _Owner(optimizer, accumulation_steps)
+    memory = [_memory(weight) for weight in owner.weights()]
+    if len({*memory}) < len(memory):
+        raise OptionError(
+            "in_backward: two parameters of the optimizer share memory: an update of one would "
+            "change the other while it is needed; make them one parameter"
+        )
     optimizer.register_step_pre_hook(owner.settle)
     for weight in owner.weights():
         _OWNERS[weight] = owner
     return optimizer
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+
+
+def _memory(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, as far as one can see."""
+    return storage(tensor) if _is_plain(tensor) else id(tensor)
 
 
 def has_hooks(weight: Tensor) -> bool:
@@ -176,10 +226,14 @@ def has_hooks(weight: Tensor) -> bool:
 
 def positions(inputs: Sequence[Any]) -> tuple[int, ...]:
     """The positions of inputs of Dynamo's graph that an optimizer may update."""
+    known = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor) and x in _OWNERS}
+    if not known:
+        return ()
+    seen = Counter(_memory(x) for x in inputs if isinstance(x, Tensor))
     return tuple(
         i
-        for i, x in enumerate(inputs)
-        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and x in _OWNERS
+        for i, x in known.items()
+        if _is_plain(x) and x.is_leaf and x.requires_grad and x.numel() and seen[_memory(x)] == 1
         if _OWNERS[x].optimizer() is not None and not has_hooks(x)
     )
 

@@ -105,7 +105,7 @@ class Partitioner(CustomPartitionerFn):
                 mark(gm.graph, limit, record, joint_inputs, kwargs)
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         keep_old_inputs(forward, backward, kwargs["num_fwd_outputs"])
-        give(backward)
+        give(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
 
