@@ -124,7 +124,9 @@ class _Owner:
             more = self.forwards[key] > 0 or self.rounds[key] < self.accumulation_steps
             optimizer = self.optimizer()
             if more or optimizer is None:  # the graph uses the gradient's memory again
-                weight.grad = _copy(gradient, weight) if weight.grad is None else weight.grad + gradient
+                weight.grad = (
+                    _copy(gradient, weight) if weight.grad is None else weight.grad + gradient
+                )
                 return
             if weight.grad is not None:
                 gradient = weight.grad + gradient
@@ -150,9 +152,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _step(
-    optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradient: Tensor
-) -> None:
+def _step(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradient: Tensor) -> None:
     """Run the optimizer's own ``step``, without its hooks, for one weight of a group."""
     groups = optimizer.param_groups
     weight.grad = gradient
