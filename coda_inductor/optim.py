@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -81,11 +82,13 @@ class _Owner:
         updated = [w for w in self.weights() if isinstance(w.grad, Updated)]
         for weight in updated:
             weight.grad = None
-        if not updated and self.forwards:
+        waiting = any(weight.grad is not None for weight in self.weights())
+        if waiting and not updated and self.accumulation_steps == 1:
             say_once(
                 "optim.in_backward: no weight was updated in the backward pass, so that all "
-                "gradients were in memory: call it before the first compiled step, and "
-                "torch.compiler.reset() between"
+                "gradients were in memory: compile the model with backend='coda' after "
+                "in_backward (torch.compiler.reset() forgets what was compiled before), and call "
+                "backward once for each forward pass with gradients"
             )
         groups = getattr(self.optimizer(), "param_groups", ())
         if any(_settings(groups[i]) != settings for i, settings in self.used.items()):
@@ -163,6 +166,7 @@ def _step(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradient:
         step(optimizer)
     finally:
         optimizer.param_groups = groups
+    increment_version(weight)  # a second backward pass is an error also behind fused kernels
     weight.grad = Updated.of(weight)
 
 
@@ -189,8 +193,8 @@ def in_backward(optimizer: AnyOptimizer, *, accumulation_steps: int = 1) -> AnyO
             a number below 1.
     """
     kind = type(optimizer)
-    family = next((k for k in kind.__mro__ if k.__module__.startswith(_KNOWN)), None)
-    if family in (None, Optimizer) or kind.__name__ in _TOGETHER:
+    writer = next(k for k in kind.__mro__ if "step" in vars(k))  # a subclass may clip in its step
+    if not writer.__module__.startswith(_KNOWN) or writer.__name__ in _TOGETHER:
         raise OptionError(
             f"in_backward: {kind.__module__}.{kind.__name__} may need all gradients at once: use "
             "an optimizer of torch.optim (not LBFGS) or torchao"
