@@ -57,6 +57,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         _widths(4096, 12288, 32, 4, num_key_value_heads=8, head_dim=128, vocab_size=151936),
     ),
+    "qwen3_14b": (  # all of it
+        "Qwen3ForCausalLM",
+        _widths(5120, 17408, 40, 40, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    ),
     "qwen2": (  # 7B
         "Qwen2ForCausalLM",
         _widths(3584, 18944, 28, 4, num_key_value_heads=4, vocab_size=152064),

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from coda_inductor import notice, patterns
-from coda_inductor.compat import CustomGraphPass, functorch_config
+from coda_inductor import notice, optim, patterns
+from coda_inductor.compat import CustomGraphPass, functorch_config, inductor_config
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint
 from coda_inductor.kernels import QUACK, pool
@@ -37,6 +37,9 @@ _HELD = (
     "what a peak leaves for a graph depends on what the device holds when it is compiled: give "
     "explain a share from 0 to 1"
 )
+
+_MANY = "gradients of several ranks are added first"
+_REPLAYED = "CUDA graphs replay kernels, not optimizers"
 
 #: torch's setting of how much memory is kept, of ``torch._functorch.config``.
 BUDGET = "activation_memory_budget"
@@ -126,11 +129,24 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
     costs.install()
     notice.before_compile(gm, inputs, record.options)
     record.room = _room(gm, inputs, record.options.memory)
+    record.inputs, record.updates = len(inputs), _updates(inputs, record)
+    if record.updates:
+        record.wrappers.append(lambda compiled: optim.counted(compiled, record.updates))
     if _may_fuse(inputs, record.options):
         pool.warm_up()  # tracing a model takes seconds as well
     wrap = on_dynamo(gm, record)
     notice.after_matching(gm, record)
     return wrap
+
+
+def _updates(inputs: Sequence[Any], record: Record) -> tuple[int, ...]:
+    """The positions of the inputs of Dynamo's graph that the backward pass updates."""
+    places = optim.positions(inputs) if record.wraps and not record.dry else ()
+    graphs = record.options.inductor.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+    if places and (why := _MANY if several_ranks() else _REPLAYED if graphs else ""):
+        warn_once("optim.in_backward", why, to="optimizer.step(), with all gradients in memory")
+        return ()
+    return places
 
 
 def _may_fuse(inputs: Sequence[Any], options: Options) -> bool:
@@ -171,5 +187,6 @@ FACTS: dict[str, Callable[[Record], Any]] = {
     "budget": lambda _: getattr(functorch_config, BUDGET, 1.0),
     "donated_buffer": lambda _: functorch_config.donated_buffer,
     "room": lambda record: record.room,
+    "updates": lambda record: record.updates,
     "kernels": lambda _: {name: read() for name, read in QUACK.facts.items()},
 }

@@ -59,6 +59,8 @@ class Record:
         wrappers: functions around the compiled graph, the first one innermost.
         room: the bytes that the option ``memory`` leaves a step if it is a peak, or None.
         limit: the ``memory.limit.Limit`` of the joint graph that is compiled now, or None.
+        inputs: how many inputs Dynamo's graph has.
+        updates: the positions of those that an optimizer updates in the backward pass.
         writes_inputs: does Dynamo's graph write to an input or a buffer?
         failed: did an error occur that the next process may not have (a compiler was killed, a disk
             was full)? Then the result must not be kept in torch's cache.
@@ -81,6 +83,8 @@ class Record:
     wrappers: list[Wrapper] = field(default_factory=list)
     room: int | None = None
     limit: Any = None
+    inputs: int = 0
+    updates: tuple[int, ...] = ()
     writes_inputs: bool = False
     failed: bool = False
     rewritten: bool = False

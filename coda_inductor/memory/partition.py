@@ -37,6 +37,7 @@ from coda_inductor.memory.halves import add_halves
 from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
 from coda_inductor.memory.planner import DOUBT, Chain, Choice
+from coda_inductor.memory.updates import give, hold
 from coda_inductor.plan import several_ranks
 from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport, size_text
@@ -96,11 +97,15 @@ class Partitioner(CustomPartitionerFn):
             gm.graph = fx_graph_cse(gm.graph)
         for node in old_values(gm.graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if record is not None and record.updates:
+            held = hold(gm.graph, kwargs["num_fwd_outputs"], record.updates, record.inputs)
+            logger.info("%s: %d weights are updated in the backward pass", record.name, held)
         with functorch_config.patch(budget):
             if record is not None and limit is not None:
                 mark(gm.graph, limit, record, joint_inputs, kwargs)
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         keep_old_inputs(forward, backward, kwargs["num_fwd_outputs"])
+        give(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
 
