@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     for part in options.part:
         try:
             result = bits() if part == "bits" else whole(*part.split(":"))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the next part may work)
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
         print(part, json.dumps(result), flush=True)
@@ -67,7 +67,7 @@ def bits(name: str = "8B-32", layers: int = 2, steps: int = 3) -> dict[str, Any]
 
 
 def whole(name: str, layers: str, memory: str = "") -> dict[str, Any]:
-    """Milliseconds and peaks, A B B A; within the backward pass alone for a model with ``memory``."""
+    """Milliseconds and peaks, A B B A; with ``memory`` within the backward pass alone."""
     workload = worth_models.stock(NAMES[name], int(layers))
     model, batch = workload.model, workload.batch
     if memory:
@@ -110,7 +110,7 @@ def stepping(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     kind = "within" if within else "after"
     space: dict[str, Any] = {"model": model}
-    exec(f"def {kind}(batch):\n return model(**batch).loss", space)  # code of its own
+    exec(f"def {kind}(batch):\n return model(**batch).loss", space)  # noqa: S102 (code of its own)
     options = {"memory": float(memory)} if memory else {}
     compiled = torch.compile(space[kind], backend="coda", dynamic=False, options=options)
     if within:

@@ -54,7 +54,9 @@ class Updated(Tensor):
         return f"Updated(shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.zero_.default):
             return args[0]
         raise RuntimeError(
@@ -71,9 +73,9 @@ class _Owner:
         self.optimizer = weakref.ref(optimizer)
         self.accumulation_steps = accumulation_steps
         self.lock = threading.Lock()  # autograd runs a thread a device
-        self.forwards: dict[int, int] = {}  #: id of a weight -> forward passes without gradient yet
+        self.forwards: dict[int, int] = {}  #: id of a weight -> forwards without gradient yet
         self.rounds: dict[int, int] = {}  #: id of a weight -> gradients in ``weight.grad``
-        #: Index of a group of parameters -> learning rate and so on that its weights were updated by.
+        #: Index of a group of parameters -> the settings that its weights were updated by.
         self.used: dict[int, dict[str, Any]] = {}
         self.group = {id(w): i for i, g in enumerate(optimizer.param_groups) for w in g["params"]}
 
@@ -116,7 +118,7 @@ class _Owner:
         key = id(weight)
         with self.lock:
             if isinstance(weight.grad, Updated):
-                raise RuntimeError(
+                raise RuntimeError(  # noqa: TRY004
                     "a second backward pass before optimizer.step(), after in_backward updated the "
                     "weights: call step() after each, or in_backward(optimizer, "
                     "accumulation_steps=N)"
@@ -254,7 +256,7 @@ class _Receive(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         left = _LEFT.get(ctx.address)
         return left.pop() if gradient is None and left else gradient
 
@@ -264,8 +266,8 @@ _LEFT: dict[int, list[Tensor]] = {}
 
 
 def counted(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """``compiled``, whose backward pass gives the gradients of the inputs at ``places`` away. Dynamo
-    uses one graph for several models: whether they have such an optimizer is seen at each call."""
+    """``compiled``, whose backward pass gives the gradients of the inputs at ``places`` away.
+    Dynamo uses one graph for several models, so each call looks whether they have an optimizer."""
 
     def call(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -311,7 +313,7 @@ def _give(weight: Tensor, gradient: Tensor) -> None:
         _OWNERS[parameter].take(parameter, gradient)
 
 
-def _never(weight: Tensor, gradient: Tensor) -> Tensor:
+def _never(*_: Tensor) -> Tensor:
     raise AssertionError("memory/updates.py replaces it in the backward graph")
 
 
@@ -321,5 +323,5 @@ GIVE = opaque("give_gradient_(Tensor(a!) weight, Tensor gradient) -> ()", _give,
 HOLD = opaque(
     "hold_gradient(Tensor weight, Tensor gradient) -> Tensor",
     _never,
-    lambda weight, gradient: gradient.new_empty(0),
+    lambda _, gradient: gradient.new_empty(0),
 )

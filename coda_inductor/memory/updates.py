@@ -10,9 +10,9 @@ After::
     backward: dx = dy @ w.T; dw = dy.T @ x; give_gradient_(w, dw); dv = ...; return None, dv, dx
 
 Why it is valid: the gradient has no other reader, and nothing in the backward graph reads the
-weight afterwards, under any name, or in the kernel of a later node. ``give_gradient_`` writes to the weight, so that
-Inductor keeps that order. Gradients that something else reads stay, and those of weights that the
-graph writes to, or that results are computed from without a product in between.
+weight afterwards, under any name, or in the kernel of a later node. ``give_gradient_`` writes to
+the weight, so that Inductor keeps that order. Gradients that something else reads stay, and those
+of weights that the graph writes to, or that results are computed from without a product in between.
 
 torch's partitioner drops ops without results. So the joint graph holds the gradient in an op with
 one, which also makes it keep the weight for the backward pass; it is replaced after the split.
