@@ -259,7 +259,7 @@ class _Planner:
         return None
 
     def _judge(self, region: Region, site: Site, report: SiteReport) -> _SitePlan | Refusal | None:
-        """The plan of ``region``; or the reason why it is not fused, None if none is known."""
+        """The plan of ``region``, or the reason why it is not fused; None where none is known."""
         absorbed = frozenset(_patterns(region, self.scope))
         patterns = sorted({name for name, _ in absorbed})
         names = [*(patterns if patterns == ["epilogue"] else _SITE_COUNTERS.intersection(patterns))]

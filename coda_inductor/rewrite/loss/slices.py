@@ -144,7 +144,8 @@ def no_gain(logits: Node, dgrads: list[Node], wgrads: list[Node]) -> str:
     """
     size, dx = bytes_of(logits), bytes_of(*dgrads)
     if size < 2 * loss.SLICE_BYTES:
-        return f"its logits take only {size / 2**20:.0f} MiB"
+        took, least = size / 2**20, 2 * loss.SLICE_BYTES / 2**20
+        return f"its logits take {took:.3g} MiB, and slices lower the peak from {least:.0f} MiB on"
     results = dx + bytes_of(*wgrads)
     if any(n.op == "output" for n in readers(base(logits, may_view), may_view)[1]):
         whole = 2 * size + results
