@@ -4,8 +4,8 @@
 ``python -m benchmarks updates OUT.json --part bits --part 8B:32`` measures both ways on one model
 with one optimizer, A B B A: the milliseconds of a step (``worth.sustained``) and the peak with
 weights, gradients and states. "bits" compares weights after three steps, with a frozen embedding,
-whose gradient is summed in any order. "14B:40:0.5" is Qwen3 with 8-bit states of torchao and the
-option ``memory``, updated within the backward pass only. One GPU, 8192 tokens, bf16.
+whose gradient is summed in any order. "8B:32:0.4" has the option ``memory``; "14B:40:0.4:adamw8" is
+Qwen3 with 8-bit states of torchao, within the backward pass only. One GPU, 8192 tokens, bf16.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coda_inductor.optim import in_backward
+import coda_inductor
+from coda_inductor.optim import Updated, in_backward
 
 from . import environment, worth, worth_models
 
@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> None:
     """Measure each part and write after each."""
     parser = argparse.ArgumentParser("python -m benchmarks updates", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--part", action="append", default=[], help="bits, MODEL:LAYERS[:MEMORY]")
+    parser.add_argument(
+        "--part", action="append", default=[], help="bits, MODEL:LAYERS[:MEMORY[:adamw8]]"
+    )
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     options = parser.parse_args(arguments)
     about = environment.describe(sys.argv[1:], options.commit, "benchmarks")
@@ -66,11 +68,11 @@ def bits(name: str = "8B-32", layers: int = 2, steps: int = 3) -> dict[str, Any]
     return {"losses": losses, "different": different}
 
 
-def whole(name: str, layers: str, memory: str = "") -> dict[str, Any]:
-    """Milliseconds and peaks, A B B A; with ``memory`` within the backward pass alone."""
+def whole(name: str, layers: str, memory: str = "", states: str = "") -> dict[str, Any]:
+    """Milliseconds and peaks, A B B A; with "adamw8" within the backward pass alone."""
     workload = worth_models.stock(NAMES[name], int(layers))
     model, batch = workload.model, workload.batch
-    if memory:
+    if states:
         from torchao.optim import AdamW8bit
 
         optimizer: Any = AdamW8bit(model.parameters(), lr=1e-5)
@@ -78,13 +80,15 @@ def whole(name: str, layers: str, memory: str = "") -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     result: dict[str, Any] = {"weights": held()}
     steps = {}
-    for within in (True,) if memory else (False, True):
+    for within in (True,) if states else (False, True):
         key = "within" if within else "after"
         began = time.perf_counter()
         steps[key] = stepping(model, batch, optimizer, within=within, memory=memory)
         steps[key]()
         torch.cuda.synchronize()
         result[key] = {"first_s": time.perf_counter() - began, "ms": [], "peak": []}
+        plan = coda_inductor.reports()[-1].memory
+        result[key] |= {"updated": steps[key].updated, "plan": plan and str(plan)}
     for key in (*steps, *reversed(steps)):
         steps[key]()
         torch.cuda.synchronize()
@@ -103,9 +107,9 @@ def held() -> float:
 
 def stepping(
     model: Any, batch: Any, optimizer: Any = None, *, within: bool = False, memory: str = ""
-) -> Callable[[], torch.Tensor]:
-    """A step, compiled at its first call; its result is the loss. Its function is a new one, so
-    that one model is compiled in both ways."""
+) -> Any:
+    """A step, compiled at its first call; its result is the loss, and it has the attribute
+    ``updated``. Its function is a new one, so that one model is compiled in both ways."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     kind = "within" if within else "after"
@@ -119,8 +123,10 @@ def stepping(
     def step() -> torch.Tensor:
         loss = compiled(batch)
         loss.backward()
+        step.updated = sum(isinstance(p.grad, Updated) for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
+    step.updated = 0  # weights, in the last backward pass
     return step
