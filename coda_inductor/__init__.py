@@ -30,6 +30,7 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     mainloop, report   programs in QuACK's kernels; reports of each GEMM
     codegen, patterns, table   program -> CuTeDSL source; pattern files and their proofs; tables
     matching, graph     matching on Dynamo's graph; reading and editing graphs
+    optim         optimizers that update weights within the backward pass
     semantic, program   the ops that idioms become; epilogue programs and their meaning
     gpu, arch     GPU models and their generations
     options, refusal, remedies, log, cache_dir, compat, errors   leaf modules

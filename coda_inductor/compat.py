@@ -325,6 +325,12 @@ def version(tensor: Tensor) -> int:
     return getattr(tensor, "_version", 0)
 
 
+def has_hooks(weight: Tensor) -> bool:
+    """Do hooks of the user wait for the gradient of ``weight``?"""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(weight, name, None) for name in hooks)
+
+
 def micro_pipeline() -> bool:
     """Is Inductor's asynchronous tensor parallelism on (``config._micro_pipeline_tp``)?"""
     return bool(getattr(__getattr__("inductor_config"), "_micro_pipeline_tp", False))

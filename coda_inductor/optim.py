@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from coda_inductor.compat import make_wrapper_subclass, storage
+from coda_inductor.compat import has_hooks, make_wrapper_subclass, storage
 from coda_inductor.errors import OptionError
 from coda_inductor.log import say_once
 from coda_inductor.semantic.define import isolated, opaque
@@ -223,11 +223,6 @@ def _is_plain(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor) -> int:
     """Equal for tensors that share memory, as far as one can see."""
     return storage(tensor) if _is_plain(tensor) else id(tensor)
-
-
-def has_hooks(weight: Tensor) -> bool:
-    """Do hooks of the user wait for the gradient of ``weight``?"""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def positions(inputs: Sequence[Any]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@
 - ``halves``: one product of a pair, computed again alone
 - ``peak``: the memory of a step over time, for a choice
 - ``planner``: the cheapest choice within the limit
+- ``updates``: weights are updated where their gradients are known
 - ``partition``: Inductor's hook, which applies the choice
 
 This room reads joint graphs after fusion and knows no pattern: it asks each node for its time and

@@ -15,6 +15,7 @@ from coda_inductor.compat import storage
 from coda_inductor.semantic import experts, fakes
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.semantic.fp8_linear import FP8_LINEAR
 from coda_inductor.semantic.loss import (
     cross_entropy,
     cross_entropy_backward,
@@ -170,9 +171,12 @@ def test_fp8_ops_are_what_torch_asks_of_one():
     for after in (False, True):
         given = (a, a.t(), inverse, inverse.t(), torch.bfloat16, not after, after)
         torch.library.opcheck(scaled_mm, given, test_utils=checks)
+    weight, scale = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    torch.library.opcheck(FP8_LINEAR, (x, weight, scale, None, False), test_utils=checks)
 
 
-WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm)]
+WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm, FP8_LINEAR)]
 WIDE += [experts.ROUTE, experts.COMBINE, experts.WGRAD]
 
 
