@@ -180,6 +180,10 @@ TORCH: dict[str, Private] = {
         "torch._C._current_autograd_node",
         "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
     ),
+    "will_engine_execute_node": Private(
+        "torch._C._will_engine_execute_node",
+        "optim.in_backward updates weights in gradients of other tensors too", lambda _node: True,
+    ),
     "make_wrapper_subclass": Private(
         "torch.Tensor._make_wrapper_subclass", "a new pattern of a semantic op cannot be proven"
     ),

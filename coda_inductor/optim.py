@@ -22,11 +22,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from coda_inductor.compat import has_hooks, make_wrapper_subclass, storage
+from coda_inductor.compat import (
+    has_hooks,
+    make_wrapper_subclass,
+    storage,
+    will_engine_execute_node,
+)
 from coda_inductor.errors import OptionError
 from coda_inductor.log import say_once
 from coda_inductor.semantic.define import isolated, opaque
@@ -247,17 +252,19 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.address = weight.data_ptr()
-        _LEFT.setdefault(ctx.address, [])
+        known, _ = _LEFT.get(ctx.address, (lambda: None, []))
+        if known() is not weight:  # another one lay there
+            _LEFT[ctx.address] = weakref.ref(weight), []
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        left = _LEFT.get(ctx.address)
+        _, left = _LEFT.get(ctx.address, (None, []))
         return left.pop() if gradient is None and left else gradient
 
 
-#: Address of a weight behind :class:`_Receive` -> its gradients that are on their way.
-_LEFT: dict[int, list[Tensor]] = {}
+#: Address of a weight behind :class:`_Receive` -> the weight, and its gradients on their way.
+_LEFT: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
 
 
 def counted(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
@@ -300,12 +307,34 @@ def _find(memory: Tensor) -> Tensor:
 
 def _give(weight: Tensor, gradient: Tensor) -> None:
     with isolated():
-        left = _LEFT.get(weight.data_ptr())
-        if left is not None:
-            left.append(gradient.clone())  # the graph uses its memory again
+        if (found := _LEFT.get(weight.data_ptr())) is not None:
+            receiver, left = found[0](), found[1]
+            if receiver is not None and _wanted(receiver) is not False:
+                left.append(gradient.clone())  # the graph uses its memory again
             return
         parameter = _find(weight)
-        _OWNERS[parameter].take(parameter, gradient)
+        if (wanted := _wanted(parameter)) is None:
+            raise RuntimeError(
+                "torch.autograd.grad asks for the gradient of a weight that "
+                "coda_inductor.optim.in_backward updates in this pass: use loss.backward(), or a "
+                "model without in_backward"
+            )
+        owner = _OWNERS[parameter]
+        if wanted:
+            owner.take(parameter, gradient)
+        else:
+            owner.forwards[id(parameter)] = owner.forwards.get(id(parameter), 1) - 1
+
+
+def _wanted(weight: Tensor) -> bool | None:
+    """Does this backward pass add to ``weight.grad``? None if ``torch.autograd.grad`` returns the
+    gradient; False where it is of other tensors, such as the inputs of a saliency map."""
+    with torch.enable_grad():
+        node = get_gradient_edge(weight).node
+    try:
+        return bool(will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf whose gradient is captured
+        return None
 
 
 def _never(*_: Tensor) -> Tensor:

@@ -48,6 +48,15 @@ class Language(nn.Module):
         return F.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.b(torch.sin(self.a(x))).square().mean()
+
+
 def ids(most=24):
     return torch.randint(most, (2, 8))
 
@@ -65,6 +74,16 @@ def pair(make=Tied, dtype=torch.float32, optimizer=adamw, **how):
     for model in models:
         model.compile(backend="coda")
     return models, optimizers
+
+
+def train(models, optimizers, batch):
+    """Two steps of both; the first one's weights are all updated within backward."""
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(batch).backward()
+            assert model is models[1] or kinds(model) == {Updated}
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def assert_equal(models):
@@ -260,13 +279,49 @@ class Broken(Tied):
 def test_graphs_that_share_a_weight(without_code):
     models, optimizers = pair(Broken)
     batch = ids()
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch).backward()
-            assert model is models[1] or kinds(model) == {Updated}
-            optimizer.step()
-            optimizer.zero_grad()
+    train(models, optimizers, batch)
     assert_equal(models)
+
+
+def test_gradients_of_inputs_alone_update_nothing(without_code):
+    """``backward(inputs=...)`` and ``autograd.grad`` run the same backward graph."""
+    models, optimizers = pair(Wide)
+    x = torch.randn(8, 64, requires_grad=True)
+    before = copy.deepcopy(models[0].state_dict())
+    got = [torch.autograd.grad(model(x), x)[0] for model in models]
+    assert torch.equal(*got)
+    assert got[0].abs().max() > 0
+    models[0](x).backward(inputs=[x])
+    assert kinds(models[0]) == {type(None)}
+    assert all(torch.equal(before[k], v) for k, v in models[0].state_dict().items())
+    train(models, optimizers, x.detach())
+    assert_equal(models)
+
+
+def test_gradients_that_autograd_returns_are_an_error(without_code):
+    models, _ = pair(Wide)
+    x = torch.randn(8, 64)
+    before = copy.deepcopy(models[0].state_dict())
+    weights = [list(model.parameters()) for model in models]
+    with pytest.raises(RuntimeError, match="asks for the gradient"):
+        torch.autograd.grad(models[0](x), weights[0])
+    assert all(torch.equal(before[k], v) for k, v in models[0].state_dict().items())
+    got = torch.autograd.grad(models[1](x), weights[1])  # the same code, without an optimizer
+    assert all(g.abs().max() > 0 for g in got)
+
+
+def test_a_weight_where_another_one_lay_gets_its_gradient(without_code):
+    models, _ = pair(Wide)
+    for weight in models[1].parameters():
+        gone = torch.ones(1)
+        optim._LEFT[weight.data_ptr()] = weakref.ref(gone), [torch.full((64, 64), 7.0)]
+    del gone
+    x = torch.randn(8, 64)
+    models[0](x).backward()
+    want = torch.autograd.grad(type(models[1]).forward(models[1], x), list(models[1].parameters()))
+    models[1](x).backward()
+    for weight, gradient in zip(models[1].parameters(), want, strict=True):
+        torch.testing.assert_close(weight.grad, gradient)
 
 
 def test_reading_used_gradients_is_an_error(without_code):
@@ -356,24 +411,11 @@ def test_torchaos_states_and_rounding(kind, without_code):
     """States of 8 bits in blocks, which are torchao's; its AdamW rounds as it does."""
     torchao = pytest.importorskip("torchao.optim")
 
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
-
-        def forward(self, x):
-            return self.b(torch.sin(self.a(x))).square().mean()
-
     def make(model):
         return getattr(torchao, kind)(model.parameters(), lr=1e-2)
 
     models, optimizers = pair(Wide, torch.bfloat16, make)
     batch = torch.randn(8, 64, dtype=torch.bfloat16)
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch).backward()
-            assert model is models[1] or kinds(model) == {Updated}
-            optimizer.step()
-            optimizer.zero_grad()
+    train(models, optimizers, batch)
     assert_equal(models)
     optimizers[0].load_state_dict(optimizers[1].state_dict())
