@@ -8,7 +8,7 @@ import sys
 
 #: Names of modules, imported when asked for.
 COMMANDS = ("account", "worth", "headline", "first", "whole", "paper", "memory", "dit",
-            "curve", "flex", "tokens", "updates")  # fmt: skip
+            "curve", "flex", "tokens")  # fmt: skip
 
 
 def main() -> None:

@@ -4,10 +4,11 @@
 ``python -m benchmarks whole OUT.json`` starts a process a variant. They compile side by side, their
 weights given back meanwhile (storages of no bytes, as FSDP2 leaves them), and then take turns, A B
 B A: milliseconds of a step (``worth.sustained``), joules, and the peak with weights and gradients.
-A variant is "[MODEL] RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8]", as in ``--variant "qwen2 lora
-coda 2x4096 adamw"``; OUT.json keeps those that it has, and commands on other cards may write it
-meanwhile. coda is compared with what ran on the same card. ``--render`` writes it into
-docs/results. With ``--python NAME=FILE``, "NAME: VARIANT" runs in another interpreter.
+A variant is "[MODEL] RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8] [in_backward] [memory=SHARE]",
+as in ``--variant "qwen2 lora coda 2x4096 adamw"``; OUT.json keeps those that it has, and commands
+on other cards may write it meanwhile. coda is compared with what ran on the same card. ``--render``
+writes it into docs/results. With ``--python NAME=FILE``, "NAME: VARIANT" runs in another
+interpreter.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from coda_inductor.optim import in_backward
+
 from . import energy, environment, headline, measure, models, worth, worth_models
 
 VARIANTS = ("bf16 eager", *(f"{recipe} {backend}" for recipe in ("bf16", "rowwise", "tensorwise")
@@ -36,10 +39,13 @@ BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "c
 #: Name -> that of ``models.MODELS``, and layers: all but of a mixture, whose eight are 5.4B.
 MODELS = {"8B": ("8B-32", 32), "8Bx4": ("8B-32", 4),
           "qwen2": ("qwen2-28", 28), "qwen3_moe": ("qwen3_moe", 8),
-          "tiny": ("tiny", 1)}  # fmt: skip
+          "14B": ("qwen3_14b", 40), "tiny": ("tiny", 1)}  # fmt: skip
 LORA = ("lora", "lora_rowwise", "lora_fp8", "qlora")
 WORDS = {"model": MODELS, "recipe": ("bf16", "rowwise", "tensorwise", *LORA),
-         "backend": BACKENDS, "optimizer": ("adamw", "adamw8")}  # fmt: skip
+         "backend": BACKENDS, "optimizer": ("adamw", "adamw8"),
+         "update": ("in_backward",)}  # fmt: skip
+#: Words that are a number.
+NUMBERS = {"shape": r"[1-9]\d*x[1-9]\d*", "memory": r"memory=0?\.\d+"}
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
 PAGE = environment.REPOSITORY / "docs" / "results" / "training.md"
@@ -66,10 +72,10 @@ def main(arguments: list[str]) -> None:
 
 def parsed(variant: str) -> dict[str, str]:
     """What each word of a variant is; ValueError where one is nothing."""
-    found = {"model": "8B", "shape": "1x8192", "optimizer": ""}
+    found = {"model": "8B", "shape": "1x8192", "optimizer": "", "update": "", "memory": ""}
     for word in variant.split():
         kinds = [kind for kind, known in WORDS.items() if word in known]
-        kinds += ["shape"] if re.fullmatch(r"[1-9]\d*x[1-9]\d*", word) else []
+        kinds += [kind for kind, known in NUMBERS.items() if re.fullmatch(known, word)]
         if not kinds:
             known = ", ".join(word for words in WORDS.values() for word in words)
             raise ValueError(f"{variant!r}: {word!r} is none of {known}, and no ROWSxTOKENS")
@@ -96,6 +102,8 @@ def built(variant: str) -> tuple[worth_models.Workload, float]:
     config = workload.model.config
     ids = torch.randint(config.vocab_size, (rows, tokens), device=measure.device())
     workload.batch = {"input_ids": ids, "labels": ids}
+    if said["memory"]:
+        workload.options = {"memory": float(said["memory"].removeprefix("memory="))}
     embedding = workload.model.get_input_embeddings().weight
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -116,10 +124,13 @@ def answer(variant: str, lock: Path) -> None:
         matrices = [p for p in workload.model.parameters() if p.ndim > 1]
         matrices = [getattr(p, "qdata", p) for p in matrices]  # of torchao's, which have no storage
         sizes = {p: p.untyped_storage().nbytes() for p in matrices}
-        give_back(workload, sizes)
+        first = optimizer_of(said, workload.model)
+        if not said["update"]:  # in_backward tells weights apart by their memory
+            give_back(workload, sizes)
     step = workload.step((), BACKENDS[said["backend"]])
-    awake = functools.partial(turn, workload, sizes, said["optimizer"], lock)
+    awake = functools.partial(turn, workload, sizes, said, lock)
     with worth.compiled(step, awake, eager=said["backend"] == "eager"):
+        del first
         line: dict[str, Any] = {"first_s": time.perf_counter() - began, "flops": flops}
         line["torch"] = torch.__version__
         card = torch.cuda.get_device_properties(0)
@@ -135,7 +146,7 @@ def answer(variant: str, lock: Path) -> None:
 
 @contextlib.contextmanager
 def turn(
-    workload: worth_models.Workload, sizes: dict[Any, int], optimizer: str, lock: Path
+    workload: worth_models.Workload, sizes: dict[Any, int], said: dict[str, str], lock: Path
 ) -> Iterator[None]:
     """This process has the GPU, random weights of these bytes, and an optimizer without state."""
     with worth.turn(lock):
@@ -146,7 +157,7 @@ def turn(
                     weight.copy_(100 * torch.randn_like(weight, dtype=torch.bfloat16))
                 else:
                     weight.normal_(std=0.02) if weight.is_floating_point() else weight.random_()
-        workload.optimizer = optimizer_of(optimizer, workload.model)
+        workload.optimizer = optimizer_of(said, workload.model)
         try:
             yield
         except RuntimeError as error:
@@ -156,14 +167,18 @@ def turn(
         give_back(workload, sizes)
 
 
-def optimizer_of(name: str, model: torch.nn.Module) -> Any:
-    """An optimizer without state for what is trained; none without a name."""
+def optimizer_of(said: dict[str, str], model: torch.nn.Module) -> Any:
+    """The optimizer of a variant, without state, for what is trained; None where it has none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if name == "adamw8":
+    if not said["optimizer"]:
+        return None
+    if said["optimizer"] == "adamw8":
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit(parameters, lr=1e-5)
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=True) if name else None
+        optimizer: Any = AdamW8bit(parameters, lr=1e-5)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    return in_backward(optimizer) if said["update"] else optimizer
 
 
 def give_back(workload: worth_models.Workload, sizes: dict[Any, int]) -> None:

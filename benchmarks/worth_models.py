@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ class Workload:
         training: a step is forward and backward; else forward without gradients.
         blocks: compile each of these modules by itself, in place.
         causal: its masks say no more than "causal".
+        options: coda's.
     """
 
     causal = False
     blocks: Sequence[nn.Module] = ()
     optimizer: torch.optim.Optimizer | None = None
+    options: Mapping[str, Any] = {}
 
     def __init__(self, model: Any, batch: dict[str, Any], training: bool = True):
         self.model, self.batch, self.training = model.train(training), batch, training
@@ -45,7 +47,7 @@ class Workload:
         if not backend:
             return functools.partial(self._run, self.model)
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
-        options = {"disable": list(disable)} if backend == "coda" else {}
+        options = {**self.options, "disable": list(disable)} if backend == "coda" else {}
         if not self.blocks:
             function = compiled(self.model, options=options)
             return functools.partial(self._run, function)
