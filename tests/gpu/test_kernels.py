@@ -7,10 +7,10 @@ import torch
 from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
 from programs import B_MAJOR, TERMS, heads, inputs, kinds, legal, one_op, programs
 
+from coda_inductor.mainloop import tensors
 from coda_inductor.memory.halves import half_of
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
-from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config, legal_configs
 
 pytestmark = NEEDS_KERNELS
@@ -83,10 +83,13 @@ def test_pair_far_apart():
     check(program, [a], [bs[0], far], operands)
 
 
-def test_same_weight_twice_falls_back():
+def test_a_pair_that_cannot_be_read_in_place_is_copied(monkeypatch):
+    """One weight twice, and two that are further apart than TMA's strides."""
     program = kinds()["swiglu"]
     (a,), bs, operands = inputs(program, 64, N, K, device="cuda")
-    check(program, [a], [bs[0], bs[0]], operands, call=gemm_epilogue)
+    check(program, [a], [bs[0], bs[0]], operands)
+    monkeypatch.setattr(tensors, "_MAX_STRIDE", 16)
+    check(program, [a], bs, operands)
 
 
 def test_layouts_that_must_be_copied():

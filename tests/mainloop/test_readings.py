@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How A and B are read, on a CPU: what is read in place, what is copied, what neither."""
 
+import math
+
 import pytest
 import torch
 from programs import fp8, inputs, kinds
 
+from coda_inductor.mainloop import tensors
 from coda_inductor.mainloop.readings import READINGS, pair, reading_of
 from coda_inductor.mainloop.readings.grouped import GroupedJoin, GroupedPair
 from coda_inductor.mainloop.readings.join import joinable
@@ -129,6 +132,29 @@ def test_a_pair_is_one_operand_of_twice_the_columns(monkeypatch):
             assert view == (one.data_ptr(), shape, strides)
             assert variant == ("" if order[0] is one else "swapped")
             assert distances == ((two.data_ptr() - one.data_ptr()) // 2,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_a_pair_that_cannot_be_read_in_place_is_copied(monkeypatch, experts, dtype):
+    """As on a host with several GPUs, where two allocations may be 2**46 bytes apart."""
+    size = N * F * dtype.itemsize * math.prod(experts)
+    monkeypatch.setattr(tensors, "_MAX_STRIDE", 4 * size)
+    reading = GroupedPair() if experts else reading_of(kinds()["swiglu"])
+    memory, odd = torch.randn(9, *experts, N, F).to(dtype), torch.zeros(*experts, N, F + 4)
+    one, far, odd = memory[0].mT, memory[8].mT, odd.to(dtype)[..., :F].mT
+    a = terms()[0][:1]
+    for bs in ([one, far], [far, one], [one, one], [one, odd], [odd, odd]):
+        _, view, variant, distances = reading.bind(a, bs)
+        assert (variant, distances) == ("", (one.numel(),))
+        lanes = view.mT.as_strided((2, *one.mT.shape), (one.numel(), *one.mT.stride()))
+        for lane, b in zip(lanes, bs, strict=True):
+            assert torch.equal(lane.float(), b.mT.float())
+        with pytest.raises(UnpairableError):
+            reading.reads(a, bs)(a, bs)
+    for bs in ([one, one[..., :8]], [one[..., :4, :], far[..., :4, :]]):
+        with pytest.raises(UnpairableError):
+            reading.bind(a, bs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -20,7 +20,8 @@ The kernel's argument is an ordinary 2N x K tensor that starts at ``w0`` (its se
 addressed), and ``delta``, a runtime Int64, so that one compiled kernel serves every pair of
 weights. Conditions, checked at run time: equal shape and strides, K-major, delta positive (strides
 are unsigned, hence two variants of the kernel with the lanes swapped), a multiple of 16 bytes and
-below 2**40 bytes.
+below 2**40 bytes. Weights that do not meet them are copied: on a host with several GPUs, CUDA may
+place two allocations of one GPU 2**46 bytes apart.
 """
 
 from __future__ import annotations
@@ -65,12 +66,16 @@ class Pair(Plain):
 
     def bind(self, as_: Tensors, bs: Tensors) -> Binding:
         as_ = [self.left(as_[0])]
-        return self.reads(as_, bs)(as_, bs)
+        try:
+            return self.reads(as_, bs)(as_, bs)
+        except UnpairableError:
+            both = side_by_side(bs)
+        pair_order(*both.mT)
+        return as_[0], both.as_strided(*_layout(both[0].mT)).mT, "", (both.stride(0),)
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
         pair_order(*bs)
-        (*batch, k, n), (*batches, _, row) = bs[0].shape, bs[0].stride()
-        shape, strides = (*batch, 2 * n, k), (*batches, row, 1)
+        shape, strides = _layout(bs[0])
         dtype, device = bs[0].dtype, bs[0].device
 
         def read(as_, bs):
@@ -85,6 +90,27 @@ class Pair(Plain):
 
     def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
         return [(as_[0], b) for b in bs]
+
+
+def _layout(b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the operand, transposed, whose first weight is ``b``."""
+    (*batch, k, n), (*batches, _, row) = b.shape, b.stride()
+    return (*batch, 2 * n, k), (*batches, row, 1)
+
+
+def side_by_side(bs: Tensors) -> Tensor:
+    """A copy (2, N, K) or (2, E, N, K) of two weights, each (K, N) or (E, K, N).
+
+    Raises:
+        UnpairableError: they differ in shape or dtype.
+    """
+    first, second = bs
+    if first.shape != second.shape or first.dtype != second.dtype:
+        raise UnpairableError("the paired weights differ in shape or dtype")
+    both = first.new_empty(2, *first.mT.shape)
+    for copy, b in zip(both, bs, strict=True):
+        copy.copy_(b.mT)
+    return both
 
 
 def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
