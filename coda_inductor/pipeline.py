@@ -27,6 +27,7 @@ from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.kept_rows import keep_rows
+from coda_inductor.dynamo.loops import score_together
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.errors import CodaError, FallbackError, OptionError, suggest
@@ -117,7 +118,8 @@ class Pass:
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
     Pass("in_place", change_copies, eager=True, stage="0_before"),
-    Pass("losses", respell_losses),
+    Pass("loops", score_together),
+    Pass("losses", respell_losses, after=("loops",)),
     Pass("kept_rows", keep_rows, after=("losses",)),
     Pass("packed", split_packed),
     Pass("dropouts", multiply_masks, counts=("adapter_dropout",)),

@@ -184,6 +184,16 @@ CASES = {
             ),
         },
     ),
+    "loops": Case(
+        lambda x, w: torch.stack(
+            [-(z.softmax(-1) * z.log_softmax(-1)).sum(-1) for z in of.logits(x, w)]
+        ), LOSS, fired("entropy"), "loops", ("loops", "entropy"),
+        broken={
+            "another order": lambda x, w: torch.stack(
+                [-(z.softmax(-1) * z.log_softmax(-1)).sum(-1) for z in [*of.logits(x, w)][::-1]]
+            ),
+        },
+    ),
     "gathered losses": Case(
         lambda x, w: (
             F.log_softmax(of.logits(x, w), -1).gather(-1, of.labels(x)[..., None]).mean()

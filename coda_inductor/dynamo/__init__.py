@@ -2,6 +2,7 @@
 """Passes on Dynamo's graph, before AOTAutograd, in this order.
 
 in_place        in-place ops become plain ops where nothing can see the difference
+loops           sequences that a loop scores one by one are scored together
 losses          losses in many spellings become cross entropies
 kept_rows       logits of some rows become a product of these rows
 packed          a packed weight of gate and up becomes two weights

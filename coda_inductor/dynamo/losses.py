@@ -7,6 +7,7 @@ Before (logits z (B, T, V))::
     loss = F.cross_entropy(z.transpose(1, 2), labels)
     p = torch.gather(F.log_softmax(z, -1), -1, index)         # DPO; index (..., 1)
     p = torch.gather(z, -1, index) - torch.logsumexp(z, -1, keepdim=True)
+    p = torch.gather(z - torch.logsumexp(z, -1, keepdim=True), -1, index)
 
 After::
 
@@ -42,7 +43,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, is_cast, is_view, plain
+from coda_inductor.graph.nodes import fake, is_cast, is_view, plain, renames
 from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, closure
@@ -52,7 +53,8 @@ from coda_inductor.record import Record
 
 #: A target of no class, in 32 bits too.
 _NOTHING = -(2**31)
-_READ = ("cross_entropy", "gather", "take_along_dim", "sub")
+_GATHERS = ("gather", "take_along_dim")
+_READ = ("cross_entropy", *_GATHERS, "sub")
 
 
 def respell_losses(graph: Graph, record: Record) -> None:
@@ -79,38 +81,71 @@ def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
     return _minus_loss(node, logits, index, fake(softmax).dtype)
 
 
-def _minus_loss(node: Node, logits: Node, index: Node, dtype: torch.dtype) -> Node:
+def _minus_loss(
+    node: Node, logits: Node, index: Node, dtype: torch.dtype, *, minus: bool = True
+) -> Node:
     """Replace log-probabilities, of the shape of ``index`` (..., 1) or without the last dimension,
-    by minus a loss of all rows. Returns the loss."""
+    by minus a loss of all rows; by the loss if they are not log-probabilities but their negatives.
+    Returns the loss."""
     put, options = Put(node), {"ignore_index": _NOTHING, "reduction": "none"}
     loss = _all_rows(put, logits, put("flatten", index), dtype, options)
-    result = put("view_as", put("neg", loss), index)
+    result = put("view_as", put("neg", loss) if minus else loss, index)
     columns = fake(node).dim() == fake(index).dim()
     replace(node, result if columns else put("squeeze", result, -1))
     return loss
 
 
 def _respell_difference(difference: Call, hazards: Hazards) -> Node | None:
-    """Replace a gathered logit minus its row's log-sum-exp by a cross entropy. Returns it, or
-    None."""
-    if difference.get("alpha") not in (None, 1):
-        return None
+    """Replace a gathered logit minus its row's log-sum-exp, or the opposite, by a cross entropy.
+    Returns it, or None. Logits minus their log-sum-exps, of which some are gathered, become a
+    log-softmax."""
     node, sides = difference.node, (difference["input"], difference["other"])
-    picked, lse = (base(x) if isinstance(x, Node) else None for x in sides)
-    gather, total = read(picked), normalize(lse)
-    if gather is None or gather.op not in ("gather", "take_along_dim") or total is None:
+    if difference.get("alpha") not in (None, 1) or plain(*sides, node) is None:
         return None
-    logits, rows, index = gather["input"], total["input"], gather["index"]
-    tensors = plain(logits, index, node)
-    if not total.op.startswith("logsumexp_") or rows is not logits or tensors is None:
-        return None
-    x, y, result = tensors
-    single = y.dtype == torch.int64 and x.dim() > 1 and same(y.shape, (*x.shape[:-1], 1))
-    shapes = [shape for shape in (y.shape, y.shape[:-1]) if same(tuple(result.shape), tuple(shape))]
-    last = is_last(gather["dim"], logits) and not gather.get("sparse_grad")
-    if not (single and shapes and last) or hazards.between((picked, lse, node)):
-        return None
-    return _minus_loss(node, logits, index, result.dtype)
+    left, right = (base(side, _is_column) for side in sides)
+    for picked, total in ((left, right), (right, left)):
+        gather, sums = read(picked), normalize(total)
+        if sums is None or not sums.op.startswith("logsumexp_"):
+            continue
+        logits = sums["input"]
+        if hazards.between((picked, total, node)):
+            return None
+        if gather is not None and gather.op in _GATHERS and gather["input"] is logits:
+            if _is_one_a_row(gather, logits) and _has_shape_of(node, gather["index"]):
+                dtype, minus = fake(node).dtype, picked is left
+                return _minus_loss(node, logits, gather["index"], dtype, minus=minus)
+        elif logits is sides[0] and any(op_name(user) in _GATHERS for user in node.users):
+            column = (*fake(logits).shape[:-1], 1)
+            if same(tuple(fake(sides[1]).shape), column):
+                replace(node, Put(node)(F.log_softmax, logits, -1))
+    return None
+
+
+def _is_one_a_row(gather: Call, source: Node) -> bool:
+    """Does ``gather`` take one element of each row of ``source``?"""
+    tensors = plain(source, gather["index"])
+    if tensors is None or not is_last(gather["dim"], source) or gather.get("sparse_grad"):
+        return False
+    x, index = tensors
+    one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
+    return one and index.dtype == torch.int64 and x.is_floating_point()
+
+
+def _has_shape_of(node: Node, index: Node) -> bool:
+    """Has ``node`` the shape of ``index`` (..., 1), or that without the last dimension?"""
+    shape, whole = tuple(fake(node).shape), tuple(fake(index).shape)
+    return same(shape, whole) or same(shape, whole[:-1])
+
+
+def _is_column(node: Any) -> bool:
+    """Does ``node`` rename its input, or take its only column?"""
+    if renames(node):
+        return True
+    tensors = plain(node.args[0]) if op_name(node) in ("getitem", "select") else None
+    if tensors is None:
+        return False
+    (x,) = tensors
+    return x.dim() > 0 and same(x.shape[-1:], (1,)) and is_view(node, x.squeeze(-1))
 
 
 def _under_softmax(gather: Call) -> Node | None:
@@ -120,14 +155,12 @@ def _under_softmax(gather: Call) -> Node | None:
     if call is None or call.op != "log_softmax_last" or not _leaves_entropy(gather.node, softmax):
         return None
     logits = call["input"]
-    tensors = plain(logits, softmax, gather["index"])
-    if tensors is None or tensors[2].dtype != torch.int64:
+    tensors = plain(logits, softmax)
+    if tensors is None or not _is_one_a_row(gather, softmax):
         return None
-    x, rows, index = tensors
-    single = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
-    last = is_last(gather["dim"], softmax) and not gather.get("sparse_grad")
+    x, rows = tensors
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
-    return logits if single and last and x.is_floating_point() and not narrowed else None
+    return logits if same(x.shape, rows.shape) and x.is_floating_point() and not narrowed else None
 
 
 def _leaves_entropy(gather: Node, softmax: Node) -> bool:

@@ -63,6 +63,10 @@ LOSSES = {
     "columns": lambda z, y: (
         (z.gather(-1, y[..., None]) - z.logsumexp(-1, keepdim=True)).squeeze(-1).sum()
     ),
+    "opposite": lambda z, y: (z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]).sum(),
+    "all of them": lambda z, y: (z - z.logsumexp(-1, keepdim=True)).gather(-1, y[..., None])[
+        :, :, 0
+    ],
     "along": lambda z, y: torch.take_along_dim(z.log_softmax(-1), y[..., None], -1).mean(),
 }
 
@@ -139,6 +143,10 @@ OTHERS = {
     "other dimension": lambda z, y: z.log_softmax(1).gather(-1, y[..., None]),
     "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
     "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),
+    "of other rows": lambda z, y: z.gather(-1, y[..., None]) - z.roll(1, 0).logsumexp(-1, True),
+    "of other logits": lambda z, y: (z - z.tanh().logsumexp(-1, True)).gather(-1, y[..., None]),
+    "of two": lambda z, y: z.gather(-1, y[..., None].expand(B, T, 2))[..., 1] - z.logsumexp(-1),
+    "of all": lambda z, y: (z - z.logsumexp(-1, True)).square().mean(-1) * y,
     "across": lambda z, y: z.log_softmax(-1).gather(1, y[..., None] % T),
     "narrowed": lambda z, y: F.log_softmax(z, -1, dtype=torch.float32).gather(-1, y[..., None]),
 }
