@@ -69,7 +69,7 @@ def _joined(node: Node) -> list[Node] | None:
     """The tensors that ``node`` joins in their first dimension, or in a new one in front."""
     call = read(node) if op_name(node) in _PARTS else None
     parts = call["tensors"] if call is not None and call.get("dim") in (None, 0) else None
-    if not isinstance(parts, (list, tuple)) or len(parts) < 2 or plain(*parts) is None:
+    if not isinstance(parts, (list, tuple)) or not parts or plain(*parts) is None:
         return None
     return list(parts)
 
