@@ -10,6 +10,7 @@ from layers import compiled, errors, make
 
 import coda_inductor
 from coda_inductor import FallbackError
+from coda_inductor.optim import Updated, in_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
@@ -32,16 +33,21 @@ def test_wide_models_fall_back_with_one_warning(caplog):
         compiled(model, strict=True)(*xs)
 
 
-def train(model, call, count: int = 4) -> None:
-    """A few steps of AdamW with clipping; the same data for everybody."""
+def train(model, call, count: int = 4, *, within: bool = False) -> None:
+    """A few steps of AdamW with clipping; the same data for everybody. ``within`` the backward
+    pass, there is nothing to clip."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = in_backward(optimizer) if within else optimizer
     for step in range(count):
         torch.manual_seed(step)
         x, y = (torch.randn(1, 1024, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         torch.compiler.cudagraph_mark_step_begin()
         loss = sum(o.float().square().mean() for o in call(x, y))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        updated = [isinstance(p.grad, Updated) for p in model.parameters()]
+        assert {*updated} == {within}
+        if not within:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -62,6 +68,16 @@ def test_training_steps_follow_eager(how):
     start = make()
     mine, theirs = copy.deepcopy(start), copy.deepcopy(start)
     train(mine, torch.compile(mine, backend="coda", **how))
+    train(theirs, theirs)
+    way = moved(theirs, start)
+    assert (moved(mine, start) - way).norm() < 0.4 * way.norm()
+
+
+def test_updates_within_the_backward_pass_follow_eager(monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
+    start = make()
+    mine, theirs = copy.deepcopy(start), copy.deepcopy(start)
+    train(mine, torch.compile(mine, backend="coda", options={"gate": "always"}), within=True)
     train(theirs, theirs)
     way = moved(theirs, start)
     assert (moved(mine, start) - way).norm() < 0.4 * way.norm()
