@@ -53,10 +53,10 @@ def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
     config = str(candidates(site, gpu, store.nearest(site))[0])
     unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
-    why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
-    if why is not None and gated:
-        return Choice("unfused", config, why, fused, unfused, ground)
-    return Choice("kernel", config, None, fused, unfused, ground)
+    why = None
+    if gated:
+        why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
+    return Choice("kernel" if why is None else "unfused", config, why, fused, unfused, ground)
 
 
 def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated: bool) -> Choice:
@@ -68,13 +68,10 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
         first = next(iter(figures.failed.values()), "none was tried")
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
         return Choice("unfused", refusal=why, unfused_us=unfused, ground=origin)
-    us = figures.us[config]
-    loses = gate.saves_nothing(site)
-    if loses is None and not figures.wins(us, unfused):
-        loses = gate.slower("measured-slower", us, unfused, figures.tolerance)
-    if loses is not None and gated:
-        return Choice("unfused", config, loses, us, unfused, origin)
-    return Choice("kernel", config, None, us, unfused, origin)
+    us, why = figures.us[config], None
+    if gated:
+        why = gate.loses(site, us, unfused, "measured-slower", figures.tolerance)
+    return Choice("kernel" if why is None else "unfused", config, why, us, unfused, origin)
 
 
 def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -> list[Config]:

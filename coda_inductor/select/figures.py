@@ -59,10 +59,6 @@ class Figures:
         limit = min(times.values()) * (1 + max(self.tolerance, _RUN_NOISE))
         return next(name for name, us in times.items() if us <= limit)
 
-    def wins(self, us: float, unfused: float) -> bool:
-        """Is a kernel of ``us`` faster than ``unfused`` by more than the tolerance?"""
-        return us * (1 + self.tolerance) <= unfused
-
 
 def rows_class(m: int) -> int:
     """The number of rows whose measurement is used for ``m``: powers of two up to 128, multiples of

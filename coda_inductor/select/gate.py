@@ -53,29 +53,20 @@ def unmeasured(gpu: Gpu) -> Refusal | None:
     return refuse("gpu-not-measured", text)
 
 
-def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
-    """The reason if ``site``, with these expected microseconds, should not be fused, or None."""
-    if (why := saves_nothing(site)) is not None:
-        return why
-    if fused * MARGIN <= unfused:
+def loses(
+    site: Site, fused: float, unfused: float,
+    code: str = "expected-slower", least: float = MARGIN - 1,
+) -> Refusal | None:  # fmt: skip
+    """The reason if ``site`` should not be fused, or None. The microseconds are expected or
+    measured, as ``code`` says, and a kernel must be faster by ``least`` of its time."""
+    if site.after and _only_statistics(site.program):
+        text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
+        return refuse("statistics-only", text)
+    if fused * (1 + least) <= unfused:
         return None
-    return slower("expected-slower", fused, unfused, MARGIN - 1)
-
-
-def slower(code: str, fused: float, unfused: float, least: float) -> Refusal:
-    """The refusal of a kernel of ``fused`` us, expected or measured as ``code`` says: it takes
-    longer, or it is not faster by ``least`` of its time."""
     text = f"{code.partition('-')[0]} {fused:.0f} us fused, {unfused:.0f} us unfused"
     short = f": faster by less than {100 * least:.1f} %" if fused < unfused else ""
     return refuse(code, text + short)
-
-
-def saves_nothing(site: Site) -> Refusal | None:
-    """The reason if ``site`` should not be fused, whatever its times are, or None."""
-    if not (site.after and _only_statistics(site.program)):
-        return None
-    text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
-    return refuse("statistics-only", text)
 
 
 def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
