@@ -112,22 +112,23 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         OptionError: unknown key or mode, or a value of the wrong type; lists what is allowed.
         PatternError: a pattern path does not exist.
     """
+    # Where the environment is ignored (python -I), it must not name files with code.
+    patterns = () if sys.flags.ignore_environment else _listed("CODA_PATTERNS", os.pathsep)
     values: dict[str, Any] = {
         "debug": _env_flag("CODA_DEBUG"),
         "strict": _env_flag("CODA_STRICT"),
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
-        "patterns": _env_patterns(),
+        "patterns": patterns,
         "disable": env_disable(),
+        "tune": _check("tune", os.environ.get("CODA_TUNE") or "auto", "CODA_TUNE"),
     }
-    if tune := os.environ.get("CODA_TUNE"):
-        values["tune"] = _check("tune", tune, "CODA_TUNE")
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(
             f"options is a dict of names and values, as {{'debug': True}}, got {options!r}"
         )
-    inductor = dict(_mode_options(mode))
+    given, inductor = options or {}, dict(_mode_options(mode))
     inductor_names = set(list_options())
-    for key, value in (options or {}).items():
+    for key, value in given.items():
         if key in ("patterns", "disable"):  # before the environment's
             values[key] = tuple(dict.fromkeys((*_check(key, value), *values[key])))
         elif key in _KEYS:
@@ -143,38 +144,33 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 f"are {', '.join(sorted(_KEYS))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )
-    _warn_without_effect(values)
-    if "debug_dir" in (options or {}) and "debug" not in (options or {}) and not values["debug"]:
-        say_once("option 'debug_dir' has no effect without {'debug': True}")
+    _warn_without_effect(given, values)
     for path in values["patterns"]:
         if not Path(path).exists():
-            from_options = path in (options or {}).get("patterns", ())
-            name = "option 'patterns'" if from_options else "CODA_PATTERNS"
+            name = "option 'patterns'" if path in given.get("patterns", ()) else "CODA_PATTERNS"
             raise PatternError(f"{name}: no such file {path!r}; give paths of .py files or folders")
     return Options(**values, inductor=inductor)
 
 
-def _warn_without_effect(values: Mapping[str, Any]) -> None:
+def _warn_without_effect(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for key, other, value in _WITHOUT_EFFECT:
         if values.get(key) and values.get(other) == value:
             say_once(f'option {key!r} has no effect where {other!r} is "{value}"')
+    if "debug_dir" in given and "debug" not in given and not values["debug"]:
+        say_once("option 'debug_dir' has no effect without {'debug': True}")
 
 
 def _env_flag(name: str) -> bool:
     return os.environ.get(name, "").lower() not in _OFF
 
 
-def _env_patterns() -> tuple[str, ...]:
-    """The pattern files in ``CODA_PATTERNS``; none under ``python -I`` or ``-E``, because then the
-    environment must not name files with code."""
-    if sys.flags.ignore_environment:
-        return ()
-    return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
+def _listed(name: str, separator: str) -> tuple[str, ...]:
+    return tuple(filter(None, os.environ.get(name, "").split(separator)))
 
 
 def env_disable() -> tuple[str, ...]:
     """The names in ``CODA_DISABLE``."""
-    return tuple(name for name in os.environ.get("CODA_DISABLE", "").split(",") if name)
+    return _listed("CODA_DISABLE", ",")
 
 
 def _mode_options(mode: str | None) -> Mapping[str, Any]:
@@ -191,8 +187,7 @@ def _check_inductor(key: str, value: Any) -> Any:
     """``value`` of Inductor's option ``key``, if it has the setting's type."""
     expected = inductor_config.get_type(key.replace("-", "_"))
     if typing.get_origin(expected) is None and not isinstance(value, expected):
-        text = f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}"
-        raise OptionError(text)
+        raise OptionError(f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}")
     return value
 
 
@@ -233,17 +228,10 @@ def _memory(value: Any) -> int | float | str | None:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]i?)?B\s*", value)
-        if isinstance(value, str)
-        else None
-    )
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT])(i?))?B\s*", str(value))
     if match is not None and float(match[1]) > 0:
-        unit = match[2] or ""
-        return int(
-            float(match[1])
-            * (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1] or " ")
-        )
+        unit = 1024 if match[3] else 1000
+        return int(float(match[1]) * unit ** " KMGT".index(match[2] or " "))
     raise OptionError(
         f'option \'memory\' takes a peak with its unit ("40 GiB"), "fit" or a number from 0 to 1, '
         f"got {value!r}"
