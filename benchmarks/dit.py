@@ -12,8 +12,6 @@ torchao's dynamic FP8, scaled by rows.
 ``benchmarks.dit:flux_float8``.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -7,8 +7,6 @@ difference between begin and end: the power is taken between two of its steps, w
 repeats without a pause, and multiplied by the time of one call.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib
 import statistics

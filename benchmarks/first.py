@@ -6,8 +6,6 @@ and again in a new process with what the first one left there (`again`).
 It builds the model, and counts from the call of ``torch.compile`` to the end of the backward pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import functools

@@ -6,8 +6,6 @@
 (``max_autotune``), and by coda, and times them in turns. What cannot be expressed is its error.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

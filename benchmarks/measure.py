@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory, errors, and variants of which one may fail."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar

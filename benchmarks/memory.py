@@ -13,8 +13,6 @@ forward pass keeps, and the peak that was predicted. ``python -m benchmarks memo
 for dark pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -4,8 +4,6 @@
 Random weights make the speed and the rounding real, not what is learnt.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

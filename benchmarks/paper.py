@@ -7,8 +7,6 @@ and then asks one after the other for samples. ``python -m benchmarks paper OUT.
 writes docs/results/paper.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import fnmatch

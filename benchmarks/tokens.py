@@ -6,8 +6,6 @@ function, which works in chunks, beside the same results in plain operations.
 over the head and its input and errors against float32. ``trl`` 1.16 is needed for its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

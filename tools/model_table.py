@@ -7,8 +7,6 @@ diffusion transformers, forward only. Usage: python3 tools/model_table.py [NAME 
 rows, or without names writes the page. Without diffusers, that section stays as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
