@@ -181,8 +181,9 @@ def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
     missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
     text += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
     text += f"; left to Inductor: {', '.join(sorted(set(trial.left)))}" if trial.left else ""
-    text += f". Refused: {'; '.join(trial.refused)}" if trial.refused else ""
-    excused = pattern.meaning is None and trial.refused
+    refused = trial.record.report.near_misses
+    text += f". Refused: {'; '.join(refused)}" if refused else ""
+    excused = pattern.meaning is None and refused
     return ("pass" if not missing else "skip" if excused else "fail"), text
 
 
@@ -201,7 +202,7 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     trial = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))
-        for site in trial.sites
+        for site in trial.record.report.sites
         if site.program is not None and any(p.startswith(pattern.name) for p in site.patterns)
     )
     text = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
