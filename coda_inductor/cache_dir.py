@@ -9,9 +9,9 @@ only if no other user can have put a file into it:
 - the default folder must belong to this user or to root. One that ``CODA_CACHE_DIR`` names may
   belong to another user and be writable by a group: whoever set the variable decided to share it.
 
-Otherwise there is one warning, and a folder of mode 0700 under the temporary directory is used. If
-``CODA_CACHE_DIR`` names a read-only folder (of a container image), it is read; other files are kept
-where they would be without that variable.
+Otherwise there is one warning, and a folder of mode 0700 under the temporary directory is used. A
+read-only folder in ``CODA_CACHE_DIR`` (of a container image) is read; other files are kept where
+they would be without that variable.
 """
 
 from __future__ import annotations

@@ -115,13 +115,9 @@ def gpu_of(device=None) -> Gpu:
 
 @functools.lru_cache(maxsize=64)
 def _gpu(index: int, setting: str | None) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    return match_gpu(
-        properties.name,
-        (properties.major, properties.minor),
-        properties.multi_processor_count,
-        tables(setting),
-    )
+    found = torch.cuda.get_device_properties(index)
+    capability = found.major, found.minor
+    return match_gpu(found.name, capability, found.multi_processor_count, tables(setting))
 
 
 def find_gpu(name: str) -> Gpu:
@@ -142,10 +138,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def match_gpu(
-    name: str,
-    capability: tuple[int, int],
-    processors: int,
-    shipped: dict[str, Gpu],
+    name: str, capability: tuple[int, int], processors: int, shipped: dict[str, Gpu]
 ) -> Gpu:
     """The GPU with these properties: from its table, else with its own number of processors and the
     constants of a GPU of its generation, the one with the most similar name (for an H20: an H200).

@@ -78,8 +78,7 @@ class Quack:
         copied = map(unaligned, names, matrices)
         return site.refusal or next((why for why in copied if why is not None), None)
 
-    def choose(self, site: Site, *, gated: bool, store: Measurements | None) -> Choice:
-        return select(site, gated=gated, store=store)
+    choose = staticmethod(select)
 
     def requests(self, call: Node) -> list[pool.KernelRequest]:
         """The kernels that ``call``, a call of the op, may launch, to be compiled before it."""

@@ -45,10 +45,7 @@ class Traced:
 
 
 def dry_run(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    record: Record,
-    passes: Callable[..., None] = rewrite,
+    gm: GraphModule, inputs: Sequence[Any], record: Record, passes: Callable[..., None] = rewrite
 ) -> Traced:
     """Run our passes on Dynamo's graph ``gm``, in place, and ``passes`` on the graph that
     AOTAutograd traces from it. A dry record plans for no peak of memory, because that depends on
@@ -62,11 +59,9 @@ def dry_run(
 
 
 def trace(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    passes: Callable[[Graph], None] | None = None,
+    gm: GraphModule, inputs: Sequence[Any], passes: Callable[[Graph], None] | None = None,
     splits: Callable[..., Any] = min_cut_rematerialization_partition,
-) -> Traced:
+) -> Traced:  # fmt: skip
     """Trace ``gm``, with ``passes`` in the place of ``joint_custom_pre_pass``, and split it by
     ``splits`` into forward and backward pass."""
     traced = Traced()

@@ -10,7 +10,8 @@ multiply-add, and which of them need their out-of-bounds lanes masked.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.program.dtypes import HALF_NAMES
@@ -48,8 +49,10 @@ class Ports:
     sinks: tuple[Sink, ...]
     #: Values that are the same for the whole tile (they depend on scalars only).
     uniform: frozenset[str]
-    #: Steps across the columns of a head: to the function of one element they are operands.
+    #: Steps across the columns of a head, which are operands to the function of one element, and
+    #: their launch arguments: numbers.
     across: tuple[Step, ...] = ()
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,6 +60,7 @@ def ports(program: EpilogueProgram) -> Ports:
     """The roles of operands and stores of ``program``, a legal program (``program.verify``)."""
     uniform = _uniform(program)
     tiles = [o for o in program.operands if o.kind == "tile" and o.dtype in HALF_NAMES]
+    across = tuple(step for step in program.steps if step.op == "swap")
     sinks = []
     for reduce in program.reduces:
         masked = reduce.combine == "add" and reduce.value not in _zeros(program, reduce.axis)
@@ -68,7 +72,8 @@ def ports(program: EpilogueProgram) -> Ports:
         aux=program.stores if program.paired else program.stores[1:],
         sinks=tuple(sinks),
         uniform=uniform,
-        across=tuple(step for step in program.steps if step.op == "swap"),
+        across=across,
+        numbers={step.name: program.head for step in across},
     )
 
 

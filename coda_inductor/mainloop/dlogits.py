@@ -40,17 +40,9 @@ def _dlogits_kernel(
 
 
 def dlogits(
-    rows: Tensor,
-    first: int,
-    last: int,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    dlse: Tensor | None,
-    entropy: tuple[Tensor, Tensor] | None,
-    smoothing: float,
-    cap: float,
-) -> Tensor:
+    rows: Tensor, first: int, last: int, target: Tensor, lse: Tensor, scale: Tensor,
+    dlse: Tensor | None, entropy: tuple[Tensor, Tensor] | None, smoothing: float, cap: float,
+) -> Tensor:  # fmt: skip
     """As ``runtime.linear_cross_entropy.dlogits``, in float32."""
     m, v = rows.shape
     columns = last - first

@@ -2,13 +2,10 @@
 """``semantic.dropout`` in Triton: each direction reads x and draws its masks once.
 
 Drawing masks takes longer than reading x: Philox is some 40 instructions for eight elements of one
-mask. So the gradients of x and of the weights share a kernel.
-
-In the forward pass, a program has one mask: rows of x times one A, over a part of K. Programs of
-the same rows follow each other, so that only the first one reads x from memory. In the backward
-pass, a program has a block of columns and a part of the rows. It sums the gradient of x over all
-masks, and holds one gradient of A for each. Another kernel adds the parts in order, so that results
-repeat bit by bit.
+mask. So the gradients of x and of the weights share a kernel. In the forward pass, a program has
+one mask: rows of x times one A, over a part of K. In the backward pass, it has a block of columns
+and a part of the rows, sums the gradient of x over all masks, and holds one gradient of A for each.
+Another kernel adds the parts in order, so that results repeat bit by bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated source -> module -> QuACK ``EpiMod``, once per process.
 
-The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. The code that
-runs is compiled from the rendered text, never from that file or its byte code; tracebacks and
-CuTeDSL read the same text, from ``linecache``. Every process has the same module name and therefore
-the same on-disk kernel key.
+The source is written to ``<cache>/epilogues/<key>.py`` for readers. The code that runs is compiled
+from the rendered text, which tracebacks and CuTeDSL read from ``linecache``. Every process has the
+same module name and therefore the same on-disk kernel key.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 """QuACK's folder of compiled kernels, made safe to share: its place, file names, and locks.
 
 QuACK loads ``<folder>/<its sources>/<key>.o`` as machine code, under a file lock for each kernel.
-Its default folder has a predictable name in the temporary directory, and any user may have created
-it. On a file system without flock, it waits a minute for each kernel and then keeps none. Here
+Any user may have created its default folder, which is in the temporary directory, and on a file
+system without flock it waits a minute for each kernel and then keeps none. Here
 
 - the folder is ``kernels/<machine and versions>`` of ours;
-- a kernel's name comes from its request, so that one can check for it before anything is built.
-  QuACK hashes a pickled key, which depends on the identity of strings;
-- locks are ours (``locks``): without flock, the processes of a host compile a kernel once; several
-  hosts may compile it twice, and the last file stays (files are replaced as a whole);
+- a kernel's name comes from its request, so that one can check for it before anything is built;
+- locks are ours (``locks``): without flock, the processes of a host compile a kernel once;
 - kernels of a read-only folder are copied on first use.
 """
 

@@ -132,7 +132,7 @@ class Kernel:
                 c = ready
             else:
                 values[operand.name] = ready
-        values.update({step.name: self.program.head for step in self.mapping.across})
+        values.update(self.mapping.numbers)
         return c
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:

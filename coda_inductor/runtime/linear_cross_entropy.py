@@ -21,22 +21,11 @@ _ALIGN = 128
 
 
 def linear_cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    number: Tensor,
-    weight: Tensor | None,
-    x: Tensor | None,
-    dlse: Tensor | None,
-    dentropy: Tensor | None,
-    entropy: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    cap: float,
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, number: Tensor,
+    weight: Tensor | None, x: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None,
+    entropy: Tensor | None, ignore_index: int, label_smoothing: float, reduction: str, cap: float,
     bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of z = ``x @ weight.T + b``: dx (M, K) and dW (V, K), in the dtype of the logits
     (..., V), and db (V,) in the compute dtype.
 
@@ -69,17 +58,9 @@ def linear_cross_entropy_backward(
 
 
 def dlogits(
-    rows: Tensor,
-    first: int,
-    last: int,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    dlse: Tensor | None,
-    entropy: tuple[Tensor, Tensor] | None,
-    smoothing: float,
-    cap: float,
-) -> Tensor:
+    rows: Tensor, first: int, last: int, target: Tensor, lse: Tensor, scale: Tensor,
+    dlse: Tensor | None, entropy: tuple[Tensor, Tensor] | None, smoothing: float, cap: float,
+) -> Tensor:  # fmt: skip
     """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first), in
     the dtype of ``rows`` (M, V). ``scale`` (M,) is the factor of each row's gradient; ``entropy``:
     the gradients of the rows' entropies, and these."""

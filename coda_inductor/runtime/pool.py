@@ -3,17 +3,15 @@
 
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to
 workers that fork from a compile server (``server``), ``wait`` collects the outcome, and the first
-launch then loads the object file from QuACK's on-disk cache (a few milliseconds). Kernels that are
-on disk are not submitted.
+launch then loads the object file from QuACK's on-disk cache (a few milliseconds).
 
 No call can hang: a batch has one deadline, at which kernels that were not begun are dropped; a
 worker that takes five minutes for one is killed. No process outlives this one, and no call raises:
 a kernel that cannot be compiled gets a reason. With ``CODA_COMPILE_WORKERS=0`` no process is
 started, and the first launch compiles.
 
-Neither torch's pool for Inductor's compilers nor a ``ProcessPoolExecutor`` is used. The first
-imports Inductor, which takes seconds, and looks for its parent once a minute. In both all kernels
-in progress fail with a worker that dies, and none that hangs can be stopped.
+Torch's pool for Inductor's compilers imports Inductor, which takes seconds. In it, and in a
+``ProcessPoolExecutor``, all kernels in progress fail with a worker that dies.
 """
 
 from __future__ import annotations

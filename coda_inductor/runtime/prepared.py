@@ -2,11 +2,10 @@
 """Calls of one kernel whose tensors differ only in M and in their addresses.
 
 The first call goes the full way through ``launch.Kernel``, which checks, converts and copies. All
-other calls use its results: the position of each tensor, the outputs, and the fact that each tensor
-can be read in place. They check only properties that may differ between two such calls: the
-addresses (16-byte multiples; for two weights or terms, their order and distance), M, and PyTorch's
-current device. If a check fails, the call goes the full way again. The kernel's entry point checks
-dtypes, shapes and the outputs' strides once more.
+other calls use its results, and check only what may differ between two such calls: the addresses
+(16-byte multiples; for two weights or terms, their order and distance), M, and PyTorch's current
+device. If a check fails, the call goes the full way again. The kernel's entry point checks dtypes,
+shapes and the outputs' strides once more.
 """
 
 from __future__ import annotations

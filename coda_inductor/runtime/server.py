@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compile server, a child (``processes``) of ``pool``, and the workers that fork from it.
 
-The server imports torch and CuTeDSL once, and cannot see the GPU. It receives connections, and
-forks a worker for each. A worker receives ``{"request": {...}, "folder": ..., "seconds": 300}`` and
-answers an error text or null; it is killed if that takes longer.
+The server imports torch and CuTeDSL once, and forks a worker for each connection that it receives.
+A worker receives ``{"request": {...}, "folder": ..., "seconds": 300}`` and answers an error text or
+null; it is killed if that takes longer.
 
 The server starts no thread, because it forks; the threads of the CUDA driver, of NumPy and the
 thread that watches the parent hold no locks that a worker needs. This module imports little.

@@ -68,10 +68,9 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
         first = next(iter(figures.failed.values()), "none was tried")
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
         return Choice("unfused", refusal=why, unfused_us=unfused, ground=origin)
-    us, why = figures.us[config], None
-    if gated:
-        why = gate.loses(site, us, unfused, "measured-slower", figures.tolerance)
-    return Choice("kernel" if why is None else "unfused", config, why, us, unfused, origin)
+    us, least = figures.us[config], figures.tolerance
+    loses = gate.loses(site, us, unfused, "measured-slower", least) if gated else None
+    return Choice("kernel" if loses is None else "unfused", config, loses, us, unfused, origin)
 
 
 def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -> list[Config]:

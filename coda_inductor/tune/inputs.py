@@ -29,7 +29,7 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> I
     as_, bs = site.reading.inputs(site, factory)
     routes = _routes(site, device)
     small = {next(iter(product.names), None) for product in scaled(program).values()}
-    sizes = {"M": m, "N": n, "H": program.head, "B": 2, "E": site.groups}
+    sizes = program.sizes(m, n, site.groups)
     operands = []
     for operand in program.operands:
         spec = operand.spec

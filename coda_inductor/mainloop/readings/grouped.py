@@ -3,12 +3,9 @@
 
 A program with an operand "groups" multiplies rows groups[e] to groups[e + 1] of A by B[e]; only the
 GPU has these numbers. With an "index", row i of A is row index[i] of a smaller matrix, which the
-kernel gathers while it loads: the gathered rows are never written. Source: QuACK's GEMMs of
-sequences of several lengths (``cu_seqlens_m``, ``A_idx``).
-
-Two interleaved B's, and two terms of one sum, are read as in ``pair`` and ``join``: the distance of
-gate and up is the same for each expert, in one parameter or in two. Tiles of an operand may be
-loaded with rows of the next group: those are not stored.
+kernel gathers while it loads. Both are QuACK's (``cu_seqlens_m``, ``A_idx``). Two interleaved B's
+and two terms of one sum are read as in ``pair`` and ``join``: the distance of gate and up is the
+same for each expert. Tiles may be loaded with rows of the next group, which are not stored.
 """
 
 from __future__ import annotations
