@@ -4,8 +4,6 @@
 A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -5,8 +5,6 @@ Only this module compares compute capabilities. A new generation is one record i
 that nothing has to be measured on users' machines, a table of times (``select/tables``).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ It reads the options, runs our passes on Dynamo's graph, and calls Inductor with
 aten graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 

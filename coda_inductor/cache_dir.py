@@ -14,8 +14,6 @@ read-only folder in ``CODA_CACHE_DIR`` (of a container image) is read; other fil
 they would be without that variable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

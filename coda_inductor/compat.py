@@ -9,8 +9,6 @@ graph to Inductor unchanged (:func:`lacking`). Only ``mainloop`` uses names of Q
 is imported after ``mainloop.availability`` has seen each of them in the libraries' files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

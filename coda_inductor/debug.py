@@ -5,8 +5,6 @@ Each graph has one folder: the graph at each stage as readable Python, the table
 program and generated kernel source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

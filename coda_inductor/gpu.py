@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU that a decision is for, and constants that were measured on its model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

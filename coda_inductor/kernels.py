@@ -8,8 +8,6 @@ main loops, and :class:`Reference`, torch's ops, which Inductor compiles. The na
 classes are what a graph or a message needs to know of the kernels besides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of ``torch.compile(model, backend="coda", options={...})``, parsed and checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -39,39 +37,31 @@ EVERYTHING, GEMM = "*", "gemm:"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a user.
+    """The options of a user, which docs/options.md explains.
 
     Attributes:
-        debug: write a folder for each compiled graph (also ``CODA_DEBUG=1``).
-        debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
-        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen
-            (also ``CODA_STRICT=1``).
-        patterns: extra pattern files, or folders of them, tried before the built-in ones (also
-            ``CODA_PATTERNS``, separated by ``os.pathsep``, but not under ``python -I``).
+        debug: write a folder for each compiled graph.
+        debug_dir: where the debug folders go.
+        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
+        patterns: extra pattern files, or folders of them, tried before the built-in ones.
         disable: names of patterns, passes or counters that must not fire; ``"gemm:PATH"`` for the
-            GEMMs of a module, which are then not fused; ``"*"`` for stock Inductor (also
-            ``CODA_DISABLE``, separated by commas).
+            GEMMs of a module, which are then not fused; ``"*"`` for stock Inductor.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
         tune: ``"always"`` measures every site of a graph without a measurement of its own, and then
-            plans the graph again; ``"never"`` none; ``"auto"`` (the default) does so where
-            Inductor's ``max_autotune`` is set, as the modes ``"max-autotune"`` and
-            ``"max-autotune-no-cudagraphs"`` do. Also ``CODA_TUNE``. Measurements are kept; ``python
-            -m coda_inductor tune`` measures ahead.
+            plans the graph again; ``"never"`` none; ``"auto"`` does so where Inductor's
+            ``max_autotune`` is set.
         tune_seconds: how long that may take for one graph.
         reference: run every fused site in the reference executor even if kernels exist, with the
             kernels' numerics on every device: products are not rounded before their epilogue.
-        numerics: ``"eager"`` rounds each value where eager does, in epilogues and, by
-            ``emulate_precision_casts``, in Inductor's kernels: rewrites that round elsewhere are
-            off. ``"fused"`` (the default) rounds only stored values.
-        fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
-            un-normalized operand can exceed float16's range.
-        memory: how much memory a training step may take. A number of bytes with its unit, as "40
-            GiB": the peak on the device, with weights, gradients and everything that other tensors
-            hold when the graph is compiled. "fit": the memory that is free then, less 5 %. A number
-            from 0 to 1: the share of what torch.compile keeps for the backward pass, as
-            ``torch._functorch.config.activation_memory_budget``. Tensors beyond that are computed
-            again, the cheapest first. None (the default): torch's own setting.
+        numerics: ``"eager"`` rounds each value where eager does, in epilogues and in Inductor's
+            kernels: rewrites that round elsewhere are off. ``"fused"`` rounds only stored values.
+        fp16_norms: let RMSNorm's row scale move past float16 GEMMs, where the un-normalized operand
+            can exceed float16's range.
+        memory: how much memory a training step may take. Bytes: the peak on the device, with all
+            that other tensors hold when the graph is compiled. "fit": the memory that is free then,
+            less 5 %. A number from 0 to 1: the share of what torch.compile keeps for the backward
+            pass. Tensors beyond that are computed again. None: torch's own setting.
         inductor: Inductor's own options, passed on.
     """
 

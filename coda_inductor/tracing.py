@@ -2,8 +2,6 @@
 """Run a Dynamo graph through our passes, AOTAutograd and the partitioner as in Inductor, but
 without code generation. ``explain``, ``check`` and the tests run our passes in this way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ A folder means all pattern files in it. Each result is one line of any length, s
 work.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -2,8 +2,6 @@
 """Say what the backend does with a model of any size, on any machine: a table,
 and with --out a page."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

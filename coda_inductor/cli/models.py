@@ -4,8 +4,6 @@
 returns (model, args) or (model, args, kwargs). It is not run, and --hf models
 take no memory."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -82,9 +80,7 @@ def _function(target: str) -> Callable[[], Any]:
         path = Path(file)
         if not path.is_file():
             raise OptionError(f"no such file: {file}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None, "a .py file has a loader"
-        assert spec.loader is not None, "a .py file has a loader"
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # pickles and dataclasses of the file look it up
         spec.loader.exec_module(module)

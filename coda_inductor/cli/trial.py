@@ -8,8 +8,6 @@ and a GEMM reads the result::
     result = idiom(x @ w0, x @ w1) @ down
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ the command measures what earlier compilations on this machine had no time to
 measure. --report shows the measurements.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

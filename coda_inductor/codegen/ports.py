@@ -7,8 +7,6 @@ which operand becomes C, which store becomes D, which reductions fold a product 
 multiply-add, and which of them need their out-of-bounds lanes masked.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

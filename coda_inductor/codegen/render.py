@@ -21,8 +21,6 @@ Example, for the program in :mod:`coda_inductor.program.ir`::
 Steps across the columns of a head (``program.heads``) are operands of that function.
 """
 
-from __future__ import annotations
-
 import math
 
 from coda_inductor.codegen.ports import Ports, Sink, ports

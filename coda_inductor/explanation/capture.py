@@ -11,8 +11,6 @@ Dynamo sees a model on meta as on a CPU. Torch's ops for meta are others: attent
 its scores for the backward pass, and a loss has no gradient.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import operator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render an explanation as one HTML page, which loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

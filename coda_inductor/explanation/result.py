@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of :func:`coda_inductor.explain`: plain attributes, a table, a page."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile kernels into QuACK's on-disk cache, in processes that cannot see the GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

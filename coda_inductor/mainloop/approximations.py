@@ -10,8 +10,6 @@ The coefficients are weighted least squares fits, made minimax by Lawson's itera
 their relative error on each function's interval is below 4e-8, before float32 rounds.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Can kernels be built and run in this process? The functions return reasons and raise nothing."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re
@@ -12,8 +10,7 @@ import torch
 
 from coda_inductor.arch import Arch, arch_with
 from coda_inductor.compat import KERNELS
-from coda_inductor.mainloop.environment import environment, version
-from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
+from coda_inductor.mainloop.environment import CUTEDSL, QUACK, environment, version
 from coda_inductor.refusal import Refusal, refuse
 
 _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpiMod + config -> QuACK launch plan. The kernel is compiled, or loaded from the disk cache."""
 
-from __future__ import annotations
-
 import torch
 from quack.cute_dsl_utils import get_device_capacity
 from quack.gemm_runtime.host import GemmEpiPlan

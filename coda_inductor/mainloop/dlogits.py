@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the gradient of a slice of the logits in Triton, in one pass over the slice."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

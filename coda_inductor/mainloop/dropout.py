@@ -8,8 +8,6 @@ and a part of the rows, sums the gradient of x over all masks, and holds one gra
 Another kernel adds the parts in order, so that results repeat bit by bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

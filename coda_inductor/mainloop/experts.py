@@ -7,8 +7,6 @@ expert, a scan over blocks gives the start for each block and expert, and a pair
 start plus the number of earlier pairs of the same expert in the block.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

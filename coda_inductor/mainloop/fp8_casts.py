@@ -15,8 +15,6 @@ addresses that are multiples of 16 bytes) are a key, with which a later launch g
 compiled kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence

@@ -7,8 +7,6 @@ this or another subtile. Tracing determines which: ``Swap`` asks QuACK's own par
 columns of each thread, and refuses to trace if a column belongs to another thread.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

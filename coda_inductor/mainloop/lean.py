@@ -8,8 +8,6 @@ these hide the latency of memory: 511 us with five, 565 with four, 690 with thre
 fewer registers are worth as much: at 32 columns, 128 x 192 accumulators spill.
 """
 
-from __future__ import annotations
-
 import cutlass.cute as cute
 
 _COLUMNS = 16

@@ -6,8 +6,6 @@ Each takes Float32 scalars (Hopper, consumer Blackwell) or packed pairs of them,
 approximations are used if their relative error is near 1e-7; the hardware's tanh has 1e-3.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys

@@ -6,8 +6,6 @@ from the rendered text, which tracebacks and CuTeDSL read from ``linecache``. Ev
 same module name and therefore the same on-disk kernel key.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -74,15 +72,11 @@ class CodaEpiMod(EpiMod):
 
     def _mint(self, *key):
         kernel_class = super()._mint(*key)
-        mixed = kernel_class.__dict__.get("_coda_mixed")
-        if mixed is None:
-            mixed = type(
-                f"{kernel_class.__name__}_coda",
-                (*self._mixins, LeanEpilogue, kernel_class),
-                {"__module__": kernel_class.__module__},
-            )
+        if "_coda_mixed" not in vars(kernel_class):
+            name, bases = kernel_class.__name__, (*self._mixins, LeanEpilogue, kernel_class)
+            mixed = type(f"{name}_coda", bases, {"__module__": kernel_class.__module__})
             kernel_class._coda_mixed = mixed
-        return mixed
+        return kernel_class._coda_mixed
 
 
 @functools.cache

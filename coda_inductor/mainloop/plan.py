@@ -11,8 +11,6 @@ for each launch, on its stream: two launches at the same time share nothing, and
 it at each replay.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 

@@ -6,8 +6,6 @@ QuACK's sums rely on zeros in the lanes beyond the matrix, which not every value
 (``exp(x)``, ``x + bias``), see ``ports.Sink.masked``.
 """
 
-from __future__ import annotations
-
 import functools
 
 import cutlass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of tensors that TMA requires, and the conditions under which two are one operand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ re-import ``__main__``, share one fork server with the user's own processes, and
 interpreter exits. It ends with this process, and imports nothing from the current folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

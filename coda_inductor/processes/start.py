@@ -7,8 +7,6 @@ package is imported from the folder of this file, independent of that path. Then
 that it has started.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -14,8 +14,6 @@ columns, it commutes with every elementwise step: swap(f(x, row)) = f(swap(x), s
 column vector does not change.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, cat
 
 

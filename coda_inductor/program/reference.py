@@ -7,8 +7,6 @@ it). FP8 operands are multiplied as exact values, and summed in float32. If the 
 operands to float64, everything is computed in float64, whatever the program's dtypes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -285,10 +283,8 @@ def output_shapes(
     program: EpilogueProgram, m, n, tile_m: int | None = None, tile_n: int | None = None
 ) -> list[tuple]:
     """The shapes of one run's results, for tiles of ``tile_m`` x ``tile_n`` (None: one tile)."""
-    shapes: list[tuple] = [(m, n) for _ in program.stores]
-    for reduce in program.reduces:
-        if reduce.axis == "row":
-            shapes.append((m, -(-n // tile_n) if tile_n else 1))
-        else:
-            shapes.append((-(-m // tile_m) if tile_m else 1, n))
-    return shapes
+    partials = {
+        "row": (m, -(-n // tile_n) if tile_n else 1),
+        "col": (-(-m // tile_m) if tile_m else 1, n),
+    }
+    return [(m, n) for _ in program.stores] + [partials[r.axis] for r in program.reduces]

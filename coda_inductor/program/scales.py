@@ -9,8 +9,6 @@ after it::
     y = mul x w             w: row         .col == "r", .row == "w"
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

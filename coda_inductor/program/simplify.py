@@ -9,8 +9,6 @@ times in one epilogue; equal steps become one. Decompositions spell the logistic
     v1 = sigmoid x;  v3 = mul a v1
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from coda_inductor.program.ir import EpilogueProgram, Step, Store

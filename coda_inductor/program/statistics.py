@@ -15,8 +15,6 @@ the gradient of a row's maximum searches for it among the stored values. ``verif
 reduction over a row that reads an unrounded value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 

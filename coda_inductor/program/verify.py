@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a program legal? This is checked before every use, so that consumers need no checks."""
 
-from __future__ import annotations
-
 import keyword
 import math
 

@@ -10,8 +10,6 @@ so it may call the function itself::
 The C++ wrapper looks ops up by their names and keeps the dispatcher.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

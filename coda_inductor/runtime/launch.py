@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From tensors to the launch of a kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -119,7 +117,6 @@ class Kernel:
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
         """Store operands by name, in the form that the kernel needs. Returns C, or None."""
-        c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
             if operand.spec.route:
                 continue
@@ -127,13 +124,9 @@ class Kernel:
                 values[operand.name] = x.to(device=device, dtype=torch.float32).contiguous()
                 continue
             ready = x if x.dtype == dtype else x.to(dtype)
-            ready = tma_matrix(ready) if operand.spec.staged else vector(ready)
-            if operand.name == self.mapping.c:
-                c = ready
-            else:
-                values[operand.name] = ready
+            values[operand.name] = tma_matrix(ready) if operand.spec.staged else vector(ready)
         values.update(self.mapping.numbers)
-        return c
+        return values.pop(self.mapping.c, None)
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:
         """Store outputs by name. Returns D, and the column partials to compact: in a paired program

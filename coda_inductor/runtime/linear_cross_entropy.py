@@ -7,8 +7,6 @@ by two matrix products and by the sum for the bias's gradient. Each row of dW co
 dx is summed over the slices in float32, so that it is not rounded more often than by one GEMM.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

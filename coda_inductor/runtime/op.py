@@ -15,8 +15,6 @@ CUDA tensors run through a generated kernel. All others, and every call whose ke
 or launched, run through the reference executor, after one warning that names the cause.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

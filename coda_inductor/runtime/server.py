@@ -9,8 +9,6 @@ The server starts no thread, because it forks; the threads of the CUDA driver, o
 thread that watches the parent hold no locks that a worker needs. This module imports little.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -6,8 +6,6 @@ config of the nearest measured site with a similar program, or a default (``cand
 roofline decides whether it wins, with a margin (``roofline``, ``gate``).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

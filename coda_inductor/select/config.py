@@ -41,14 +41,9 @@ class Config:
     dynamic: bool = False
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.tile_m}x{self.tile_n}",
-            f"{self.cluster_m}x{self.cluster_n}",
-            "pp" if self.pingpong else "co",
-        ]
-        parts += ["lean"] * self.lean
-        parts += ["dyn"] * self.dynamic
-        return ":".join(parts)
+        sizes = f"{self.tile_m}x{self.tile_n}:{self.cluster_m}x{self.cluster_n}"
+        schedule = "pp" if self.pingpong else "co"
+        return f"{sizes}:{schedule}{':lean' * self.lean}{':dyn' * self.dynamic}"
 
     @staticmethod
     def parse(text: str) -> Config:
@@ -63,8 +58,8 @@ class Config:
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', optionally "
                 "followed by ':lean' and ':dyn', in this order"
             )
-        tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        schedule, lean, dynamic = match.groups()[4:]
+        *sizes, schedule, lean, dynamic = match.groups()
+        tile_m, tile_n, cluster_m, cluster_n = map(int, sizes)
         flags = schedule == "pp", bool(lean), bool(dynamic)
         return Config(tile_m, tile_n, cluster_m, cluster_n, *flags)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurements of one site, and the decisions that they allow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Times come from measurements or else from the roofline (``roofline``). The alter
 Inductor would run: cuBLAS and elementwise kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from coda_inductor.gpu import H100, Gpu

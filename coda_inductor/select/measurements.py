@@ -7,8 +7,6 @@ trusted: a line that is not a measurement is skipped. Beside them, ``<GPU>-<vers
 the sites that were compiled without a measurement, for ``python -m coda_inductor tune``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -16,8 +16,6 @@ that lose more than 10 %, at most 39 %, where fusing all fuses 27, which lose up
 adapters of rank 16 at more than twice their time.
 """
 
-from __future__ import annotations
-
 import math
 
 from coda_inductor.gpu import Gpu

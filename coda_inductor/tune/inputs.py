@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors with the shapes and dtypes of a site's, with random values or uninitialized."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

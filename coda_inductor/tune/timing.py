@@ -7,8 +7,6 @@ read, because in a model the previous layer's data has left the cache: so often 
 includes a wait for the host.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

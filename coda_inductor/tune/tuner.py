@@ -6,8 +6,6 @@ the unfused candidates; only one of them measures at a time. All processes that 
 the measurements.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import threading

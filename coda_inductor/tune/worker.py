@@ -8,8 +8,6 @@ It is a child (``processes``) that receives messages, until it ends with its par
   before each candidate's first run, ``{"trying": config}``.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from typing import Any

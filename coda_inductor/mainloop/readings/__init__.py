@@ -7,8 +7,6 @@ measuring its sites. ``plain`` has the interface; ``pair``: gate and up; ``join`
 sum; ``grouped``: a mixture's experts; ``fp8``: contiguous along K.
 """
 
-from __future__ import annotations
-
 from coda_inductor.mainloop.readings.fp8 import Fp8, PairedFp8
 from coda_inductor.mainloop.readings.grouped import (
     Grouped,

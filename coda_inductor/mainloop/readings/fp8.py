@@ -9,8 +9,6 @@ spill. In that small tile fast accumulation gains no time, and the exact sum is 
 an argument for fast accumulation, which none of its functions passes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -8,8 +8,6 @@ and two terms of one sum are read as in ``pair`` and ``join``: the distance of g
 same for each expert. Tiles may be loaded with rows of the next group, which are not stored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ loaded: the sum always starts with the first term, so that its bits do not depen
 Distances and these orders are launch arguments: one compiled kernel serves all matrices.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -20,8 +20,6 @@ them are copied: on a host with several GPUs, CUDA may place two allocations of 
 apart.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reading of one A and one B, in place if TMA can; and the interface of all readings."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
