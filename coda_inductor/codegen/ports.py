@@ -25,11 +25,9 @@ _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmo
 
 @dataclass(frozen=True)
 class Sink(Reduce):
-    """A reduction as a kernel computes it.
-
-    ``factors`` names the two values whose product is folded by one fused multiply-add, or None.
-    ``masked``: lanes beyond the matrix must be replaced by the neutral element.
-    """
+    """A reduction as a kernel computes it. ``factors`` names the two values whose product is folded
+    by one fused multiply-add, or None. ``masked``: lanes beyond the matrix must be replaced by the
+    neutral element."""
 
     factors: tuple[str, str] | None = None
     masked: bool = False
@@ -98,13 +96,11 @@ def _factors(program, reduce, uniform) -> tuple[str, str] | None:
 
 
 def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
-    """The values that are zero in the lanes beyond the matrix along the reduced axis.
-
-    There, accumulators and tile operands are zero (TMA fills with zeros), but vectors along that
-    axis hold whatever shared memory held before: a row vector for sums over N, a column vector
-    for sums over M. The other vectors and the scalars are valid there, so a zero times them stays
-    zero unless they are not finite, in which case the sum is not finite anyway.
-    """
+    """The values that are zero in the lanes beyond the matrix along the reduced axis. There,
+    accumulators and tile operands are zero (TMA fills with zeros), but vectors along that axis hold
+    whatever shared memory held before: a row vector for sums over N, a column vector for sums over
+    M. The other vectors and the scalars are valid there, so a zero times them stays zero unless
+    they are not finite, in which case the sum is not finite anyway."""
     along = {"row": "N", "col": "M"}[axis]
     zeros = set(program.accs) | {o.name for o in program.operands if o.kind == "tile"}
     valid = {o.name for o in program.operands if o.spec.dims != "MN" and along not in o.spec.dims}

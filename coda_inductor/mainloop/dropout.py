@@ -136,11 +136,9 @@ def dropout_linear_backward(
 
 def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
     """(rows, columns, warps) of a tile in the forward and in the backward pass, as large as
-    registers allow.
-
-    Of ten backward tiles, for one to three masks of rank 8 to 64 and K from 2048 to 14336, (64, 32,
-    4) was within 13 % of the best, except for one mask at K = 2048 (29 %); other tiles were up to
-    40 % slower. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
+    registers allow. Of ten backward tiles, for one to three masks of rank 8 to 64 and K from 2048
+    to 14336, (64, 32, 4) was within 13 % of the best, except for one mask at K = 2048 (29 %); other
+    tiles were up to 40 % slower. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
     return (64, 64, 8 if rank > 128 else 4), (64, 32, 4 if count * max(16, rank) <= _WIDE else 8)
 
 

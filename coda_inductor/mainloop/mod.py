@@ -42,11 +42,9 @@ _LOADS = {
 
 
 class CodaEpiMod(EpiMod):
-    """An epilogue with the identity of its program.
-
-    QuACK's own identity is a fingerprint of the function's source. Ours is the program's key plus
-    a hash of everything that turns programs into code, so that comments (which name the graph ops
-    a step came from) do not cause recompilation.
+    """An epilogue with the identity of its program. QuACK's own identity is a fingerprint of the
+    function's source. Ours is the program's key plus a hash of everything that turns programs into
+    code, so that comments (which name the graph ops a step came from) do not cause recompilation.
     """
 
     def __init__(self, function, program: EpilogueProgram, variant: str):

@@ -75,10 +75,8 @@ def read_only(kernel: Path) -> Path | None:
 
 class KernelLock:
     """Replaces QuACK's lock of one kernel, held while the kernel is loaded, or compiled and stored.
-    Always exclusive: loading takes milliseconds.
-
-    Raises RuntimeError, as QuACK expects, if another process holds it for too long.
-    """
+    Always exclusive: loading takes milliseconds. Raises RuntimeError, as QuACK expects, if another
+    process holds it for too long."""
 
     def __init__(self, lock_path: Path, exclusive: bool, timeout: float = 15):
         self._kernel, self._timeout = lock_path.with_suffix(".o"), timeout

@@ -29,11 +29,9 @@ class UnpairableError(ValueError):
 
 
 def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
-    """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it.
-
-    TMA requires stride 1 in the last dimension (with ``either_major``, in one of them), and
-    multiples of 16 bytes for the pointer and the other stride.
-    """
+    """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it. TMA requires
+    stride 1 in the last dimension (with ``either_major``, in one of them), and multiples of 16
+    bytes for the pointer and the other stride."""
     if x.data_ptr() % ALIGN == 0 and readable(x, either_major):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -79,10 +79,8 @@ class Store:
 @dataclass(frozen=True)
 class Reduce:
     """A reduction of ``value`` that leaves the kernel as float32 partials, one per tile (rule R2).
-
     ``axis="row"`` reduces along N: partials are (M, n_tiles). ``axis="col"`` reduces along M:
-    partials are (m_tiles, N). ``combine`` is one of ``COMBINES``.
-    """
+    partials are (m_tiles, N). ``combine`` is one of ``COMBINES``."""
 
     name: str
     value: str

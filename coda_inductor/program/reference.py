@@ -25,11 +25,9 @@ from coda_inductor.program.statistics import ROUNDING
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """``torch.logsumexp`` of a floating tensor whose number of rows may be symbolic.
-
-    Torch's own op checks whether there are rows, which is known only at run time for rows selected
-    by a mask. Apart from the check, this function is its decomposition.
-    """
+    """``torch.logsumexp`` of a floating tensor whose number of rows may be symbolic. Torch's own op
+    checks whether there are rows, which is known only at run time for rows selected by a mask.
+    Apart from the check, this function is its decomposition."""
     if all(isinstance(size, int) for size in x.shape):
         return torch.logsumexp(x, dim, keepdim)
     largest = x.amax(dim, keepdim=True)

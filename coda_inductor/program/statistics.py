@@ -29,10 +29,8 @@ def consistent(
     program: EpilogueProgram, exact: Collection[str] = (), seen: Mapping[str, str] | None = None
 ) -> EpilogueProgram:
     """``program`` with reductions that read stored values after rounding, as they are in memory.
-
     ``exact`` names reductions whose result is never combined with the stored values (a bias's
-    gradient); they stay more exact. ``seen``: values that count as stored, and their dtypes.
-    """
+    gradient); they stay more exact. ``seen``: values that count as stored, and their dtypes."""
     rounds = _Rounding(program, seen or {})
     reduces = tuple(
         reduce if reduce.name in exact else dataclasses.replace(reduce, value=rounds(reduce.value))

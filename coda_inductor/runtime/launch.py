@@ -163,11 +163,9 @@ def forget_failures() -> None:
 def requests(
     as_: Sequence[Tensor], bs: Sequence[Tensor], program: str, config: str
 ) -> list[KernelRequest]:
-    """The kernels that a call of the op with such inputs may launch, to be compiled before it.
-
-    Only shapes, strides and dtypes count, so the inputs may be fake tensors. Kernels that differ by
-    the order of two addresses are all returned.
-    """
+    """The kernels that a call of the op with such inputs may launch, to be compiled before it. Only
+    shapes, strides and dtypes count, so the inputs may be fake tensors. Kernels that differ by the
+    order of two addresses are all returned."""
     reading = reading_of(EpilogueProgram.from_json(program), len(as_))
     return [KernelRequest(program, config, *key) for key in reading.kernels(as_, bs)]
 

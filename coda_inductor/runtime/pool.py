@@ -86,10 +86,8 @@ def submit(requests: list[KernelRequest]) -> None:
 
 
 def wait(requests: list[KernelRequest], timeout: float = _LIMIT) -> dict[KernelRequest, str | None]:
-    """Submit ``requests`` and wait at most ``timeout`` seconds for all of them together.
-
-    Returns, for each request, None if its kernel is in the on-disk cache now, else the reason.
-    """
+    """Submit ``requests`` and wait at most ``timeout`` seconds for all of them together. Returns,
+    for each request, None if its kernel is in the on-disk cache now, else the reason."""
     if (why := library_stack()) is not None or workers() == 0:
         return dict.fromkeys(requests, None if why is None else why.text)
     try:

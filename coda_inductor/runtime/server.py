@@ -25,13 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """One kernel to compile.
-
-    ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
-    dimension of A (M x K) and B (K x N) has stride 1. ``variant``: a variant of their reading
-    (``mainloop.readings``). Kernels without a program use other texts
-    (``runtime.on_cuda.requests``).
-    """
+    """One kernel to compile. ``program`` and ``config`` are texts, as the op takes them.
+    ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1. ``variant``: a
+    variant of their reading (``mainloop.readings``). Kernels without a program use other texts
+    (``runtime.on_cuda.requests``)."""
 
     program: str
     config: str

@@ -73,13 +73,11 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
 
 def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -> list[Config]:
     """All legal configs of ``site``: first those measured at the nearest site (``near``), the
-    fastest first; then a default; then the others, by the number of idle processors.
-
-    A time that was measured at another size counts in proportion to what the busiest processor
-    computes here and there. Of 329 shipped sites of an H200, each chosen by its nearest one among
-    the configs measured at both, the choices then take 0.5 % longer than the best, and 0.75 %
-    without the proportion; of 27 of an H100, 0.6 % and 0.5 % (2026-11).
-    """
+    fastest first; then a default; then the others, by the number of idle processors. A time that
+    was measured at another size counts in proportion to what the busiest processor computes here
+    and there. Of 329 shipped sites of an H200, each chosen by its nearest one among the configs
+    measured at both, the choices then take 0.5 % longer than the best, and 0.75 % without the
+    proportion; of 27 of an H100, 0.6 % and 0.5 % (2026-11)."""
     legal = legal_configs(site.program, site.arch, site.terms)
     measured: list[Config] = []
     if near is not None:

@@ -22,10 +22,8 @@ def host_bound(
     gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100, *, training: bool = False
 ) -> Refusal | None:
     """The reason if all GEMMs of a graph, each (M, N, K), are left to cuBLAS, or None. The GPU
-    would wait for the host, and our launches take the host longer than cuBLAS's.
-
-    CUDA graphs remove this limit: the host then launches no kernels.
-    """
+    would wait for the host, and our launches take the host longer than cuBLAS's. CUDA graphs remove
+    this limit: the host then launches no kernels."""
     us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
     call_us = gpu.host_trained_us if training else gpu.host_gemm_us
     host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * call_us)
@@ -69,11 +67,9 @@ def loses(
 
 def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
     """The reason if it is expected to be slower to defer a LayerNorm over (m, k) past GEMMs with
-    ``n`` columns in total, or None. ``width``: bytes per element.
-
-    Deferral saves the kernel that reads the product before the norm and writes the norm's result.
-    It costs one more read of the weights, for the vectors gamma^T W and beta^T W.
-    """
+    ``n`` columns in total, or None. ``width``: bytes per element. Deferral saves the kernel that
+    reads the product before the norm and writes the norm's result. It costs one more read of the
+    weights, for the vectors gamma^T W and beta^T W."""
     saved_us = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
     cost_us = n * k * width / gpu.bytes_per_us + gpu.launch_us
     if cost_us <= saved_us:
