@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import account, environment, worth_models
-from .measure import Variants, peak_mib, relative_error, synchronize
+from .measure import Variants, in_turns, peak_mib, relative_error, synchronize
 from .worth import sustained
 
 VARIANTS, ROUNDS = ("compile", "coda"), 2
@@ -196,9 +196,8 @@ def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) 
         call = torch.compile(model, backend=backend, options=order)
         variants.add(name, lambda call=call: lambda: pytree.tree_leaves(call(**inputs))[0])
     samples: dict[str, list[float]] = {name: [] for name in variants.calls}
-    for turn in range(ROUNDS):
-        for name in list(samples)[:: -1 if turn % 2 else 1]:
-            samples[name].append(sustained(variants.calls[name]))
+    for name in in_turns([*samples], ROUNDS):
+        samples[name].append(sustained(variants.calls[name]))
     found: dict[str, Any] = {"errors": variants.errors}
     for name, call in variants.calls.items():
         figures = {"ms": statistics.mean(samples[name]), "samples": samples[name]}
