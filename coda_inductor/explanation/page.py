@@ -24,12 +24,9 @@ _TEMPLATES = Path(__file__).with_name("templates")
 def page(explanation: Explanation) -> str:
     """The page as text."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters["bytes"] = table.readable_bytes
     environment.filters["arrow"] = lambda text: text.replace(
         " -> ", "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW}\N{NO-BREAK SPACE}"

@@ -57,12 +57,9 @@ def _merge(program: EpilogueProgram) -> EpilogueProgram:
     def rename(output):
         return dataclasses.replace(output, value=names.get(output.value, output.value))
 
-    return dataclasses.replace(
-        program,
-        steps=tuple(unique.values()),
-        stores=tuple(map(rename, program.stores)),
-        reduces=tuple(map(rename, program.reduces)),
-    )
+    stores, reduces = (tuple(map(rename, each)) for each in (program.stores, program.reduces))
+    steps = tuple(unique.values())
+    return dataclasses.replace(program, steps=steps, stores=stores, reduces=reduces)
 
 
 def _logistic(step: Step, by_name: dict[str, Step]) -> list[Step] | None:

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
-from coda_inductor.mainloop.readings.plain import (
-    Factors,
-    Factory,
-    Plain,
-    Read,
-    Tensors,
-    Why,
-)
+from coda_inductor.mainloop.readings.plain import Factors, Factory, Plain, Read, Tensors, Why
 from coda_inductor.mainloop.tensors import ALIGN, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.grouped import grouped_product

@@ -121,12 +121,9 @@ class JoinedTerms:  # a mixin for QuACK kernel classes
             return copy_term
 
         copies = map(ahead, copy_fns[:2], self._first)
+        all_copies = [*copies, *copy_fns[2:]]
         return super().load_tma(  # type: ignore[misc]
-            pipeline,
-            producer_state,
-            [*copies, *copy_fns[2:]],
-            k_tile_cnt,
-            k_tile_start=k_tile_start,
+            pipeline, producer_state, all_copies, k_tile_cnt, k_tile_start=k_tile_start
         )
 
 
