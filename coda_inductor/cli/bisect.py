@@ -6,8 +6,6 @@ good, any other is bad: a script that checks a result must raise if it is wrong.
 succeeds, all runs are strict: then a fallback is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -67,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cause(
-    name: str, script: _Script, error: str, changed: list[str], fired: list[str], fused: list[str]
+    name: str, script: "_Script", error: str, changed: list[str], fired: list[str], fused: list[str]
 ) -> str:
     """The culprit that makes the script fail, and how to go on without it."""
     out = passes = script.guilty("passes", changed) or script.guilty("passes", PASSES)

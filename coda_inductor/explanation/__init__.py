@@ -5,8 +5,6 @@
 ``page`` renders it. They are imported only when :func:`explain` is called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     gpu: str | None = None,
     **kwargs: Any,
-) -> Explanation:
+) -> "Explanation":
     """Explain the effect of ``torch.compile(model, backend="coda")`` on ``model(*args, **kwargs)``.
 
     The call is traced, rewritten and fused as by torch.compile, but neither run nor compiled: the

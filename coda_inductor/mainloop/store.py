@@ -11,8 +11,6 @@ system without flock it waits a minute for each kernel and then keeps none. Here
 - kernels of a read-only folder are copied on first use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Iterator
@@ -83,7 +81,7 @@ class KernelLock:
         self._copies = exclusive
         self._held = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         share(self._kernel.parent)
         if not self._held.enter_context(lock_file(self._kernel, self._timeout)):
             raise RuntimeError(f"another process is compiling {self._kernel}")

@@ -31,8 +31,6 @@ Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + defer
       reduce part0  = add over N of sq
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -198,7 +196,7 @@ class EpilogueProgram:
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
-    def from_json(text: str) -> EpilogueProgram:
+    def from_json(text: str) -> "EpilogueProgram":
         """Inverse of :meth:`to_json`."""
         body = json.loads(text)
         if body.get("format") != _FORMAT:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom op ``coda_inductor::linear_cross_entropy_backward``: the gradients of an LM head's
-input, weight and bias, without the gradient of all logits in memory.
-
-For one slice of the vocabulary at a time, the gradient of the slice's logits is written, and read
-by two matrix products and by the sum for the bias's gradient. Each row of dW comes from one slice;
-dx is summed over the slices in float32, so that it is not rounded more often than by one GEMM.
-"""
+input, weight and bias, without the gradient of all logits in memory: a slice of the vocabulary at a
+time. Each row of dW comes from one slice; dx is summed over the slices in float32, so that it is
+not rounded more often than by one GEMM."""
 
 import torch
 from torch import Tensor

@@ -14,8 +14,6 @@ Torch's pool for Inductor's compilers imports Inductor, which takes seconds. In 
 ``ProcessPoolExecutor``, all kernels in progress fail with a worker that dies.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import concurrent.futures
@@ -42,7 +40,7 @@ _LIMIT = 300.0  # seconds for a kernel, and for a batch of them
 _Future = concurrent.futures.Future["str | None"]  # an error text, or None
 
 _lock = threading.Lock()  # of all below
-_server: _Server | None = None
+_server: "_Server | None" = None
 _futures: dict[KernelRequest, _Future] = {}
 _waiting: collections.deque[tuple[KernelRequest, _Future]] = collections.deque()
 _threads: set[threading.Thread] = set()  # each asks a worker

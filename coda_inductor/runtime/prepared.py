@@ -8,8 +8,6 @@ device. If a check fails, the call goes the full way again. The kernel's entry p
 shapes and the outputs' strides once more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +41,7 @@ def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Ten
 
 
 def prepare(
-    kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
+    kernel: "Kernel", as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
     """The launch for all calls like this one, which has run; None if a tensor is copied or cast.
 

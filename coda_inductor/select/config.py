@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel configs: their properties, and the legal ones for a program."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -46,7 +44,7 @@ class Config:
         return f"{sizes}:{schedule}{':lean' * self.lean}{':dyn' * self.dynamic}"
 
     @staticmethod
-    def parse(text: str) -> Config:
+    def parse(text: str) -> "Config":
         """The config of a text, the inverse of ``str``. Each config has one text.
 
         Raises:
@@ -75,7 +73,7 @@ class Config:
             return f"{m} rows need multiples of 16 up to {widest} columns"
         return None
 
-    def dynamic_twin(self) -> Config:
+    def dynamic_twin(self) -> "Config":
         """The same config for Hopper, but with tiles from a counter: as fast on a free GPU, and not
         delayed by another kernel that holds some processors."""
         return replace(self, dynamic=True)

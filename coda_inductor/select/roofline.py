@@ -34,9 +34,8 @@ START_US = 6.0
 #: The share of the idle time at the end that counts, because cuBLAS has more tile sizes.
 IDLE = 0.2
 #: Instructions of an epilogue, one for each element of the output, that a processor issues in a
-#: microsecond: a quarter of its peak, since one warp a scheduler waits for its own results. Of
-#: GELU and its gradient in ViT-L, 12608 x 4096 x 1024 on an H200: 209 and 295 us, where the
-#: multiplications take 142 (`h200_vit_kernels.json`).
+#: microsecond, of GELU and its gradient in ViT-L, 12608 x 4096 x 1024 on an H200: 209 and 295 us,
+#: where the multiplications take 142 (`h200_vit_kernels.json`).
 EPILOGUE_RATE = 55e3
 #: Instructions of a step that are not one (``mainloop.math``).
 INSTRUCTIONS = {
@@ -47,9 +46,8 @@ INSTRUCTIONS = {
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
 #: 70B widths (rules.md), so it is no gain unless a measurement shows one.
 ROTATION_BYTES = 6
-#: Cost of each sum in an epilogue beyond two, as bytes per element. What the first two cost is left
-#: out, as is what Inductor's pass over columns takes beyond its bytes. The gradient of a LayerNorm
-#: has four: 34 and 67 us over cuBLAS in ViT-L, 12608 x 1024, whose loads take 6 and 12.
+#: Cost of each sum in an epilogue beyond two, as bytes per element. The gradient of a LayerNorm has
+#: four: 34 and 67 us over cuBLAS in ViT-L, 12608 x 1024, whose loads take 6 and 12.
 FURTHER_SUM_BYTES = 5
 #: Speedup of cuBLAS's products in FP8 over 16 bits, scales included.
 FP8_RATE = 1.75

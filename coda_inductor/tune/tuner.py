@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure sites while a graph is compiled, within a budget of seconds.
-
-Kernels are compiled in parallel in the compile pool while the measuring processes start and compile
-the unfused candidates; only one of them measures at a time. All processes that share a cache share
-the measurements.
-"""
+"""Measure sites while a graph is compiled, within a budget of seconds. Kernels are compiled in the
+compile pool while the measuring processes start and compile the unfused candidates; only one of
+them measures at a time. All processes that share a cache share the measurements."""
 
 import concurrent.futures
 import os
