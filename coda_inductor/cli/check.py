@@ -166,7 +166,8 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
         why = "nothing was rewritten, so there is nothing to compare"
         yield Result(pattern.name, f"float64 {name}", "skip", why)
         return
-    error = max(map(_distance, trial.results, trial.eager))
+    pairs = zip(trial.results, trial.eager, strict=True)
+    error = max(((have - want).abs().max() / want.abs().max()).item() for have, want in pairs)
     text = f"output and {len(trial.eager) - 1} gradients within {error:.1e}"
     yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
 
@@ -183,10 +184,6 @@ def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
     text += f". Refused: {'; '.join(refused)}" if refused else ""
     excused = pattern.meaning is None and refused
     return ("pass" if not missing else "skip" if excused else "fail"), text
-
-
-def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
-    return ((have - want).abs().max() / want.abs().max()).item()
 
 
 def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:

@@ -61,17 +61,11 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
             "title": ", ".join(dict.fromkeys(row.name for row in users)),
             "text": str(program),
             "kernel": Markup(highlight(render(program), *formats)),  # noqa: S704 (escapes)
-            "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),
+            "configs": ", ".join(dict.fromkeys(filter(None, (row.site.config for row in users)))),
             "times": sum(row.times for row in users),
         }
         for program, users in programs.items()
     ]
-
-
-def _config(row: Row) -> str:
-    """The config of the row's kernel, whether it is fused or not; empty if none was requested."""
-    estimate = row.site.estimate
-    return estimate.config if estimate else row.site.config
 
 
 def _code_css() -> Markup:
