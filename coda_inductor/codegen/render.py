@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpilogueProgram -> readable Python source of a QuACK epilogue function. Pure text.
 
-The result runs on the GPU. It has one line per step, so that a user can read which ops were fused.
-Contract of the function (QuACK's ``EpiMod``): ``epilogue(acc, c, <operands>)`` is traced once per
-accumulator element and returns ``{"D": ..., <other stores>, <reductions>}``.
-
-Example, for the program in :mod:`coda_inductor.program.ir`::
+The result runs on the GPU, with one line per step, so that a user can read which ops were fused.
+QuACK's ``EpiMod`` traces ``epilogue(acc, c, <operands>)`` once per accumulator element; it returns
+``{"D": ..., <other stores>, <reductions>}``. Steps across the columns of a head (``program.heads``)
+are operands of it. Example, for the program in :mod:`coda_inductor.program.ir`::
 
     def epilogue(acc, c, w0):
         c0 = c
@@ -17,8 +16,6 @@ Example, for the program in :mod:`coda_inductor.program.ir`::
             "out1": h,
             "part0": (x_r, x_r),  # sum of sq, one fused multiply-add
         }
-
-Steps across the columns of a head (``program.heads``) are operands of that function.
 """
 
 import math

@@ -4,11 +4,9 @@ explain the difference.
 
 Dynamo, AOTAutograd and the partitioner run; no code is generated and the model does not run: the
 backend raises as soon as it has the graph, so that Dynamo installs no code and replays no side
-effect. A model with graph breaks must be run to get past them: that happens on a copy, and the
-random state is restored.
-
-Dynamo sees a model on meta as on a CPU. Torch's ops for meta are others: attention there keeps all
-its scores for the backward pass, and a loss has no gradient.
+effect. A model with graph breaks must be run to get past them: that happens on a copy. Dynamo sees
+a model on meta as on a CPU, because torch's ops for meta are others: attention there keeps all its
+scores for the backward pass, and a loss has no gradient.
 """
 
 import contextlib

@@ -4,11 +4,9 @@ done in advance (:func:`ready`).
 
 ``run_gemm_epi_plan`` collects the epilogue's arguments by name, asks every resource for its own,
 and checks options that a plain GEMM does not have. ``ready`` does that once: each call passes its
-values as a list in a fixed order, out of which one C function picks the kernel's arguments.
-
-Hopper's dynamic scheduler counts the tiles that it assigned. Its counter is allocated and cleared
-for each launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears
-it at each replay.
+values as a list in a fixed order. The counter of tiles of Hopper's dynamic scheduler is allocated
+and cleared for each launch, on its stream: two launches at the same time share nothing, and a CUDA
+graph clears it at each replay.
 """
 
 import operator

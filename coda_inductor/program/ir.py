@@ -2,20 +2,16 @@
 """EpilogueProgram: a small frozen SSA program over one GEMM accumulator tile.
 
 The program describes the work on ``acc = A @ B`` (A is M x K, B is K x N) before the tile leaves
-the chip. It is built of the five primitives of the CODA paper (arXiv 2605.19269, section 4):
-elementwise steps, vector loads (row or column broadcast), tile loads and stores, block reductions.
-It never mentions the mainloop, the tile size or the graph it came from.
+the chip, with the five primitives of the CODA paper (arXiv 2605.19269, section 4): elementwise
+steps, vector loads (row or column broadcast), tile loads and stores, block reductions. It never
+mentions the mainloop, the tile size or the graph it came from. A and B may have different dtypes if
+both are FP8; values on the tile are float32 in any case.
 
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
-one shape: gate and up projections in one tile (rule R6 of the design).
-
-A *grouped* program multiplies rows by the B of their group, an expert: it has an operand of the
-kind "groups", and one of the kind "index" if its rows are gathered from A (``ROUTES``).
-
-In a program with a ``head``, N consists of heads with ``head`` columns each (``program.heads``).
-
-A and B may have different dtypes if both are FP8 (``a_dtype``, ``b_dtype``); values on the tile are
-float32 in any case.
+one shape: gate and up projections in one tile (rule R6 of the design). A *grouped* program
+multiplies rows by the B of their group, an expert: it has an operand of the kind "groups", and one
+of the kind "index" if its rows are gathered from A (``ROUTES``). In a program with a ``head``, N
+consists of heads with ``head`` columns each (``program.heads``).
 
 Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
 

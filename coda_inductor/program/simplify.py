@@ -3,7 +3,7 @@
 
 The backward of an op recomputes what its forward computed, so the same sigmoid occurs two or three
 times in one epilogue; equal steps become one. Decompositions spell the logistic function as ``1 /
-(1 + exp(-x))``; the hardware computes it faster as one operation, and it is easier to read::
+(1 + exp(-x))``; the hardware computes it faster as one operation::
 
     v0 = neg x;  v1 = exp v0;  v2 = add v1 1.0;  v3 = div a v2      becomes
     v1 = sigmoid x;  v3 = mul a v1

@@ -7,11 +7,9 @@ launch then loads the object file from QuACK's on-disk cache (a few milliseconds
 
 No call can hang: a batch has one deadline, at which kernels that were not begun are dropped; a
 worker that takes five minutes for one is killed. No process outlives this one, and no call raises:
-a kernel that cannot be compiled gets a reason. With ``CODA_COMPILE_WORKERS=0`` no process is
-started, and the first launch compiles.
-
-Torch's pool for Inductor's compilers imports Inductor, which takes seconds. In it, and in a
-``ProcessPoolExecutor``, all kernels in progress fail with a worker that dies.
+a kernel that cannot be compiled gets a reason. With ``CODA_COMPILE_WORKERS=0`` the first launch
+compiles. In torch's pool for Inductor's compilers, and in a ``ProcessPoolExecutor``, all kernels in
+progress fail with a worker that dies.
 """
 
 import atexit
