@@ -88,10 +88,7 @@ def writable(path: Path) -> bool:
 @functools.lru_cache(maxsize=1)
 def private_dir() -> Path:
     """A folder of mode 0700 under the temporary directory that only this user can have created.
-
-    Raises:
-        OSError: none can be created.
-    """
+    Raises OSError if none can be created."""
     path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{os.geteuid()}"
     private = unusable(path, owned=True) is None and not path.is_symlink()
     if private and not path.stat().st_mode & 0o077:
@@ -105,11 +102,8 @@ def private_dir() -> Path:
 
 
 def folder(*names: str) -> Path:
-    """The folder ``names`` in :func:`cache_dir`, created if needed.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """The folder ``names`` in :func:`cache_dir`, created if needed. Raises OSError if it cannot be
+    created."""
     path = cache_dir()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been deleted since
     for name in names:
@@ -131,11 +125,8 @@ def share(path: Path) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file atomically, because processes of several containers may write it at the same
-    time. Its mode follows the umask. If writing fails, no partial file remains.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    time. Its mode follows the umask. If writing fails, no partial file remains. Raises OSError if
+    it cannot be written."""
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         share(path.parent)

@@ -119,11 +119,8 @@ def _gpu(index: int, setting: str | None) -> Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU model with a table that has the short name ``name``, e.g. "h200".
-
-    Raises:
-        OptionError: there is no table of such a GPU.
-    """
+    """The GPU model with a table that has the short name ``name``, e.g. "h200". Raises OptionError
+    if there is no table of such a GPU."""
     gpus = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
     if (gpu := gpus.get(name.lower())) is None:
         names = ", ".join(gpus)

@@ -56,11 +56,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every file. Returns 0 if all checks pass, 1 if any fails.
-
-    Raises:
-        OptionError: there is no such file, or a folder has no pattern file.
-    """
+    """Check every file. Returns 0 if all checks pass, 1 if any fails. Raises OptionError if there
+    is no such file, or a folder has no pattern file."""
     results: list[Result] = []
     try:
         files = [file for path in arguments.files for file in expand(path)]

@@ -119,11 +119,8 @@ def try_out(
     pattern: Pattern, path: str, idiom: Callable[..., Tensor], *, dtype: torch.dtype,
     disable: tuple[str, ...] = (),
 ) -> Trial:  # fmt: skip
-    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled.
-
-    Raises:
-        CodaError: whatever fails inside the passes.
-    """
+    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled. Raises
+    CodaError: whatever fails inside the passes."""
     torch.manual_seed(0)
     model = Example(idiom, example_of(pattern)).to(dtype)
     x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))

@@ -41,10 +41,8 @@ def render(program: EpilogueProgram, variant: str = "") -> str:
     """Source of a module with the function ``epilogue``.
 
     ``variant`` "swapped" (paired programs only): the second weight has the lower address, so the
-    first lane of each pair is ``acc1``.
-
-    Raises:
-        KernelError: if a name of the program clashes with one that the source uses itself.
+    first lane of each pair is ``acc1``. Raises KernelError if a name of the program clashes with
+    one that the source uses itself.
     """
     clash = _RESERVED & {x.name for x in (*program.operands, *program.steps, *program.outputs)}
     if clash:

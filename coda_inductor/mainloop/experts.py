@@ -82,11 +82,7 @@ def _position(
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``semantic.experts.route``; ``experts`` at most 1022.
-
-    Raises:
-        ValueError: there are more.
-    """
+    """As ``semantic.experts.route``. Raises ValueError for more than 1022 ``experts``."""
     m, width = ids.shape[0], triton.next_power_of_2(experts + 2)
     if width > _MOST_EXPERTS:
         raise ValueError(f"{experts} experts are more than {_MOST_EXPERTS - 2}")

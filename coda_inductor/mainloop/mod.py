@@ -79,11 +79,8 @@ class CodaEpiMod(EpiMod):
 
 @functools.cache
 def load(program: EpilogueProgram, variant: str = "") -> CodaEpiMod:
-    """The EpiMod of ``program``. Its source is rendered, written and run on first use.
-
-    Raises:
-        ValueError: no reading has this ``variant``.
-    """
+    """The EpiMod of ``program``. Its source is rendered, written and run on first use. Raises
+    ValueError if no reading has this ``variant``."""
     path = source_path(program, variant)
     source = render(program, variant)
     with contextlib.suppress(OSError):  # the file is only for readers

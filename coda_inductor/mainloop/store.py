@@ -33,10 +33,7 @@ _name = contextvars.ContextVar("name", default="")
 
 def use() -> None:
     """Let QuACK use this folder, our names and our locks. Call it once, before the first kernel.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    Raises OSError if the folder cannot be created."""
     quack.cache.jit.FileLock = KernelLock
     quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks_key_to_hash(key)
     path = folder("kernels", label())

@@ -59,11 +59,8 @@ def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bo
 
 
 def distance(x: Tensor, y: Tensor, label: str) -> tuple[bool, int]:
-    """(is y at the lower address, the distance in elements) for two matrices of one dtype.
-
-    Raises:
-        UnpairableError: TMA does not accept the distance as a stride.
-    """
+    """(is y at the lower address, the distance in elements) for two matrices of one dtype. Raises
+    UnpairableError if TMA does not accept the distance as a stride."""
     first, second = x.data_ptr(), y.data_ptr()
     gap = abs(second - first)
     if first % ALIGN or gap % ALIGN or not 0 < gap < _MAX_STRIDE:

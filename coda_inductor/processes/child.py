@@ -42,10 +42,7 @@ class Child:
     """A process that runs ``main(connection, *arguments)`` of ``module``.
 
     ``environment``: variables in addition to this process's. ``connection``: the connection to it,
-    for other uses than :meth:`ask`.
-
-    Raises:
-        OSError: it cannot be started.
+    for other uses than :meth:`ask`. Raises OSError if it cannot be started.
     """
 
     def __init__(
@@ -75,11 +72,8 @@ class Child:
         return self._process.pid
 
     def ask(self, message: Any, deadline: float) -> Any:
-        """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``).
-
-        Raises:
-            EndedError, LateError: there is no answer; the process has ended.
-        """
+        """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``). Raises
+        EndedError or LateError if there is no answer, and the process has ended."""
         self._send(message)
         return self.answer(deadline)
 

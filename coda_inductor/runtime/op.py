@@ -39,11 +39,8 @@ from coda_inductor.semantic.define import LIB, opaque
 def gemm_epilogue(
     as_, bs, operands, program: EpilogueProgram | str, config: Config | str, site="", strict=False
 ):
-    """Call the op. Returns the list of outputs.
-
-    Raises:
-        KernelError: ``strict``, and there is no kernel for these CUDA tensors.
-    """
+    """Call the op. Returns the list of outputs. Raises KernelError if ``strict``, and there is no
+    kernel for these CUDA tensors."""
     text = program if isinstance(program, str) else program.to_json()
     return OP(as_, bs, operands, text, str(config), site, strict)
 

@@ -44,10 +44,7 @@ def prepare(
     kernel: "Kernel", as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
     """The launch for all calls like this one, which has run; None if a tensor is copied or cast.
-
-    Raises:
-        UnpairableError: operands of this call were copied; a similar call's may not be.
-    """
+    Raises UnpairableError if operands of this call were copied; a similar call's may not be."""
     from coda_inductor.mainloop.plan import ready
 
     program, a = kernel.program, as_[0]

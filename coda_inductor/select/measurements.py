@@ -101,11 +101,8 @@ class Measurements:
         return self._user_rows
 
     def add(self, figures: Mapping[str, Figures]) -> None:
-        """Keep measurements. The caller holds the lock (``locks``).
-
-        Raises:
-            OSError: the file cannot be written; this process has the measurements anyway.
-        """
+        """Keep measurements. The caller holds the lock (``locks``). Raises OSError if the file
+        cannot be written; this process has the measurements anyway."""
         self._refresh()
         self._user_rows = {**self._user_rows, **figures}
         try:
@@ -146,11 +143,7 @@ def generation() -> str:
 
 
 def advance() -> None:
-    """Begin a new :func:`generation`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Begin a new :func:`generation`. Raises OSError if it cannot be written."""
     write(folder(FOLDER) / _GENERATION, secrets.token_hex(8))
 
 

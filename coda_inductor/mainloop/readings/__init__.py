@@ -32,11 +32,7 @@ def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:
 
 
 def reading_with(program: EpilogueProgram, variant: str) -> Plain:
-    """The reading of a kernel of ``program``.
-
-    Raises:
-        ValueError: none has this ``variant``.
-    """
+    """The reading of a kernel of ``program``. Raises ValueError if none has this ``variant``."""
     for reading in READINGS:
         if variant in reading.variants and reading is reading_of(program, reading.terms):
             return reading

@@ -109,11 +109,7 @@ def side_by_side(bs: Tensors) -> Tensor:
 
 def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     """(is b1 at the lower address, the distance in elements) for two weights, each (K, N), or (E,
-    K, N), and K-major.
-
-    Raises:
-        UnpairableError: naming the condition that does not hold.
-    """
+    K, N), and K-major. Raises UnpairableError, which names a condition that fails."""
     if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
     step = ALIGN // b0.element_size()
