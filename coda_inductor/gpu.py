@@ -77,12 +77,8 @@ class Gpu:
 
 
 def read(path: Path) -> Gpu:
-    """The GPU that a table describes.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError, KeyError, TypeError: it is not a table.
-    """
+    """The GPU that a table describes. Raises OSError if it cannot be read, and ValueError,
+    KeyError, TypeError if it is not a table."""
     data = json.loads(path.read_text())
     constants: dict[str, Any] = data["constants"]
     constants["capability"] = tuple(constants["capability"])

@@ -34,12 +34,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search for the culprit and print it. Returns 0.
-
-    Raises:
-        OptionError: there is no such script.
-        CodaError: the script succeeds, or it fails without this backend too.
-    """
+    """Search for the culprit and print it. Returns 0. Raises OptionError if there is no such
+    script, and CodaError if the script succeeds, or it fails without this backend too."""
     name = str(arguments.script)
     if not arguments.script.is_file():
         raise OptionError(f"no such script: {name}")

@@ -47,12 +47,9 @@ def model_of(
     arguments: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """The model that the arguments name, and its arguments: (model, args, kwargs). ``tokens``: the
-    length of a sequence, for Hugging Face models; None for 2048, or the model's maximum.
-
-    Raises:
-        OptionError: there is no such model; tells what to write.
-        ExplainError: transformers is missing.
-    """
+    length of a sequence, for Hugging Face models; None for 2048, or the model's maximum. Raises
+    OptionError, which tells what to write, if there is no such model, and ExplainError if
+    transformers is missing."""
     if (arguments.target is None) == (arguments.hf is None):
         raise OptionError("name either FILE.py:FUNCTION or --hf FAMILY")
     if arguments.hf is not None:

@@ -21,11 +21,8 @@ def build(
 
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
     ``variant``: a variant of the reading of A and B (``mainloop.readings``). ``device``: "meta"
-    needs QUACK_ARCH; a CUDA device is asked for its architecture.
-
-    Raises:
-        ValueError: there is no such kernel. The compiler might abort the process instead.
-        Exception: whatever QuACK or CuTeDSL raises.
+    needs QUACK_ARCH; a CUDA device is asked for its architecture. Raises ValueError if there is no
+    such kernel, where the compiler might abort the process, and whatever QuACK or CuTeDSL raises.
     """
     capability = get_device_capacity(torch.device(device))
     arch = arch_with(capability)

@@ -161,12 +161,8 @@ def fp8_cast(
     scale_t: Tensor | None, dtype_t: torch.dtype | None,
     divide: bool = False, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``semantic.fp8_casts.fp8_cast``.
-
-    Raises:
-        ValueError: the shape or dtype of a scale, or of a factor, is not allowed.
-        RuntimeError: the GPU has no instructions for FP8.
-    """
+    """As ``semantic.fp8_casts.fp8_cast``. Raises ValueError if the shape or dtype of a scale, or of
+    a factor, is not allowed, and RuntimeError if the GPU has no instructions for FP8."""
     results = q, qt = cast_results(x, factor, scale, dtype, scale_t, dtype_t)
     if x.stride(1) != 1 and x.stride(0) == 1:  # the transpose is the one with contiguous rows
         x, q, qt = x.t(), qt, q
