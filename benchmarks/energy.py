@@ -36,11 +36,8 @@ class EnergyError(Exception):
 
 
 class Counter:
-    """The energy that the first CUDA device of this process has used.
-
-    Raises EnergyError where there is no such device, no NVML (``pip install nvidia-ml-py``), or no
-    counter.
-    """
+    """The energy that the first CUDA device of this process has used. Raises EnergyError where
+    there is no such device, no NVML (``pip install nvidia-ml-py``), or no counter."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

@@ -97,10 +97,8 @@ class Variants:
         self.errors: dict[str, str] = {}
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """`work()`, or None with the reason in `errors`; None also for a name that has one.
-
-        Raises what the device raises if the failure also broke the CUDA context.
-        """
+        """`work()`, or None with the reason in `errors`; None also for a name that has one. Raises
+        what the device raises if the failure also broke the CUDA context."""
         if name in self.errors:
             return None
         result = None
