@@ -31,15 +31,10 @@ _log = logging.getLogger("coda_inductor")
 
 @dataclass(frozen=True)
 class Private:
-    """A private name of a library.
-
-    Attributes:
-        path: its full dotted path.
-        without: the feature that a user loses without it.
-        replacement: its replacement; None for a class or function that raises CodaError, so that
-            only the pass that calls it fails.
-        essential: without it the backend can do nothing.
-    """
+    """A private name of a library: its full dotted ``path``, the feature that a user loses
+    ``without`` it, and its ``replacement``; None for a class or function that raises CodaError, so
+    that only the pass that calls it fails. If it is ``essential``, the backend can do nothing
+    without it."""
 
     path: str
     without: str = "coda does nothing on this torch"

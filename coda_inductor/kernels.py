@@ -55,13 +55,10 @@ class Kernels(Protocol):
 
 
 class Quack:
-    """Our epilogues in QuACK's main loops. Importing it imports no kernel library.
+    """Our epilogues in QuACK's main loops. Importing it imports no kernel library."""
 
-    Attributes:
-        facts: what its answers depend on, besides the site: each fact by its name, with the
-            function that reads it. They are part of the keys of torch's caches.
-    """
-
+    #: What its answers depend on, besides the site: the function that reads each fact, by its name.
+    #: They are part of the keys of torch's caches.
     facts: Mapping[str, Callable[[], Any]] = {
         "versions": availability.identity,
         "measurements": generation,

@@ -26,13 +26,10 @@ ROWS, K, N = 24, 32, 40
 
 
 class Example(nn.Module):
-    """``idiom`` between GEMMs, as a module. Inputs are ``ROWS`` x ``K``, tensors ``ROWS`` x ``N``.
-
-    Args:
-        idiom: one spelling of the pattern.
-        example: a shape for each tensor and a value for each number, by parameter. Tensors shaped
-            like the first one are results of GEMMs; others are parameters of N columns.
-    """
+    """``idiom``, one spelling of a pattern, between GEMMs, as a module. Inputs are ``ROWS`` x
+    ``K``, tensors ``ROWS`` x ``N``. ``example``: a shape for each tensor and a value for each
+    number, by parameter. Tensors shaped like the first one are results of GEMMs; others are
+    parameters of N columns."""
 
     def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any]):
         super().__init__()

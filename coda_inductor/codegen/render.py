@@ -38,12 +38,9 @@ OPERATORS = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "neg": 
 
 
 def render(program: EpilogueProgram, variant: str = "") -> str:
-    """Source of a module with the function ``epilogue``.
-
-    ``variant`` "swapped" (paired programs only): the second weight has the lower address, so the
-    first lane of each pair is ``acc1``. Raises KernelError if a name of the program clashes with
-    one that the source uses itself.
-    """
+    """Source of a module with the function ``epilogue``. ``variant`` "swapped" (paired programs
+    only): the second weight has the lower address, so the first lane of each pair is ``acc1``.
+    Raises KernelError if a name of the program clashes with one that the source uses itself."""
     clash = _RESERVED & {x.name for x in (*program.operands, *program.steps, *program.outputs)}
     if clash:
         raise KernelError(f"the program uses the reserved name {min(clash)!r}: rename that value")

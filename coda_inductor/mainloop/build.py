@@ -18,7 +18,6 @@ def build(
     device: torch.device | str = "meta",
 ) -> GemmEpiPlan:  # fmt: skip
     """Compile a kernel for any M, N, K: only dtypes, majors and the config are compiled in.
-
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
     ``variant``: a variant of the reading of A and B (``mainloop.readings``). ``device``: "meta"
     needs QUACK_ARCH; a CUDA device is asked for its architecture. Raises ValueError if there is no

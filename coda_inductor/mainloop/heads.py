@@ -79,11 +79,9 @@ def partners(
     distance: int,
 ) -> dict[Subtile, list[tuple[Subtile, int]]]:  # fmt: skip
     """For each register of each subtile, the place of the column that it is exchanged with.
-
     ``offsets``: subtile -> (rows, columns) of its registers, counted from a thread's first element
     of the tile. ``firsts``: the columns of these first elements. Raises ValueError if another
-    thread has the column, or its register depends on the thread.
-    """
+    thread has the column, or its register depends on the thread."""
     positions = {at: (tile, i) for tile, ats in offsets.items() for i, at in enumerate(ats)}
 
     def move(column: int) -> int:

@@ -39,11 +39,9 @@ class LateError(Exception):
 
 
 class Child:
-    """A process that runs ``main(connection, *arguments)`` of ``module``.
-
-    ``environment``: variables in addition to this process's. ``connection``: the connection to it,
-    for other uses than :meth:`ask`. Raises OSError if it cannot be started.
-    """
+    """A process that runs ``main(connection, *arguments)`` of ``module``. ``environment``:
+    variables in addition to this process's. ``connection``: the connection to it, for other uses
+    than :meth:`ask`. Raises OSError if it cannot be started."""
 
     def __init__(
         self, module: str, *arguments: str, environment: Mapping[str, str] | None = None

@@ -70,14 +70,10 @@ class Kernel:
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Compute ``outputs``, which the caller has allocated by ``reference.output_shapes``.
-
-        Raises:
-            KernelError: the kernel cannot be built. Trying takes seconds, so the failure is
-                remembered until :func:`forget_failures`, or for a pause that doubles each time,
-                because a cause such as a full disk may go away.
-            UnpairableError: the weights of a paired program cannot be read as one operand.
-            Exception: whatever the launch raises.
-        """
+        Raises UnpairableError if the weights of a paired program cannot be read as one operand, and
+        KernelError if the kernel cannot be built. Trying takes seconds, so that failure is
+        remembered until :func:`forget_failures`, or for a pause that doubles each time, because a
+        cause such as a full disk may go away."""
         values: dict[str, object] = {}
         reading = self.reading(len(as_))
         a, b, variant, distances = reading.bind(as_, bs)

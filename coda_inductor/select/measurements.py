@@ -35,11 +35,7 @@ _GENERATION = "generation"
 
 
 class Measurements:
-    """All measurements for ``gpu``: this user's and the shipped ones.
-
-    Attributes:
-        path: the file with this user's measurements.
-    """
+    """All measurements for ``gpu``: this user's, in the file ``path``, and the shipped ones."""
 
     def __init__(self, gpu: Gpu, base: Path | None = None):
         name = f"{gpu.file}-{versions()}.json"

@@ -52,10 +52,7 @@ class DeadError(Exception):
 
 class Tuner:
     """Measures sites on ``device`` for at most ``seconds`` in all; the results go to ``store``.
-
-    Attributes:
-        left: keys of the sites for which there was no time.
-    """
+    ``left``: keys of the sites for which there was no time."""
 
     def __init__(
         self, store: Measurements, device: torch.device, seconds: float,
