@@ -88,12 +88,8 @@ def trace(
         return compat.make_boxed_func(part.forward)
 
     compiler = compat.aot_autograd(
-        fw_compiler=as_is,
-        bw_compiler=as_is,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=compat.select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )
+        fw_compiler=as_is, bw_compiler=as_is, inference_compiler=inference, partition_fn=partition,
+        decompositions=compat.select_decomp_table(), keep_inference_input_mutations=True,
+    )  # fmt: skip
     traced.call = compiler(gm, inputs)
     return traced

@@ -118,11 +118,9 @@ class _Script:
 
 
 def _halve(
-    names: Sequence[str],
-    fails: Callable[[Sequence[str]], str],
-    out: dict[str, str],
+    names: Sequence[str], fails: Callable[[Sequence[str]], str], out: dict[str, str],
     error: str = "",
-) -> str:
+) -> str:  # fmt: skip
     """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)``
     returns the error with the names ``part``; if it is empty, all later calls include that part.
     Returns the error with all names, which is ``error`` if the caller knows it."""

@@ -33,15 +33,11 @@ def page(explanation: Explanation) -> str:
     )
     environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
-        e=explanation,
-        css=_read_own("style.css") + _code_css(),
-        js=_read_own("page.js"),
+        e=explanation, css=_read_own("style.css") + _code_css(), js=_read_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
-        table=table,
-        locations=locations,
-        common_text=common_text,
+        table=table, locations=locations, common_text=common_text,
         sources=_sources(explanation.rows),
-    )
+    )  # fmt: skip
 
 
 def _read_own(name: str) -> Markup:

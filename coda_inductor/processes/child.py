@@ -56,13 +56,10 @@ class Child:
         variables = {k: v for k, v in os.environ.items() if k not in _NOT_ITS}
         with remote:
             self._process = subprocess.Popen(  # noqa: S603 (our own module)
-                command,
-                stdin=remote.fileno(),
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
+                command, stdin=remote.fileno(), stdout=self._output, stderr=subprocess.STDOUT,
                 env={**variables, **(environment or {})},
                 start_new_session=True,  # a group to kill, which a terminal's Ctrl-C does not reach
-            )
+            )  # fmt: skip
         self._send(import_path())
 
     @property
