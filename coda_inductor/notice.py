@@ -2,9 +2,8 @@
 """Warnings, each once per process. Before a model compiles: no kernel will run, or
 DistributedDataParallel splits the model. Afterwards: a request of the user had no effect.
 
-They are not errors, even with ``strict``, which is about single sites that fail. Without kernels,
-programs run as plain torch ops, which is how models are developed and tested on a CPU. With
-``options={"reference": True}`` the user asks for that.
+They are not errors, even with ``strict``, which is about single sites that fail: without kernels,
+programs run as plain torch ops, which is how models are developed and tested on a CPU.
 """
 
 from collections.abc import Sequence
