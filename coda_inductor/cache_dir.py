@@ -130,7 +130,7 @@ def write(path: Path, content: str | bytes) -> None:
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         share(path.parent)
-    part = temporary(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # on all hosts no other's
     try:
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
         with os.fdopen(handle, "wb") as file:
@@ -140,11 +140,6 @@ def write(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-
-
-def temporary(path: Path) -> Path:
-    """A name in the folder of ``path`` that no other process uses, on this host or another."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def _default(base: str) -> Path:

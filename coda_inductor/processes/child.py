@@ -60,11 +60,8 @@ class Child:
                 env={**variables, **(environment or {})},
                 start_new_session=True,  # a group to kill, which a terminal's Ctrl-C does not reach
             )  # fmt: skip
+        self.pid = self._process.pid
         self._send(import_path())
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def ask(self, message: Any, deadline: float) -> Any:
         """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``). Raises
