@@ -93,11 +93,8 @@ def _layout(b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def side_by_side(bs: Tensors) -> Tensor:
-    """A copy (2, N, K) or (2, E, N, K) of two weights, each (K, N) or (E, K, N).
-
-    Raises:
-        UnpairableError: they differ in shape or dtype.
-    """
+    """A copy (2, N, K) or (2, E, N, K) of two weights, each (K, N) or (E, K, N). Raises
+    UnpairableError if they differ in shape or dtype."""
     first, second = bs
     if first.shape != second.shape or first.dtype != second.dtype:
         raise UnpairableError("the paired weights differ in shape or dtype")
