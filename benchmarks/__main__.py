@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m benchmarks NAME ...``; ``--help`` behind a name says the rest."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -8,8 +8,6 @@ whether it is read, written or both, and whole. Kernels of the same name are one
 when no kernel runs, between the first one and the last of all steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

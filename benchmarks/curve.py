@@ -12,8 +12,6 @@ out. Weights are in bf16, their masters in float32, as FSDP2 and Megatron have t
 that it may (``gate="always"``). The held-out loss is eager's, whatever trained the weights.
 """
 
-from __future__ import annotations
-
 import array
 import fnmatch
 import functools

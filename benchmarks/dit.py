@@ -12,8 +12,6 @@ torchao's dynamic FP8, scaled by rows.
 ``benchmarks.dit:flux_float8``.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import account, environment, worth_models
-from .measure import Variants, peak_mib, relative_error, synchronize
+from .measure import Variants, in_turns, peak_mib, relative_error, synchronize
 from .worth import sustained
 
 VARIANTS, ROUNDS = ("compile", "coda"), 2
@@ -57,18 +55,27 @@ def _of(name: str, **config: Any) -> nn.Module:
     return model
 
 
+def _called(model: nn.Module, **given: Any) -> Model:
+    """``model`` with its arguments by name; a tuple of sizes is a random tensor."""
+    sized = {k: v for k, v in given.items() if isinstance(v, tuple) and isinstance(v[0], int)}
+    return model, (), {"return_dict": False, **given, **{k: _random(*v) for k, v in sized.items()}}
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.ones(*shape, device="cuda", dtype=dtype)
+
+
 def flux(side: int = 64) -> Model:
     """FLUX.1, an image of 1024 x 1024 (``side`` 64) and 512 tokens of text."""
     image, text = side * side, 512
     model = _of("flux FluxTransformer2DModel", num_layers=4, num_single_layers=8,
                 guidance_embeds=True)  # fmt: skip
     ids = {"img_ids": image, "txt_ids": text}
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(1, image, 64), "encoder_hidden_states": _random(1, text, 4096),
-        "pooled_projections": _random(1, 768), "timestep": _random(1), "guidance": _random(1),
+    return _called(
+        model, hidden_states=(1, image, 64), encoder_hidden_states=(1, text, 4096),
+        pooled_projections=(1, 768), timestep=(1,), guidance=(1,),
         **{name: torch.zeros(rows, 3, device="cuda") for name, rows in ids.items()},
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def sd3() -> Model:
@@ -78,33 +85,24 @@ def sd3() -> Model:
         caption_projection_dim=2432, pooled_projection_dim=2048, pos_embed_max_size=192,
         qk_norm="rms_norm", out_channels=16,
     )  # fmt: skip
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(2, 16, 128, 128), "encoder_hidden_states": _random(2, 333, 4096),
-        "pooled_projections": _random(2, 2048), "timestep": _random(2),
-    }  # fmt: skip
+    return _called(model, hidden_states=(2, 16, 128, 128), encoder_hidden_states=(2, 333, 4096),
+                   pooled_projections=(2, 2048), timestep=(2,))  # fmt: skip
 
 
 def qwen() -> Model:
     """Qwen-Image, an image of 1024 x 1024, the text's mask as its pipeline passes it."""
     model = _of("qwenimage QwenImageTransformer2DModel", num_layers=6)
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(1, 4096, 64), "encoder_hidden_states": _random(1, 256, 3584),
-        "encoder_hidden_states_mask": torch.ones(1, 256, dtype=torch.bool, device="cuda"),
-        "timestep": _random(1), "img_shapes": [[(1, 64, 64)]],
-    }  # fmt: skip
+    return _called(model, hidden_states=(1, 4096, 64), encoder_hidden_states=(1, 256, 3584),
+                   encoder_hidden_states_mask=_ones(1, 256), timestep=(1,),
+                   img_shapes=[[(1, 64, 64)]])  # fmt: skip
 
 
 def _video(name: str, frames: int) -> Model:
     """1.3B widths, four layers: so many latent frames of 480 x 832."""
     model = _of(name, num_attention_heads=12, num_layers=4, ffn_dim=8960)
-    step = torch.full((1,), 500, device="cuda")
-    hidden, text = _random(1, 16, frames, 60, 104), _random(1, 512, 4096)
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": hidden, "encoder_hidden_states": text, "timestep": step,
-    }  # fmt: skip
+    return _called(model, hidden_states=(1, 16, frames, 60, 104),
+                   encoder_hidden_states=(1, 512, 4096),
+                   timestep=torch.full((1,), 500, device="cuda"))  # fmt: skip
 
 
 def wan() -> Model:
@@ -127,33 +125,28 @@ def sd3_float8() -> Model:
 def ltx() -> Model:
     """LTX-Video: 121 frames of 512 x 704, of which 16 x 16 x 22 tokens come; nothing was tuned."""
     model = _of("ltx LTXVideoTransformer3DModel", num_layers=8)
-    return model, (), {
-        "return_dict": False, "num_frames": 16, "height": 16, "width": 22,
-        "hidden_states": _random(1, 5632, 128), "encoder_hidden_states": _random(1, 128, 4096),
-        "encoder_attention_mask": torch.ones(1, 128, dtype=torch.bool, device="cuda"),
-        "timestep": torch.full((1,), 500, device="cuda"),
-    }  # fmt: skip
+    return _called(
+        model, num_frames=16, height=16, width=22, hidden_states=(1, 5632, 128),
+        encoder_hidden_states=(1, 128, 4096), encoder_attention_mask=_ones(1, 128),
+        timestep=torch.full((1,), 500, device="cuda"),
+    )  # fmt: skip
 
 
 def z_image() -> Model:
     """Z-Image, an image of 1024 x 1024 and 256 tokens of text; nothing was tuned."""
     model = _of("z_image ZImageTransformer2DModel", n_layers=8)
-    return model, (), {
-        "return_dict": False, "x": [_random(16, 1, 128, 128)], "cap_feats": [_random(256, 2560)],
-        "t": _random(1).abs(),
-    }  # fmt: skip
+    image, text = _random(16, 1, 128, 128), _random(256, 2560)
+    return _called(model, x=[image], cap_feats=[text], t=_random(1).abs())
 
 
 def hunyuan_video() -> Model:
     """HunyuanVideo: 33 frames of 544 x 960; nothing was tuned."""
     model = _of("hunyuan_video HunyuanVideoTransformer3DModel", num_layers=2, num_single_layers=4)
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(1, 16, 9, 68, 120), "encoder_hidden_states": _random(1, 256, 4096),
-        "encoder_attention_mask": torch.ones(1, 256, dtype=torch.bool, device="cuda"),
-        "pooled_projections": _random(1, 768), "guidance": _random(1),
-        "timestep": torch.full((1,), 500, device="cuda"),
-    }  # fmt: skip
+    return _called(
+        model, hidden_states=(1, 16, 9, 68, 120), encoder_hidden_states=(1, 256, 4096),
+        encoder_attention_mask=_ones(1, 256), pooled_projections=(1, 768), guidance=(1,),
+        timestep=torch.full((1,), 500, device="cuda"),
+    )  # fmt: skip
 
 
 def skyreels() -> Model:
@@ -167,16 +160,14 @@ def hunyuan_dit() -> Model:
         "hunyuan_transformer_2d HunyuanDiT2DModel", num_layers=6, hidden_size=1408, in_channels=4,
         patch_size=2, sample_size=128, text_len_t5=256, cross_attention_dim=1024,
     )  # fmt: skip
-    texts = {"encoder_hidden_states": (77, 1024), "encoder_hidden_states_t5": (256, 2048)}
-    masks = {"text_embedding_mask": 77, "text_embedding_mask_t5": 256}
-    return model, (), {
-        "return_dict": False,
-        "hidden_states": _random(2, 4, 128, 128), "timestep": _random(2).abs(),
-        **{name: _random(2, *shape) for name, shape in texts.items()},
-        **{n: torch.ones(2, size, device="cuda", dtype=DTYPE) for n, size in masks.items()},
-        "image_meta_size": _random(2, 6), "style": torch.zeros(2, dtype=torch.long, device="cuda"),
-        "image_rotary_emb": (torch.randn(4096, 88, device="cuda"),) * 2,
-    }  # fmt: skip
+    return _called(
+        model, hidden_states=(2, 4, 128, 128), timestep=_random(2).abs(),
+        encoder_hidden_states=(2, 77, 1024), encoder_hidden_states_t5=(2, 256, 2048),
+        text_embedding_mask=_ones(2, 77, dtype=DTYPE),
+        text_embedding_mask_t5=_ones(2, 256, dtype=DTYPE), image_meta_size=(2, 6),
+        style=torch.zeros(2, dtype=torch.long, device="cuda"),
+        image_rotary_emb=(torch.randn(4096, 88, device="cuda"),) * 2,
+    )  # fmt: skip
 
 
 MAKERS = (flux, sd3, qwen, wan, ltx, z_image, hunyuan_video, skyreels, hunyuan_dit)
@@ -198,9 +189,8 @@ def measured(model: nn.Module, inputs: dict[str, Any], how: argparse.Namespace) 
         call = torch.compile(model, backend=backend, options=order)
         variants.add(name, lambda call=call: lambda: pytree.tree_leaves(call(**inputs))[0])
     samples: dict[str, list[float]] = {name: [] for name in variants.calls}
-    for turn in range(ROUNDS):
-        for name in list(samples)[:: -1 if turn % 2 else 1]:
-            samples[name].append(sustained(variants.calls[name]))
+    for name in in_turns([*samples], ROUNDS):
+        samples[name].append(sustained(variants.calls[name]))
     found: dict[str, Any] = {"errors": variants.errors}
     for name, call in variants.calls.items():
         figures = {"ms": statistics.mean(samples[name]), "samples": samples[name]}

@@ -7,8 +7,6 @@ difference between begin and end: the power is taken between two of its steps, w
 repeats without a pause, and multiplied by the time of one call.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib
 import statistics
@@ -38,11 +36,8 @@ class EnergyError(Exception):
 
 
 class Counter:
-    """The energy that the first CUDA device of this process has used.
-
-    Raises EnergyError where there is no such device, no NVML (``pip install nvidia-ml-py``), or no
-    counter.
-    """
+    """The energy that the first CUDA device of this process has used. Raises EnergyError where
+    there is no such device, no NVML (``pip install nvidia-ml-py``), or no counter."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

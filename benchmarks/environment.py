@@ -5,8 +5,6 @@ system.
 Results are committed, so every text that enters one passes through :func:`scrub`.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import fcntl
 import importlib.metadata

@@ -2,8 +2,6 @@
 """The experts of a mixture alone, transformers' module with ``grouped_mm``, for ``headline``: the
 shapes of OLMoE, Qwen3-30B-A3B and Mixtral, under routing at random and by Zipf's law."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

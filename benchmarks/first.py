@@ -6,8 +6,6 @@ and again in a new process with what the first one left there (`again`).
 It builds the model, and counts from the call of ``torch.compile`` to the end of the backward pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import functools
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import environment, worth_models
+from . import environment, measure, worth_models
 
 STOCK = {"llama1b": ("1B", 16), "8b": ("8B",), "qwen3": ("qwen3_8b",), "qwen2": ("qwen2",)}
 CASES = {
@@ -33,12 +31,10 @@ CASES = {
 
 def main(arguments: list[str]) -> None:
     """Measure all; or, as one of the processes, one."""
-    parser = argparse.ArgumentParser("python -m benchmarks first", description=__doc__)
+    parser = measure.parser("first", __doc__)
     add, both = parser.add_argument, ("inductor", "coda")
-    add("file", type=Path)
     add("--case", dest="cases", action="append", choices=CASES, help="repeatable")
     add("--backend", dest="backends", action="append", choices=both, help="repeatable")
-    add("--commit", help="measured commit, where the tree is a copy without .git")
     add("--part", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     cases, backends = given.cases or list(CASES), given.backends or both

@@ -6,16 +6,11 @@
 (``max_autotune``), and by coda, and times them in turns. What cannot be expressed is its error.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import json
 import statistics
 import sys
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import environment, worth
-from .measure import Variants, relative_error
+from .measure import Variants, in_turns, own, parser, relative_error
 
 TURNS = 4
 #: Columns of a partial.
@@ -95,10 +90,7 @@ def prepared(name: str) -> tuple[Variants, dict[str, float]]:
         return grouped[1](*flex_gemm(torch.mm, (a, b), grouped[0], kernel_options=how))
 
     def compiled(function: Any, settings: dict[str, Any], **how: Any) -> Callable[[], Any]:
-        # Dynamo keeps what it compiled by code object: each variant has its own.
-        code, cells = function.__code__.replace(), function.__closure__
-        own = types.FunctionType(code, globals(), None, None, cells)
-        call = torch.compile(own, dynamic=False, **how)
+        call = torch.compile(own(function), dynamic=False, **how)
 
         def run() -> Any:
             with torch.no_grad(), torch._inductor.config.patch(settings):
@@ -123,21 +115,17 @@ def prepared(name: str) -> tuple[Variants, dict[str, float]]:
 
 def main(arguments: list[str]) -> None:
     """Measure all cases into a file."""
-    parser = argparse.ArgumentParser("python -m benchmarks flex", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--case", action="append", choices=SHAPES, help="repeatable")
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
-    given = parser.parse_args(arguments)
+    options = parser("flex", __doc__)
+    options.add_argument("--case", action="append", choices=SHAPES, help="repeatable")
+    given = options.parse_args(arguments)
     about = environment.describe(sys.argv[1:], given.commit, "benchmarks.flex")
     found: dict[str, Any] = {"environment": about | {"torch": torch.__version__}, "results": {}}
     for name in given.case or SHAPES:
         variants, errors = prepared(name)
         samples: dict[str, list[float]] = {each: [] for each in variants.calls}
-        for turn in range(TURNS):
-            for each in samples if turn % 2 == 0 else reversed(samples):
-                with contextlib.suppress(RuntimeError):
-                    ms = worth.sustained(variants.calls[each], 0.2, 0.3)
-                    samples[each].append(ms)
+        for each in in_turns([*samples], TURNS):
+            with contextlib.suppress(RuntimeError):
+                samples[each].append(worth.sustained(variants.calls[each], 0.2, 0.3))
         results = {
             each: {"ms": statistics.median(times), "samples": times, "error": errors.get(each)}
             for each, times in samples.items()

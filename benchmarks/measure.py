@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, errors, and variants of which one may fail."""
+"""Memory, errors, variants of which one may fail, and what commands and their loops share."""
 
-from __future__ import annotations
-
+import argparse
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,26 @@ from .environment import scrub
 
 Call = Callable[[], Any]
 Result = TypeVar("Result")
+
+
+def parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The arguments of ``python -m benchmarks NAME FILE``."""
+    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=about)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    return parser
+
+
+def in_turns(items: Sequence[Any], turns: int) -> Iterator[Any]:
+    """``items`` so many times, there and back."""
+    for turn in range(turns):
+        yield from items if turn % 2 == 0 else reversed(items)
+
+
+def own(function: Any) -> Any:
+    """``function`` with a code object of its own, by which Dynamo keeps what it compiled."""
+    code, cells = function.__code__.replace(), function.__closure__
+    return types.FunctionType(code, function.__globals__, None, None, cells)
 
 
 def device() -> str:
@@ -76,10 +97,8 @@ class Variants:
         self.errors: dict[str, str] = {}
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """`work()`, or None with the reason in `errors`; None also for a name that has one.
-
-        Raises what the device raises if the failure also broke the CUDA context.
-        """
+        """`work()`, or None with the reason in `errors`; None also for a name that has one. Raises
+        what the device raises if the failure also broke the CUDA context."""
         if name in self.errors:
             return None
         result = None

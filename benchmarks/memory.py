@@ -13,14 +13,10 @@ forward pass keeps, and the peak that was predicted. ``python -m benchmarks memo
 for dark pages.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import functools
 import gc
 import json
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +31,7 @@ from coda_inductor.compat import CustomPartitionerFn
 from coda_inductor.gpu import gpu_of
 from coda_inductor.memory import costs
 
-from . import environment, models, worth, worth_models
+from . import environment, measure, models, worth, worth_models
 
 GIB = 2**30
 
@@ -80,11 +76,9 @@ SETTINGS = ("compile:none", "compile:0.5", "compile:ckpt", "coda:none", "coda:0.
 
 def main(arguments: list[str]) -> None:
     """Measure one case under all settings."""
-    parser = argparse.ArgumentParser("python -m benchmarks memory", description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser = measure.parser("memory", __doc__)
     parser.add_argument("--case", choices=CASES, default="8B x8")
     parser.add_argument("--setting", action="append", help="repeatable")
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     parser.add_argument("--draw", type=Path, nargs="+", help="results that FILE shows")
     options = parser.parse_args(arguments)
     if options.draw:
@@ -102,7 +96,7 @@ def main(arguments: list[str]) -> None:
         steps[setting], rows[setting] = prepared(workload, *setting.split(":", 1))
         print(setting, rows[setting], flush=True)
     ready = [setting for setting in steps if "error" not in rows[setting]]
-    for setting in (*ready, *reversed(ready)):
+    for setting in measure.in_turns(ready, 2):
         ms = worth.sustained(steps[setting], 0.5, 1.5)
         samples = rows[setting].setdefault("samples", [])
         samples.append(ms)
@@ -188,10 +182,8 @@ def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[
     def call(**batch: Any) -> Any:
         return workload.model(**batch)
 
-    # Dynamo keeps what it compiled by code object: each setting has its own.
-    own = types.FunctionType(call.__code__.replace(), globals(), None, None, call.__closure__)
     name = "inductor" if backend == "compile" else "coda"
-    function = torch.compile(own, backend=name, dynamic=False, options=options)
+    function = torch.compile(measure.own(call), backend=name, dynamic=False, options=options)
 
     @contextlib.contextmanager
     def setting() -> Iterator[None]:

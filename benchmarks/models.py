@@ -4,8 +4,6 @@
 Random weights make the speed and the rounding real, not what is learnt.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -46,81 +44,51 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
 VIT, IMAGES = _widths(1024, 4096, 16, 24), 64
 #: Tokens of a sequence, of models that take less than 2048.
 SEQUENCES = {"modernbert": 1024, "gpt2": 1024, "bert": 512, "t5": 512}
-#: Name -> (class in transformers, its config): the widths of the model in the comment, and so many
-#: of its layers that a step takes some tens of milliseconds.
+
+
+def _model(
+    kind: str, hidden: int, inner: int, heads: int, layers: int, vocabulary: int, kv: int = 0,
+    **more: Any,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """A class in transformers and its config; ``kv``: heads of keys and values, if it has them."""
+    grouped = {"num_key_value_heads": kv} if kv else {}
+    return kind, _widths(hidden, inner, heads, layers, vocab_size=vocabulary, **grouped, **more)
+
+
+#: The widths of the model in the comment, and so many of its layers that a step takes some tens of
+#: milliseconds: class in transformers, hidden and inner size, heads, layers, vocabulary, kv heads.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": (  # 1.7B
-        "Qwen3ForCausalLM",
-        _widths(2048, 6144, 16, 8, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    "qwen3": _model("Qwen3ForCausalLM", 2048, 6144, 16, 8, 151936, 8, head_dim=128),  # 1.7B
+    "qwen3_8b": _model("Qwen3ForCausalLM", 4096, 12288, 32, 4, 151936, 8, head_dim=128),
+    # all of it
+    "qwen3_14b": _model("Qwen3ForCausalLM", 5120, 17408, 40, 40, 151936, 8, head_dim=128),
+    "qwen2": _model("Qwen2ForCausalLM", 3584, 18944, 28, 4, 152064, 4),  # 7B
+    "gemma2": _model("Gemma2ForCausalLM", 2304, 9216, 8, 8, 256000, 4, head_dim=256),  # 2B
+    "gemma3": _model("Gemma3ForCausalLM", 1152, 6912, 4, 12, 262144, 1, head_dim=256),  # 1B
+    "phi3": _model("Phi3ForCausalLM", 3072, 8192, 32, 8, 32064, 32, pad_token_id=0),  # mini
+    "mistral": _model("MistralForCausalLM", 4096, 14336, 32, 4, 32768, 8),  # 7B
+    "granite": _model(  # 3.3 2B
+        "GraniteForCausalLM", 2048, 8192, 32, 8, 49152, 8, pad_token_id=0, logits_scaling=8.0,
+        attention_multiplier=0.015625, residual_multiplier=0.22, embedding_multiplier=12.0,
     ),
-    "qwen3_8b": (
-        "Qwen3ForCausalLM",
-        _widths(4096, 12288, 32, 4, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    "olmoe": _model(
+        "OlmoeForCausalLM", 2048, 1024, 16, 8, 50304, num_experts=64, num_experts_per_tok=8
     ),
-    "qwen3_14b": (  # all of it
-        "Qwen3ForCausalLM",
-        _widths(5120, 17408, 40, 40, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    "qwen3_moe": _model(  # 30B-A3B
+        "Qwen3MoeForCausalLM", 2048, 6144, 32, 8, 151936, 4, head_dim=128,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
     ),
-    "qwen2": (  # 7B
-        "Qwen2ForCausalLM",
-        _widths(3584, 18944, 28, 4, num_key_value_heads=4, vocab_size=152064),
+    "mixtral": _model("MixtralForCausalLM", 4096, 14336, 32, 2, 32000, 8),  # 8x7B
+    "olmo2": _model("Olmo2ForCausalLM", 4096, 11008, 32, 4, 100352, 32),  # 7B
+    "starcoder2": _model(  # 3B
+        "Starcoder2ForCausalLM", 3072, 12288, 24, 6, 49152, 2, embedding_dropout=0.0,
+        residual_dropout=0.0,
     ),
-    "gemma2": (  # 2B
-        "Gemma2ForCausalLM",
-        _widths(2304, 9216, 8, 8, num_key_value_heads=4, head_dim=256, vocab_size=256000),
+    "gptneox": _model("GPTNeoXForCausalLM", 2048, 8192, 16, 8, 50304),  # Pythia 1.4B
+    "modernbert": _model(  # large
+        "ModernBertForMaskedLM", 1024, 2624, 16, 12, 50368, pad_token_id=0
     ),
-    "gemma3": (  # 1B
-        "Gemma3ForCausalLM",
-        _widths(1152, 6912, 4, 12, num_key_value_heads=1, head_dim=256, vocab_size=262144),
-    ),
-    "phi3": (  # mini
-        "Phi3ForCausalLM",
-        _widths(3072, 8192, 32, 8, num_key_value_heads=32, vocab_size=32064, pad_token_id=0),
-    ),
-    "mistral": (  # 7B
-        "MistralForCausalLM",
-        _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32768),
-    ),
-    "granite": (  # 3.3 2B
-        "GraniteForCausalLM",
-        _widths(2048, 8192, 32, 8, num_key_value_heads=8, vocab_size=49152, pad_token_id=0,
-                attention_multiplier=0.015625, residual_multiplier=0.22, embedding_multiplier=12.0,
-                logits_scaling=8.0),
-    ),
-    "olmoe": (
-        "OlmoeForCausalLM",
-        _widths(2048, 1024, 16, 8, num_experts=64, num_experts_per_tok=8, vocab_size=50304),
-    ),
-    "qwen3_moe": (  # 30B-A3B
-        "Qwen3MoeForCausalLM",
-        _widths(2048, 6144, 32, 8, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
-                num_experts=128, num_experts_per_tok=8, vocab_size=151936),
-    ),
-    "mixtral": (  # 8x7B
-        "MixtralForCausalLM",
-        _widths(4096, 14336, 32, 2, num_key_value_heads=8, vocab_size=32000),
-    ),
-    "olmo2": (  # 7B
-        "Olmo2ForCausalLM",
-        _widths(4096, 11008, 32, 4, num_key_value_heads=32, vocab_size=100352),
-    ),
-    "starcoder2": (  # 3B
-        "Starcoder2ForCausalLM",
-        _widths(3072, 12288, 24, 6, num_key_value_heads=2, vocab_size=49152, embedding_dropout=0.0,
-                residual_dropout=0.0),
-    ),
-    "gptneox": (  # Pythia 1.4B
-        "GPTNeoXForCausalLM",
-        _widths(2048, 8192, 16, 8, vocab_size=50304),
-    ),
-    "modernbert": (  # large
-        "ModernBertForMaskedLM",
-        _widths(1024, 2624, 16, 12, vocab_size=50368, pad_token_id=0),
-    ),
-    "bert": (  # large
-        "BertForMaskedLM",
-        _widths(1024, 4096, 16, 12, vocab_size=30528, hidden_dropout_prob=0.0),
-    ),
+    "bert": _model("BertForMaskedLM", 1024, 4096, 16, 12, 30528, hidden_dropout_prob=0.0),  # large
     "t5": (  # v1.1 large; as many layers decode
         "T5ForConditionalGeneration",
         {"d_model": 1024, "d_ff": 2816, "num_layers": 8, "num_heads": 16, "vocab_size": 32128,

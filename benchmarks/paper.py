@@ -7,8 +7,6 @@ and then asks one after the other for samples. ``python -m benchmarks paper OUT.
 writes docs/results/paper.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import fnmatch
@@ -46,11 +44,9 @@ Call = Callable[..., Any]
 
 def main(arguments: list[str]) -> None:
     """Measure or render; or, as one of the processes, be measured."""
-    parser = argparse.ArgumentParser("python -m benchmarks paper", description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser = measure.parser("paper", __doc__)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a sample, and before it")
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -78,10 +74,9 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
         ended = {"errors": {"process": f"ended; its log is {log.name}"}, "variants": {}}
         result = results[name] = headline.ask(process, "facts") or ended
         able = [(v, mode) for v, each in result["variants"].items() for mode in each]
-        for turn in range(TURNS):
-            for variant, mode in able if turn % 2 == 0 else reversed(able):
-                if (sample := headline.ask(process, [variant, mode])) is not None:
-                    result["variants"][variant][mode].setdefault("samples", []).append(sample)
+        for variant, mode in measure.in_turns(able, TURNS):
+            if (sample := headline.ask(process, [variant, mode])) is not None:
+                result["variants"][variant][mode].setdefault("samples", []).append(sample)
         for variant, mode in able:
             facts = result["variants"][variant][mode]
             facts["median_ms"] = statistics.median(facts.get("samples", [math.nan]))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/results/paper.md and its picture, from what ``python -m benchmarks paper`` measured."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ A file is one that ``python -m coda_inductor tune`` keeps (its last line says wh
 needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

@@ -6,15 +6,10 @@ function, which works in chunks, beside the same results in plain operations.
 over the head and its input and errors against float32. ``trl`` 1.16 is needed for its own.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import statistics
 import sys
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +20,7 @@ from coda_inductor.backend import coda
 from coda_inductor.trl import Head
 
 from . import environment, worth
-from .measure import Variants, peak_mib, relative_error
+from .measure import Variants, in_turns, own, parser, peak_mib, relative_error
 
 TURNS = 4
 CHUNK = 32768  # columns, as TRL's trainers pass it
@@ -49,8 +44,7 @@ def call_of(
         loss = -found[0].mean() - (entropy * found[1].mean() if entropy else 0.0)
         return loss, tuple(x.detach().sum() for x in found[1:] if x is not None)
 
-    # Dynamo keeps what it compiled by code object: each has its own.
-    return types.FunctionType(call.__code__.replace(), globals(), None, None, call.__closure__)
+    return own(call)
 
 
 def prepared(name: str, size: tuple[int, int, int]) -> tuple[Variants, dict[str, Any]]:
@@ -117,23 +111,20 @@ def prepared(name: str, size: tuple[int, int, int]) -> tuple[Variants, dict[str,
 
 def main(arguments: list[str]) -> None:
     """Measure all cases into a file."""
-    parser = argparse.ArgumentParser("python -m benchmarks tokens", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--case", action="append", choices=CASES, help="repeatable")
-    parser.add_argument("--size", type=int, nargs=3, default=(8192, 4096, 151936),
-                        help="tokens, width and vocabulary")  # fmt: skip
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
-    given = parser.parse_args(arguments)
+    options = parser("tokens", __doc__)
+    options.add_argument("--case", action="append", choices=CASES, help="repeatable")
+    options.add_argument("--size", type=int, nargs=3, default=(8192, 4096, 151936),
+                         help="tokens, width and vocabulary")  # fmt: skip
+    given = options.parse_args(arguments)
     about = environment.describe(sys.argv[1:], given.commit, "benchmarks.tokens")
     found: dict[str, Any] = {"environment": about, "size": list(given.size), "results": {}}
     for name in given.case or CASES:
         variants, facts = prepared(name, tuple(given.size))
         samples: dict[str, list[float]] = {each: [] for each in variants.calls}
-        for turn in range(TURNS):
-            for each in samples if turn % 2 == 0 else reversed(samples):
-                call = variants.calls[each]
-                ms = variants.attempt(each, lambda call=call: worth.sustained(call, 0.2, 0.3))
-                samples[each] += [] if ms is None else [ms]
+        for each in in_turns([*samples], TURNS):
+            call = variants.calls[each]
+            ms = variants.attempt(each, lambda call=call: worth.sustained(call, 0.2, 0.3))
+            samples[each] += [] if ms is None else [ms]
         found["results"][name] = {
             each: {"ms": statistics.median(times), "samples": times, **facts.get(each, {})}
             for each, times in samples.items() if times

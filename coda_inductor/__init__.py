@@ -3,37 +3,14 @@
 
 ``model.compile(backend="coda")`` is all that is needed; importing this package is not.
 
-Layer map (imports only point down; ``pyproject.toml`` has the contract)::
+Rooms, from the top down; imports only point down (``pyproject.toml`` has the contract), and
+``docs/architecture.md`` says what each is for::
 
-    cli           the commands of ``python -m coda_inductor``
-    explanation   explain(): the backend's effect on a model, as a table and a page
-    backend       the entry point
-    torchtitan    its trainer's head and loss as one graph
-    transformers, axolotl   a callback that compiles for Trainer and TRL; a plugin of axolotl's
-    trl           TRL's head as operations of the graph
-    pass_mode, op_by_op   the same under backend="inductor"; plain ops where Inductor fails
-    tracing       a graph through the passes and AOTAutograd, without code generation
-    notice, warm   warnings about a whole graph, once per process; reports of cached graphs
-    falls         compiles the user's graph if ours does not compile
-    joint, pipeline   the passes in order, and how they run on a graph
-    dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
-    rewrite       algebra on the aten graph: norms, losses, rotations, FP8
-    memory        the tensors that are kept or computed again, within a limit
-    lowering      the pass that fuses: regions become kernel calls
-    record, sites, plan   notes of one compilation; what is known of each GEMM, and of all together
-    fuse          GEMM + neighbours -> EpilogueProgram
-    kernels       the door: all that is above knows of the kernels what this says
-    tune, locks   measures sites; one process at a time
-    processes     our own processes beside the user's
-    runtime, debug   the custom op, compile workers, launches; debug folders
-    select        is a site legal, with which config, and does it win?
-    mainloop, report   programs in QuACK's kernels; reports of each GEMM
-    codegen, patterns, table   program -> CuTeDSL source; pattern files and their proofs; tables
-    matching, graph     matching on Dynamo's graph; reading and editing graphs
-    optim         optimizers that update weights within the backward pass
-    semantic, program   the ops that idioms become; epilogue programs and their meaning
-    gpu, arch     GPU models and their generations
-    options, refusal, remedies, log, cache_dir, compat, errors   leaf modules
+    cli; explanation, axolotl; backend, torchtitan, transformers; trl; pass_mode, op_by_op; tracing
+    falls, joint; notice, warm; pipeline; memory; dynamo, rewrite, lowering; record; sites; plan
+    fuse; kernels; tune; runtime, debug; select; mainloop, report; codegen, patterns, table
+    matching; graph; optim; semantic; gpu, program, options, locks; arch; refusal; remedies
+    log, cache_dir, processes; compat; errors
 """
 
 import importlib

@@ -4,8 +4,6 @@
 A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
@@ -17,12 +15,7 @@ import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
 
 ABOUT = "What the coda backend does with a model, what makes a script fail, checks, measuring."
-COMMANDS = {
-    "bisect": "coda_inductor.cli.bisect",
-    "check": "coda_inductor.cli.check",
-    "explain": "coda_inductor.cli.explain",
-    "tune": "coda_inductor.cli.tune",
-}
+COMMANDS = ("bisect", "check", "explain", "tune")
 
 
 def _versions() -> Iterable[str]:
@@ -63,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable = "that options={'disable': [...]} takes: passes, patterns, counters"
     parser.add_argument("--names", action=_Print, const=_names, help=disable)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
+    modules = {name: importlib.import_module(f"coda_inductor.cli.{name}") for name in COMMANDS}
     for name, module in modules.items():
         module.arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
     arguments = parser.parse_args(argv)

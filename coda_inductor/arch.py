@@ -5,8 +5,6 @@ Only this module compares compute capabilities. A new generation is one record i
 that nothing has to be measured on users' machines, a table of times (``select/tables``).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping
@@ -124,9 +122,8 @@ HOPPER = Arch(
         "128x256:2x1:co:dyn 256x128:2x1:co:dyn",
     ),
     defaults=f"{_USUAL} 128x256:2x1:co {_all(_USUAL, '128x256:2x1:co', more=':lean')}",
-    # QuACK's cooperative kernels of 192 and 320 rows are left out. In most of them two warpgroups
-    # share the columns of a tile: with an N-major B CuTeDSL ends the process, lean and paired
-    # epilogues are silently wrong, and the correct kernels are not the fastest.
+    # Without QuACK's cooperative kernels of 192 and 320 rows: with an N-major B CuTeDSL ends the
+    # process, lean and paired epilogues are silently wrong, and the others are not the fastest.
     widest=({64: 256, 128: 208, 192: 128}, {64: 256, 128: 256, 256: 208}),
     stages=(4, 2),
     features=frozenset({"counter", "experts", "mixed", "accumulation", "scales", "casts"}),

@@ -5,8 +5,6 @@ It reads the options, runs our passes on Dynamo's graph, and calls Inductor with
 aten graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -66,12 +64,9 @@ def _for_dynamo(error: CodaError) -> Exception:
 
 
 def _compiled(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    mode: str | None,
-    options: Mapping[str, Any] | None,
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None,
     name: str,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     if missing := missing_names():
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return lookup_backend("inductor")(gm, inputs)  # with its own defaults

@@ -9,12 +9,10 @@ only if no other user can have put a file into it:
 - the default folder must belong to this user or to root. One that ``CODA_CACHE_DIR`` names may
   belong to another user and be writable by a group: whoever set the variable decided to share it.
 
-Otherwise there is one warning, and a folder of mode 0700 under the temporary directory is used. If
-``CODA_CACHE_DIR`` names a read-only folder (of a container image), it is read; other files are kept
-where they would be without that variable.
+Otherwise there is one warning, and a folder of mode 0700 under the temporary directory is used. A
+read-only folder in ``CODA_CACHE_DIR`` (of a container image) is read; other files are kept where
+they would be without that variable.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -90,10 +88,7 @@ def writable(path: Path) -> bool:
 @functools.lru_cache(maxsize=1)
 def private_dir() -> Path:
     """A folder of mode 0700 under the temporary directory that only this user can have created.
-
-    Raises:
-        OSError: none can be created.
-    """
+    Raises OSError if none can be created."""
     path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{os.geteuid()}"
     private = unusable(path, owned=True) is None and not path.is_symlink()
     if private and not path.stat().st_mode & 0o077:
@@ -107,11 +102,8 @@ def private_dir() -> Path:
 
 
 def folder(*names: str) -> Path:
-    """The folder ``names`` in :func:`cache_dir`, created if needed.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """The folder ``names`` in :func:`cache_dir`, created if needed. Raises OSError if it cannot be
+    created."""
     path = cache_dir()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been deleted since
     for name in names:
@@ -133,15 +125,12 @@ def share(path: Path) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file atomically, because processes of several containers may write it at the same
-    time. Its mode follows the umask. If writing fails, no partial file remains.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    time. Its mode follows the umask. If writing fails, no partial file remains. Raises OSError if
+    it cannot be written."""
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         share(path.parent)
-    part = temporary(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # on all hosts no other's
     try:
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
         with os.fdopen(handle, "wb") as file:
@@ -151,11 +140,6 @@ def write(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-
-
-def temporary(path: Path) -> Path:
-    """A name in the folder of ``path`` that no other process uses, on this host or another."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def _default(base: str) -> Path:

@@ -9,8 +9,6 @@ graph to Inductor unchanged (:func:`lacking`). Only ``mainloop`` uses names of Q
 is imported after ``mainloop.availability`` has seen each of them in the libraries' files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -33,15 +31,10 @@ _log = logging.getLogger("coda_inductor")
 
 @dataclass(frozen=True)
 class Private:
-    """A private name of a library.
-
-    Attributes:
-        path: its full dotted path.
-        without: the feature that a user loses without it.
-        replacement: its replacement; None for a class or function that raises CodaError, so that
-            only the pass that calls it fails.
-        essential: without it the backend can do nothing.
-    """
+    """A private name of a library: its full dotted ``path``, the feature that a user loses
+    ``without`` it, and its ``replacement``; None for a class or function that raises CodaError, so
+    that only the pass that calls it fails. If it is ``essential``, the backend can do nothing
+    without it."""
 
     path: str
     without: str = "coda does nothing on this torch"
@@ -73,195 +66,126 @@ _NO_CONFIG = types.SimpleNamespace(patch=_no_context)
 _DISPATCHED = "each kernel launch takes some microseconds more on the host"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _EXPLAIN = "explain, check and the command line's tables do not work"
+_NO_V = types.SimpleNamespace(graph=types.SimpleNamespace(cpp_wrapper=True))
+_RESTART = "where Dynamo would start over, stock Inductor compiles"
+_VJP = "the gradient of a user's pattern may fail under a dispatch mode"
+_HOOKS = "_disable_saved_tensors_hooks_during_tracing"
+_NO_OP = "an operator of that name is not recognized"
+
+#: Names without which there is only plain Inductor, by module.
+_ESSENTIAL = {
+    "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
+    "torch._inductor.custom_graph_pass": "CustomGraphPass",
+    "torch._inductor.config": "joint_custom_pre_pass",
+    "torch._inductor": "list_options list_mode_options",
+    "torch._subclasses.fake_tensor": "unset_fake_temporarily",
+    "torch._ops": "OpOverload OpOverloadPacket HigherOrderOperator",
+    "torch.utils._pytree": "tree_map tree_leaves tree_flatten tree_unflatten",
+}
+#: Ops of torch's whose names say that they may go, by namespace.
+_OPS = {
+    "aten": "_grouped_mm _scaled_mm _to_copy _unsafe_index_put _unsafe_masked_index_put_accumulate",
+    "_c10d_functional": "all_gather_into_tensor all_reduce reduce_scatter_tensor wait_tensor",
+}
+#: (path, perhaps "as" its name here, what a user loses without it, what replaces it).
+_ROWS: tuple[tuple[str, str, Any], ...] = (
+    ("torch._functorch.compile_utils.fx_graph_cse",
+     "under a limit of memory more may be kept than was planned", lambda graph: graph),
+    ("torch._inductor.custom_graph_pass.CustomPartitionerFn",
+     "memory budgets and selective checkpoints work as without coda", object),
+    ("torch._dispatch.python.enable_python_dispatcher",
+     "linear layers of a symbolic batch that are split stay one product", _no_context),
+    ("torch._guards.TracingContext",
+     "a graph that must be compiled again, because a kernel is missing, is an error",
+     types.SimpleNamespace(try_get=_nothing)),
+    ("torch._C._dynamo.guards._empty_strided_cuda", _DISPATCHED,
+     lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda")),
+    ("torch._inductor.lowering.fallback_handler", _DISPATCHED, _nothing),
+    ("torch._inductor.lowering.register_lowering", _DISPATCHED, lambda *_, **__: _nothing),
+    ("torch._inductor.ir.ConcatKernel",
+     "gradients of q, k and v are copied before their projections' gradient", False),
+    ("torch._inductor.virtualized.V as virtualized", _DISPATCHED, _NO_V),
+    ("torch._dynamo.lookup_backend", "where coda cannot work, graphs run as they are, uncompiled",
+     lambda _name: lambda gm, _inputs: gm.forward),
+    ("torch._inductor.exc.InductorError",
+     "what Inductor cannot compile is an error, as without coda", _NeverRaised),
+    ("torch._dynamo.exc.RestartAnalysis", _RESTART, _NeverRaised),
+    ("torch._dynamo.exc.SkipFrame", _RESTART, _NeverRaised),
+    ("torch._inductor.compile_fx as inductor_compile",
+     "with coda_inductor.enable(), what Inductor cannot compile is an error",
+     types.SimpleNamespace()),
+    ("torch._functorch.aot_autograd.make_boxed_func",
+     "a graph that runs op by op frees its inputs later", _boxed),
+    (f"torch._dynamo.utils.{_HOOKS} as without_saved_tensors_hooks",
+     "compiling under torch.autograd.graph.saved_tensors_hooks may fail",
+     lambda: lambda function: function),
+    ("torch._inductor.fx_passes.post_grad.remove_noop_ops",
+     "an idiom with a full slice or a clone in it is not recognized", _nothing),
+    ("torch._inductor.decomposition.select_decomp_table",
+     "what is not fused may take one kernel more", dict),
+    ("torch._inductor.pattern_matcher.stable_topological_sort",
+     "activations are kept for the backward pass, not recomputed", None),
+    ("torch._inductor.compile_fx._recursive_pre_grad_passes",
+     "with coda_inductor.enable(), branches of torch.cond are rewritten too", _nothing),
+    # graphs and values
+    ("torch.utils._python_dispatch.TorchDispatchMode", "attention masks are not simplified", None),
+    ("torch._C._current_autograd_node",
+     "changing returned logits in place before backward is not noticed", lambda: _NO_NODE),
+    ("torch._C._will_engine_execute_node",
+     "optim.in_backward updates weights in gradients of other tensors too", lambda _node: True),
+    ("torch.Tensor._make_wrapper_subclass",
+     "a new pattern of a semantic op cannot be proven", None),
+    # the gradient of a user's meaning, as if at top level
+    ("torch.utils._python_dispatch._disable_current_modes", _VJP, _no_context),
+    ("torch._C._dispatch_keyset_full", _VJP, lambda: 0),
+    ("torch._C._dispatch_tls_local_include_set", _VJP, lambda: 0),
+    ("torch._C._ForceDispatchKeyGuard", _VJP, _no_context),
+    ("torch._C._DisableAutocast",
+     "products that run op by op are rounded to float16", _no_context),
+    # reports for users
+    ("torch._dynamo.utils.counters",
+     'torch._dynamo.utils.counters["coda"] stays empty', defaultdict(Counter)),
+    ("torch.distributed.distributed_c10d._get_default_store as default_store",
+     "each rank gives all warnings", _nothing),
+    ("torch._logging._internal.register_log", 'TORCH_LOGS="+coda_inductor" is refused', _nothing),
+    # explain and check: graphs without code generation
+    ("torch._dynamo.backends.common.aot_autograd", _EXPLAIN, None),
+    ("torch._functorch.partitioners.min_cut_rematerialization_partition",
+     "memory budgets, explain and check do not work", None),
+    ("torch._dynamo.exc.BackendCompilerFailed", "explain's errors are Dynamo's", _NeverRaised),
+    ("torch._dynamo.exc.Unsupported", "explain takes no model with graph breaks", _NeverRaised),
+    ("torch._dynamo.exc.UserError",
+     "explain takes no model with graph breaks that depend on data", _NeverRaised),
+    ("torch._dynamo.config as dynamo_config",
+     "explain may show symbolic sizes, and CodaCallback lets DDP cut graphs", _NO_CONFIG),
+    ("torch._functorch.config as functorch_config",
+     "memory budgets are ignored, and explain may leave entries in torch's caches", _NO_CONFIG),
+    ("torch._subclasses.meta_utils.MetaTensorDescriber",
+     "explain shows what a model on meta keeps as torch's kernels for meta would",
+     types.SimpleNamespace(describe_tensor=_nothing)),
+    ("torch._dynamo.pgo", "a size that explain saw may be dynamic later", types.SimpleNamespace()),
+    *((f"torch.ops.{parent}.{name}.default", _NO_OP, f"no {name}")
+      for parent, names in _OPS.items() for name in names.split()),
+)  # fmt: skip
+
+
+def _named(path: str, without: str, replacement: Any) -> tuple[str, Private]:
+    """The name here, by default the last part without underscores in front, and the record."""
+    path, _, name = path.partition(" as ")
+    name = name or path.removesuffix(".default").rpartition(".")[2].lstrip("_")
+    return name, Private(path, without, replacement)
+
 
 #: Torch's private names: the name here -> its record.
 TORCH: dict[str, Private] = {
-    # without these: plain Inductor
     **{
         name: Private(f"{parent}.{name}", essential=True)
-        for parent, names in {
-            "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
-            "torch._inductor.custom_graph_pass": "CustomGraphPass",
-            "torch._inductor.config": "joint_custom_pre_pass",
-            "torch._inductor": "list_options list_mode_options",
-            "torch._subclasses.fake_tensor": "unset_fake_temporarily",
-            "torch._ops": "OpOverload OpOverloadPacket HigherOrderOperator",
-            "torch.utils._pytree": "tree_map tree_leaves tree_flatten tree_unflatten",
-        }.items()
+        for parent, names in _ESSENTIAL.items()
         for name in names.split()
     },
     "inductor_config": Private("torch._inductor.config", essential=True),
-    "fx_graph_cse": Private(
-        "torch._functorch.compile_utils.fx_graph_cse",
-        "under a limit of memory more may be kept than was planned", lambda graph: graph,
-    ),
-    "CustomPartitionerFn": Private(
-        "torch._inductor.custom_graph_pass.CustomPartitionerFn",
-        "memory budgets and selective checkpoints work as without coda", object,
-    ),
-    "enable_python_dispatcher": Private(
-        "torch._dispatch.python.enable_python_dispatcher",
-        "linear layers of a symbolic batch that are split stay one product", _no_context,
-    ),
-    "TracingContext": Private(
-        "torch._guards.TracingContext",
-        "a graph that must be compiled again, because a kernel is missing, is an error",
-        types.SimpleNamespace(try_get=_nothing),
-    ),
-    "empty_strided_cuda": Private(
-        "torch._C._dynamo.guards._empty_strided_cuda", _DISPATCHED,
-        lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda"),
-    ),
-    "fallback_handler": Private(
-        "torch._inductor.lowering.fallback_handler", _DISPATCHED, _nothing
-    ),
-    "register_lowering": Private(
-        "torch._inductor.lowering.register_lowering", _DISPATCHED, lambda *_, **__: _nothing
-    ),
-    "ConcatKernel": Private(
-        "torch._inductor.ir.ConcatKernel",
-        "gradients of q, k and v are copied before their projections' gradient", False,
-    ),
-    "virtualized": Private(
-        "torch._inductor.virtualized.V", _DISPATCHED,
-        types.SimpleNamespace(graph=types.SimpleNamespace(cpp_wrapper=True)),
-    ),
-    "lookup_backend": Private(
-        "torch._dynamo.lookup_backend",
-        "where coda cannot work, graphs run as they are, uncompiled",
-        lambda _name: lambda gm, _inputs: gm.forward,
-    ),
-    "InductorError": Private(
-        "torch._inductor.exc.InductorError",
-        "what Inductor cannot compile is an error, as without coda", _NeverRaised,
-    ),
-    **{
-        name: Private(
-            f"torch._dynamo.exc.{name}", "where Dynamo would start over, stock Inductor compiles",
-            _NeverRaised,
-        )
-        for name in ("RestartAnalysis", "SkipFrame")
-    },
-    "inductor_compile": Private(
-        "torch._inductor.compile_fx",
-        "with coda_inductor.enable(), what Inductor cannot compile is an error",
-        types.SimpleNamespace(),
-    ),
-    "make_boxed_func": Private(
-        "torch._functorch.aot_autograd.make_boxed_func",
-        "a graph that runs op by op frees its inputs later", _boxed,
-    ),
-    "without_saved_tensors_hooks": Private(
-        "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
-        "compiling under torch.autograd.graph.saved_tensors_hooks may fail",
-        lambda: lambda function: function,
-    ),
-    "remove_noop_ops": Private(
-        "torch._inductor.fx_passes.post_grad.remove_noop_ops",
-        "an idiom with a full slice or a clone in it is not recognized", _nothing,
-    ),
-    "select_decomp_table": Private(
-        "torch._inductor.decomposition.select_decomp_table",
-        "what is not fused may take one kernel more", dict,
-    ),
-    "stable_topological_sort": Private(
-        "torch._inductor.pattern_matcher.stable_topological_sort",
-        "activations are kept for the backward pass, not recomputed",
-    ),
-    "recursive_pre_grad_passes": Private(
-        "torch._inductor.compile_fx._recursive_pre_grad_passes",
-        "with coda_inductor.enable(), branches of torch.cond are rewritten too", _nothing,
-    ),
-    # graphs and values
-    "TorchDispatchMode": Private(
-        "torch.utils._python_dispatch.TorchDispatchMode", "attention masks are not simplified"
-    ),
-    "current_autograd_node": Private(
-        "torch._C._current_autograd_node",
-        "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
-    ),
-    "will_engine_execute_node": Private(
-        "torch._C._will_engine_execute_node",
-        "optim.in_backward updates weights in gradients of other tensors too", lambda _node: True,
-    ),
-    "make_wrapper_subclass": Private(
-        "torch.Tensor._make_wrapper_subclass", "a new pattern of a semantic op cannot be proven"
-    ),
-    # the gradient of a user's meaning, as if at top level
-    **{
-        path.rpartition(".")[2].lstrip("_"): Private(
-            path, "the gradient of a user's pattern may fail under a dispatch mode", replacement
-        )
-        for path, replacement in {
-            "torch.utils._python_dispatch._disable_current_modes": _no_context,
-            "torch._C._dispatch_keyset_full": lambda: 0,
-            "torch._C._dispatch_tls_local_include_set": lambda: 0,
-            "torch._C._ForceDispatchKeyGuard": _no_context,
-        }.items()
-    },
-    "DisableAutocast": Private(
-        "torch._C._DisableAutocast", "products that run op by op are rounded to float16",
-        _no_context,
-    ),
-    # reports for users
-    "counters": Private(
-        "torch._dynamo.utils.counters", 'torch._dynamo.utils.counters["coda"] stays empty',
-        defaultdict(Counter),
-    ),
-    "default_store": Private(
-        "torch.distributed.distributed_c10d._get_default_store", "each rank gives all warnings",
-        _nothing,
-    ),
-    "register_log": Private(
-        "torch._logging._internal.register_log", 'TORCH_LOGS="+coda_inductor" is refused', _nothing
-    ),
-    # explain and check: graphs without code generation
-    "aot_autograd": Private("torch._dynamo.backends.common.aot_autograd", _EXPLAIN),
-    "min_cut_rematerialization_partition": Private(
-        "torch._functorch.partitioners.min_cut_rematerialization_partition",
-        "memory budgets, explain and check do not work",
-    ),
-    "BackendCompilerFailed": Private(
-        "torch._dynamo.exc.BackendCompilerFailed", "explain's errors are Dynamo's", _NeverRaised
-    ),
-    "Unsupported": Private(
-        "torch._dynamo.exc.Unsupported", "explain takes no model with graph breaks", _NeverRaised
-    ),
-    "UserError": Private(
-        "torch._dynamo.exc.UserError",
-        "explain takes no model with graph breaks that depend on data", _NeverRaised,
-    ),
-    "dynamo_config": Private(
-        "torch._dynamo.config",
-        "explain may show symbolic sizes, and CodaCallback lets DDP cut graphs", _NO_CONFIG
-    ),
-    "functorch_config": Private(
-        "torch._functorch.config",
-        "memory budgets are ignored, and explain may leave entries in torch's caches", _NO_CONFIG
-    ),
-    "MetaTensorDescriber": Private(
-        "torch._subclasses.meta_utils.MetaTensorDescriber",
-        "explain shows what a model on meta keeps as torch's kernels for meta would",
-        types.SimpleNamespace(describe_tensor=_nothing),
-    ),
-    "pgo": Private(
-        "torch._dynamo.pgo", "a size that explain saw may be dynamic later", types.SimpleNamespace()
-    ),
-    # ops of torch's whose names say that they may go
-    **{
-        name.lstrip("_"): Private(
-            f"torch.ops.{parent}.{name}.default", "an operator of that name is not recognized",
-            f"no {name}",
-        )
-        for parent, names in {
-            "aten": "_grouped_mm _scaled_mm _to_copy _unsafe_index_put "
-            "_unsafe_masked_index_put_accumulate",
-            "_c10d_functional": "all_gather_into_tensor all_reduce reduce_scatter_tensor "
-            "wait_tensor",
-        }.items()
-        for name in names.split()
-    },
-}  # fmt: skip
+    **dict(_named(*row) for row in _ROWS),
+}
 
 #: Of QuACK and CuTeDSL, by module. Without one of them there are no kernels.
 KERNELS: tuple[str, ...] = tuple(

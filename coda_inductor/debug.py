@@ -5,8 +5,6 @@ Each graph has one folder: the graph at each stage as readable Python, the table
 program and generated kernel source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -26,14 +24,8 @@ _numbers = itertools.count()
 
 
 class DebugFolder:
-    """The debug output of the graph ``name``, in a new folder below ``parent`` (None: no output).
-
-    Attributes:
-        path: the folder's path; empty if nothing is written.
-
-    Raises:
-        OptionError: the folder cannot be created.
-    """
+    """The debug output of the graph ``name``, in a new folder below ``parent`` (None: no output),
+    whose path is ``path``. Raises OptionError if the folder cannot be created."""
 
     def __init__(self, name: str, parent: str | None):
         self.folder = None if parent is None else _fresh(Path(parent), name)

@@ -4,8 +4,6 @@
 Leaf module: imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU that a decision is for, and constants that were measured on its model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -79,12 +77,8 @@ class Gpu:
 
 
 def read(path: Path) -> Gpu:
-    """The GPU that a table describes.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError, KeyError, TypeError: it is not a table.
-    """
+    """The GPU that a table describes. Raises OSError if it cannot be read, and ValueError,
+    KeyError, TypeError if it is not a table."""
     data = json.loads(path.read_text())
     constants: dict[str, Any] = data["constants"]
     constants["capability"] = tuple(constants["capability"])
@@ -115,21 +109,14 @@ def gpu_of(device=None) -> Gpu:
 
 @functools.lru_cache(maxsize=64)
 def _gpu(index: int, setting: str | None) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    return match_gpu(
-        properties.name,
-        (properties.major, properties.minor),
-        properties.multi_processor_count,
-        tables(setting),
-    )
+    found = torch.cuda.get_device_properties(index)
+    capability = found.major, found.minor
+    return match_gpu(found.name, capability, found.multi_processor_count, tables(setting))
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU model with a table that has the short name ``name``, e.g. "h200".
-
-    Raises:
-        OptionError: there is no table of such a GPU.
-    """
+    """The GPU model with a table that has the short name ``name``, e.g. "h200". Raises OptionError
+    if there is no table of such a GPU."""
     gpus = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
     if (gpu := gpus.get(name.lower())) is None:
         names = ", ".join(gpus)
@@ -142,10 +129,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def match_gpu(
-    name: str,
-    capability: tuple[int, int],
-    processors: int,
-    shipped: dict[str, Gpu],
+    name: str, capability: tuple[int, int], processors: int, shipped: dict[str, Gpu]
 ) -> Gpu:
     """The GPU with these properties: from its table, else with its own number of processors and the
     constants of a GPU of its generation, the one with the most similar name (for an H20: an H200).

@@ -8,8 +8,6 @@ main loops, and :class:`Reference`, torch's ops, which Inductor compiles. The na
 classes are what a graph or a message needs to know of the kernels besides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -57,13 +55,10 @@ class Kernels(Protocol):
 
 
 class Quack:
-    """Our epilogues in QuACK's main loops. Importing it imports no kernel library.
+    """Our epilogues in QuACK's main loops. Importing it imports no kernel library."""
 
-    Attributes:
-        facts: what its answers depend on, besides the site: each fact by its name, with the
-            function that reads it. They are part of the keys of torch's caches.
-    """
-
+    #: What its answers depend on, besides the site: the function that reads each fact, by its name.
+    #: They are part of the keys of torch's caches.
     facts: Mapping[str, Callable[[], Any]] = {
         "versions": availability.identity,
         "measurements": generation,
@@ -78,8 +73,7 @@ class Quack:
         copied = map(unaligned, names, matrices)
         return site.refusal or next((why for why in copied if why is not None), None)
 
-    def choose(self, site: Site, *, gated: bool, store: Measurements | None) -> Choice:
-        return select(site, gated=gated, store=store)
+    choose = staticmethod(select)
 
     def requests(self, call: Node) -> list[pool.KernelRequest]:
         """The kernels that ``call``, a call of the op, may launch, to be compiled before it."""

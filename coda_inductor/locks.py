@@ -5,8 +5,6 @@ The locks are the operating system's: one is free as soon as the process that he
 that happens. There is no collective, so no rank waits for a rank that never comes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterator

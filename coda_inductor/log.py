@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One logger, one warning per cause and host, and the counters that users and tests read."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

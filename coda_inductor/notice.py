@@ -2,12 +2,9 @@
 """Warnings, each once per process. Before a model compiles: no kernel will run, or
 DistributedDataParallel splits the model. Afterwards: a request of the user had no effect.
 
-They are not errors, even with ``strict``, which is about single sites that fail. Without kernels,
-programs run as plain torch ops, which is how models are developed and tested on a CPU. With
-``options={"reference": True}`` the user asks for that.
+They are not errors, even with ``strict``, which is about single sites that fail: without kernels,
+programs run as plain torch ops, which is how models are developed and tested on a CPU.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,7 +51,7 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
         )
 
 
-def after_matching(gm: GraphModule, record: Record) -> None:
+def after_matching(gm: GraphModule, record: "Record") -> None:
     """Warn if a pattern of the user's occurs nowhere in the first graph with a product."""
     options, names = record.options, {why.what for why in record.report.refusals}
     if record.dry or not options.patterns or options.numerics == "eager" or not _has_product(gm):
@@ -68,7 +65,7 @@ def after_matching(gm: GraphModule, record: Record) -> None:
             _tell(pattern.name, text)
 
 
-def after_fusing(record: Record) -> None:
+def after_fusing(record: "Record") -> None:
     """Warn if no GEMM of this or any earlier graph is fused, if the option ``memory`` had nothing
     to limit, and of disabled names that stopped nothing."""
     sites, options = record.report.sites, record.options
@@ -122,7 +119,7 @@ def _has_product(gm: GraphModule) -> bool:
     return any(name.split(".")[0] in _PRODUCTS for name in names)  # mm, and aten's mm.default
 
 
-def _graph(record: Record) -> str:
+def _graph(record: "Record") -> str:
     return "the graph" if record.name == "graph" else record.name
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of ``torch.compile(model, backend="coda", options={...})``, parsed and checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -39,39 +37,31 @@ EVERYTHING, GEMM = "*", "gemm:"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a user.
+    """The options of a user, which docs/options.md explains.
 
     Attributes:
-        debug: write a folder for each compiled graph (also ``CODA_DEBUG=1``).
-        debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
-        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen
-            (also ``CODA_STRICT=1``).
-        patterns: extra pattern files, or folders of them, tried before the built-in ones (also
-            ``CODA_PATTERNS``, separated by ``os.pathsep``, but not under ``python -I``).
+        debug: write a folder for each compiled graph.
+        debug_dir: where the debug folders go.
+        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
+        patterns: extra pattern files, or folders of them, tried before the built-in ones.
         disable: names of patterns, passes or counters that must not fire; ``"gemm:PATH"`` for the
-            GEMMs of a module, which are then not fused; ``"*"`` for stock Inductor (also
-            ``CODA_DISABLE``, separated by commas).
+            GEMMs of a module, which are then not fused; ``"*"`` for stock Inductor.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
         tune: ``"always"`` measures every site of a graph without a measurement of its own, and then
-            plans the graph again; ``"never"`` none; ``"auto"`` (the default) does so where
-            Inductor's ``max_autotune`` is set, as the modes ``"max-autotune"`` and
-            ``"max-autotune-no-cudagraphs"`` do. Also ``CODA_TUNE``. Measurements are kept; ``python
-            -m coda_inductor tune`` measures ahead.
+            plans the graph again; ``"never"`` none; ``"auto"`` does so where Inductor's
+            ``max_autotune`` is set.
         tune_seconds: how long that may take for one graph.
         reference: run every fused site in the reference executor even if kernels exist, with the
             kernels' numerics on every device: products are not rounded before their epilogue.
-        numerics: ``"eager"`` rounds each value where eager does, in epilogues and, by
-            ``emulate_precision_casts``, in Inductor's kernels: rewrites that round elsewhere are
-            off. ``"fused"`` (the default) rounds only stored values.
-        fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
-            un-normalized operand can exceed float16's range.
-        memory: how much memory a training step may take. A number of bytes with its unit, as "40
-            GiB": the peak on the device, with weights, gradients and everything that other tensors
-            hold when the graph is compiled. "fit": the memory that is free then, less 5 %. A number
-            from 0 to 1: the share of what torch.compile keeps for the backward pass, as
-            ``torch._functorch.config.activation_memory_budget``. Tensors beyond that are computed
-            again, the cheapest first. None (the default): torch's own setting.
+        numerics: ``"eager"`` rounds each value where eager does, in epilogues and in Inductor's
+            kernels: rewrites that round elsewhere are off. ``"fused"`` rounds only stored values.
+        fp16_norms: let RMSNorm's row scale move past float16 GEMMs, where the un-normalized operand
+            can exceed float16's range.
+        memory: how much memory a training step may take. Bytes: the peak on the device, with all
+            that other tensors hold when the graph is compiled. "fit": the memory that is free then,
+            less 5 %. A number from 0 to 1: the share of what torch.compile keeps for the backward
+            pass. Tensors beyond that are computed again. None: torch's own setting.
         inductor: Inductor's own options, passed on.
     """
 
@@ -112,22 +102,23 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         OptionError: unknown key or mode, or a value of the wrong type; lists what is allowed.
         PatternError: a pattern path does not exist.
     """
+    # Where the environment is ignored (python -I), it must not name files with code.
+    patterns = () if sys.flags.ignore_environment else _listed("CODA_PATTERNS", os.pathsep)
     values: dict[str, Any] = {
         "debug": _env_flag("CODA_DEBUG"),
         "strict": _env_flag("CODA_STRICT"),
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
-        "patterns": _env_patterns(),
+        "patterns": patterns,
         "disable": env_disable(),
+        "tune": _check("tune", os.environ.get("CODA_TUNE") or "auto", "CODA_TUNE"),
     }
-    if tune := os.environ.get("CODA_TUNE"):
-        values["tune"] = _check("tune", tune, "CODA_TUNE")
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(
             f"options is a dict of names and values, as {{'debug': True}}, got {options!r}"
         )
-    inductor = dict(_mode_options(mode))
+    given, inductor = options or {}, dict(_mode_options(mode))
     inductor_names = set(list_options())
-    for key, value in (options or {}).items():
+    for key, value in given.items():
         if key in ("patterns", "disable"):  # before the environment's
             values[key] = tuple(dict.fromkeys((*_check(key, value), *values[key])))
         elif key in _KEYS:
@@ -143,38 +134,33 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 f"are {', '.join(sorted(_KEYS))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )
-    _warn_without_effect(values)
-    if "debug_dir" in (options or {}) and "debug" not in (options or {}) and not values["debug"]:
-        say_once("option 'debug_dir' has no effect without {'debug': True}")
+    _warn_without_effect(given, values)
     for path in values["patterns"]:
         if not Path(path).exists():
-            from_options = path in (options or {}).get("patterns", ())
-            name = "option 'patterns'" if from_options else "CODA_PATTERNS"
+            name = "option 'patterns'" if path in given.get("patterns", ()) else "CODA_PATTERNS"
             raise PatternError(f"{name}: no such file {path!r}; give paths of .py files or folders")
     return Options(**values, inductor=inductor)
 
 
-def _warn_without_effect(values: Mapping[str, Any]) -> None:
+def _warn_without_effect(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for key, other, value in _WITHOUT_EFFECT:
         if values.get(key) and values.get(other) == value:
             say_once(f'option {key!r} has no effect where {other!r} is "{value}"')
+    if "debug_dir" in given and "debug" not in given and not values["debug"]:
+        say_once("option 'debug_dir' has no effect without {'debug': True}")
 
 
 def _env_flag(name: str) -> bool:
     return os.environ.get(name, "").lower() not in _OFF
 
 
-def _env_patterns() -> tuple[str, ...]:
-    """The pattern files in ``CODA_PATTERNS``; none under ``python -I`` or ``-E``, because then the
-    environment must not name files with code."""
-    if sys.flags.ignore_environment:
-        return ()
-    return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
+def _listed(name: str, separator: str) -> tuple[str, ...]:
+    return tuple(filter(None, os.environ.get(name, "").split(separator)))
 
 
 def env_disable() -> tuple[str, ...]:
     """The names in ``CODA_DISABLE``."""
-    return tuple(name for name in os.environ.get("CODA_DISABLE", "").split(",") if name)
+    return _listed("CODA_DISABLE", ",")
 
 
 def _mode_options(mode: str | None) -> Mapping[str, Any]:
@@ -191,8 +177,7 @@ def _check_inductor(key: str, value: Any) -> Any:
     """``value`` of Inductor's option ``key``, if it has the setting's type."""
     expected = inductor_config.get_type(key.replace("-", "_"))
     if typing.get_origin(expected) is None and not isinstance(value, expected):
-        text = f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}"
-        raise OptionError(text)
+        raise OptionError(f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}")
     return value
 
 
@@ -233,17 +218,10 @@ def _memory(value: Any) -> int | float | str | None:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]i?)?B\s*", value)
-        if isinstance(value, str)
-        else None
-    )
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT])(i?))?B\s*", str(value))
     if match is not None and float(match[1]) > 0:
-        unit = match[2] or ""
-        return int(
-            float(match[1])
-            * (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1] or " ")
-        )
+        unit = 1024 if match[3] else 1000
+        return int(float(match[1]) * unit ** " KMGT".index(match[2] or " "))
     raise OptionError(
         f'option \'memory\' takes a peak with its unit ("40 GiB"), "fit" or a number from 0 to 1, '
         f"got {value!r}"

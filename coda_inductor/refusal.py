@@ -78,11 +78,7 @@ class Refused(Exception):  # noqa: N818 (carries a reason to the caller; not a f
 
 
 def refuse(code: str, text: str, *, failure: bool = False) -> Refusal:
-    """Create a refusal.
-
-    Raises:
-        KeyError: ``code`` has no remedy; every code must have one.
-    """
+    """Create a refusal. Raises KeyError if ``code`` has no remedy; every code must have one."""
     REMEDIES[code]
     return Refusal(code, text, failure=failure)
 

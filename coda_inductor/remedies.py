@@ -5,8 +5,6 @@ Every code that the package uses is listed here, once; a test compares. Codes wi
 its text, which does not repeat what the reasons say.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

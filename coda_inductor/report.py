@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of each GEMM: plain records for debug output, the demo and users."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -47,20 +45,19 @@ UNFUSED = Choice("unfused")
 
 @dataclass
 class SiteReport:
-    """One GEMM (or gate/up pair of GEMMs). It stands on the call of its kernel too, so that a
-    kernel that does not compile is told of here.
+    """One GEMM (or gate/up pair of GEMMs). It stands on the call of its kernel too.
 
     Attributes:
         site: the path of the GEMM's module, e.g. ``model.layers.0.mlp.down_proj``; its node name in
             the graph if the graph names no module. Pairs name both.
-        shape: (M, N, K); M is an int or a symbolic expression. N is one GEMM's N, also for pairs; K
-            is the total of all terms where several GEMMs are summed in one.
+        shape: (M, N, K); M may be symbolic. N is one GEMM's N, also for pairs; K is the total where
+            several GEMMs are summed in one.
         patterns: names of the patterns whose ops it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
         bytes_before: bytes read and written by the GEMM and by one elementwise kernel for the
-            absorbed ops; each kernel counts a tensor once (no cache, no retries).
-        bytes_after: the same for the fused kernel, also where the program runs as plain ops
-            (``how``), which move more; equal to ``bytes_before`` when not fused.
+            absorbed ops; each kernel counts a tensor once.
+        bytes_after: the same for the fused kernel, also where the program runs as plain ops, which
+            move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         stops: the ops where the epilogue ended, with reasons; fused sites only.
         choice: how it runs, and the reason if not as a kernel.
@@ -78,7 +75,7 @@ class SiteReport:
     role: str = "forward"
     stops: tuple[Refusal, ...] = ()
 
-    def __deepcopy__(self, _memo: object) -> SiteReport:
+    def __deepcopy__(self, _memo: object) -> "SiteReport":
         return self  # torch copies graphs, whose calls keep their reports
 
     @property
@@ -124,8 +121,7 @@ class SiteReport:
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of memory traffic that a kernel saves; 0 if not fused. If ``how`` is
-        ``"reference"``, no kernel runs and they are not saved."""
+        """Bytes of memory traffic that a kernel saves, if it runs; 0 if not fused."""
         return self.bytes_before - self.bytes_after
 
 

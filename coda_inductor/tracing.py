@@ -2,20 +2,13 @@
 """Run a Dynamo graph through our passes, AOTAutograd and the partitioner as in Inductor, but
 without code generation. ``explain``, ``check`` and the tests run our passes in this way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.compat import (
-    aot_autograd,
-    make_boxed_func,
-    min_cut_rematerialization_partition,
-    select_decomp_table,
-)
+from coda_inductor import compat
 from coda_inductor.graph.edit import separate_results
 from coda_inductor.joint import rewrite
 from coda_inductor.memory.partition import Partitioner
@@ -45,28 +38,25 @@ class Traced:
 
 
 def dry_run(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    record: Record,
-    passes: Callable[..., None] = rewrite,
+    gm: GraphModule, inputs: Sequence[Any], record: Record, passes: Callable[..., None] = rewrite
 ) -> Traced:
     """Run our passes on Dynamo's graph ``gm``, in place, and ``passes`` on the graph that
     AOTAutograd traces from it. A dry record plans for no peak of memory, because that depends on
     the device's memory in use."""
     plans = not record.dry or isinstance(record.options.memory, float | None)
     wrap = on_dynamo(gm, record)
-    splits = Partitioner(lambda: record, str) if plans else min_cut_rematerialization_partition
+    splits = (
+        Partitioner(lambda: record, str) if plans else compat.min_cut_rematerialization_partition
+    )
     traced = trace(gm, inputs, lambda graph: passes(graph, record, plans=plans), splits)
     traced.wrapper, traced.call = wrap, wrap(traced.call)
     return traced
 
 
 def trace(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    passes: Callable[[Graph], None] | None = None,
-    splits: Callable[..., Any] = min_cut_rematerialization_partition,
-) -> Traced:
+    gm: GraphModule, inputs: Sequence[Any], passes: Callable[[Graph], None] | None = None,
+    splits: Callable[..., Any] = compat.min_cut_rematerialization_partition,
+) -> Traced:  # fmt: skip
     """Trace ``gm``, with ``passes`` in the place of ``joint_custom_pre_pass``, and split it by
     ``splits`` into forward and backward pass."""
     traced = Traced()
@@ -95,15 +85,11 @@ def trace(
     def as_is(part: GraphModule, _inputs: Any) -> Any:
         separate_results(part.graph)
         part.recompile()
-        return make_boxed_func(part.forward)
+        return compat.make_boxed_func(part.forward)
 
-    compiler = aot_autograd(
-        fw_compiler=as_is,
-        bw_compiler=as_is,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )
+    compiler = compat.aot_autograd(
+        fw_compiler=as_is, bw_compiler=as_is, inference_compiler=inference, partition_fn=partition,
+        decompositions=compat.select_decomp_table(), keep_inference_input_mutations=True,
+    )  # fmt: skip
     traced.call = compiler(gm, inputs)
     return traced

@@ -6,8 +6,6 @@ of the cache folder, and its name a hash of what torch compiles. A graph without
 report.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

@@ -7,8 +7,6 @@ what each GEMM absorbs, the error of the logits against float32, and on a GPU th
 Usage: python examples/demo.py [--debug]
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import statistics

@@ -13,8 +13,6 @@ transformers makes a mask of their positions, and coda skips the blocks that it 
 :func:`batches` by your data.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -5,8 +5,6 @@ schedule, accumulation without communication, a checkpoint of all ranks.
 Usage: torchrun --nproc-per-node GPUS examples/pretrain_fsdp2.py      (python runs one rank)
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -15,7 +15,7 @@ from zoo.users import MISH, write
 from coda_inductor import backend, notice
 from coda_inductor.errors import FallbackError
 from coda_inductor.gpu import H100, match_gpu, tables
-from coda_inductor.mainloop import availability, requirements
+from coda_inductor.mainloop import availability, environment
 from coda_inductor.options import parse
 from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
@@ -117,11 +117,11 @@ def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
 
 def test_ranges_are_what_pip_is_asked_for_and_the_readme_says():
     text = (ROOT / "pyproject.toml").read_text()
-    for needed in (requirements.QUACK, requirements.CUTEDSL):
+    for needed in (environment.QUACK, environment.CUTEDSL):
         found = re.findall(rf'"{needed.package}(?:\[\w+\])?([<>=][^";]*)', text)
         assert len(found) == 2  # extras cuda and kernels-test
         assert {needed.package + spec for spec in found} == {needed.spec}
-    *first, last = requirements.TESTED_TORCH
+    *first, last = environment.TESTED_TORCH
     assert f'"torch>={first[0]}"' in text
     assert f"{', '.join(first)} and {last}" in (ROOT / "README.md").read_text()
 

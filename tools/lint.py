@@ -7,8 +7,6 @@ that it is two ideas), and that sources and documents are ASCII.
 Usage: python3 tools/lint.py [CHECK ...]
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -7,8 +7,6 @@ diffusion transformers, forward only. Usage: python3 tools/model_table.py [NAME 
 rows, or without names writes the page. Without diffusers, that section stays as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
@@ -92,12 +90,9 @@ def _table(heads: list[str], makers: Any, names: Any) -> str:
 
 
 def row(family: str, make: Any, *, training: bool) -> list[str]:
-    """One line of a table, of the first of a few random models that is as exact as eager's: at
-    such sizes the ratio of two rounding errors is between 0.7 and 1.4, as chance has it.
-
-    Raises:
-        AssertionError: the family does not agree with eager.
-    """
+    """One line of a table, of the first of a few random models that is as exact as eager's: at such
+    sizes the ratio of two rounding errors is between 0.7 and 1.4, as chance has it. Raises
+    AssertionError if the family does not agree with eager."""
     for seed in range(SEEDS):
         try:
             return _row(family, make, seed, training)

@@ -11,8 +11,6 @@ kernels', and as ``explain`` tells it for an H100, where nothing is too small to
     diff OLD.json NEW.json
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -4,8 +4,6 @@
 Usage: python tools/writes.py, for the table of docs/internals/writes.md
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

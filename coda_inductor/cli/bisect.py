@@ -6,8 +6,6 @@ good, any other is bad: a script that checks a result must raise if it is wrong.
 succeeds, all runs are strict: then a fallback is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -36,12 +34,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search for the culprit and print it. Returns 0.
-
-    Raises:
-        OptionError: there is no such script.
-        CodaError: the script succeeds, or it fails without this backend too.
-    """
+    """Search for the culprit and print it. Returns 0. Raises OptionError if there is no such
+    script, and CodaError if the script succeeds, or it fails without this backend too."""
     name = str(arguments.script)
     if not arguments.script.is_file():
         raise OptionError(f"no such script: {name}")
@@ -67,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cause(
-    name: str, script: _Script, error: str, changed: list[str], fired: list[str], fused: list[str]
+    name: str, script: "_Script", error: str, changed: list[str], fired: list[str], fused: list[str]
 ) -> str:
     """The culprit that makes the script fail, and how to go on without it."""
     out = passes = script.guilty("passes", changed) or script.guilty("passes", PASSES)
@@ -124,11 +118,9 @@ class _Script:
 
 
 def _halve(
-    names: Sequence[str],
-    fails: Callable[[Sequence[str]], str],
-    out: dict[str, str],
+    names: Sequence[str], fails: Callable[[Sequence[str]], str], out: dict[str, str],
     error: str = "",
-) -> str:
+) -> str:  # fmt: skip
     """Find the ``names`` that fail and add them to ``out``, with their errors. ``fails(part)``
     returns the error with the names ``part``; if it is empty, all later calls include that part.
     Returns the error with all names, which is ``error`` if the caller knows it."""

@@ -6,8 +6,6 @@ A folder means all pattern files in it. Each result is one line of any length, s
 work.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -58,11 +56,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every file. Returns 0 if all checks pass, 1 if any fails.
-
-    Raises:
-        OptionError: there is no such file, or a folder has no pattern file.
-    """
+    """Check every file. Returns 0 if all checks pass, 1 if any fails. Raises OptionError if there
+    is no such file, or a folder has no pattern file."""
     results: list[Result] = []
     try:
         files = [file for path in arguments.files for file in expand(path)]
@@ -168,7 +163,8 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
         why = "nothing was rewritten, so there is nothing to compare"
         yield Result(pattern.name, f"float64 {name}", "skip", why)
         return
-    error = max(map(_distance, trial.results, trial.eager))
+    pairs = zip(trial.results, trial.eager, strict=True)
+    error = max(((have - want).abs().max() / want.abs().max()).item() for have, want in pairs)
     text = f"output and {len(trial.eager) - 1} gradients within {error:.1e}"
     yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
 
@@ -181,13 +177,10 @@ def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
     missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
     text += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
     text += f"; left to Inductor: {', '.join(sorted(set(trial.left)))}" if trial.left else ""
-    text += f". Refused: {'; '.join(trial.refused)}" if trial.refused else ""
-    excused = pattern.meaning is None and trial.refused
+    refused = trial.record.report.near_misses
+    text += f". Refused: {'; '.join(refused)}" if refused else ""
+    excused = pattern.meaning is None and refused
     return ("pass" if not missing else "skip" if excused else "fail"), text
-
-
-def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
-    return ((have - want).abs().max() / want.abs().max()).item()
 
 
 def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
@@ -201,7 +194,7 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     trial = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)}, {site.role}, in bfloat16", render(site.program))
-        for site in trial.sites
+        for site in trial.record.report.sites
         if site.program is not None and any(p.startswith(pattern.name) for p in site.patterns)
     )
     text = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"

@@ -2,8 +2,6 @@
 """Say what the backend does with a model of any size, on any machine: a table,
 and with --out a page."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -27,12 +25,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain the model, print the table and save the page. Returns 0.
-
-    Raises:
-        OptionError: the model does not exist, or the page cannot be written to that place.
-        CodaError: the model cannot be traced, or writing the page fails.
-    """
+    """Explain the model, print the table and save the page. Returns 0. Raises OptionError if the
+    model does not exist, or the page cannot be written to that place, and CodaError if the model
+    cannot be traced, or writing the page fails."""
     from coda_inductor.explanation import explain
 
     if arguments.out and (why := _unwritable(Path(arguments.out).resolve())):

@@ -4,8 +4,6 @@
 returns (model, args) or (model, args, kwargs). It is not run, and --hf models
 take no memory."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -49,12 +47,9 @@ def model_of(
     arguments: argparse.Namespace, tokens: int | None
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """The model that the arguments name, and its arguments: (model, args, kwargs). ``tokens``: the
-    length of a sequence, for Hugging Face models; None for 2048, or the model's maximum.
-
-    Raises:
-        OptionError: there is no such model; tells what to write.
-        ExplainError: transformers is missing.
-    """
+    length of a sequence, for Hugging Face models; None for 2048, or the model's maximum. Raises
+    OptionError, which tells what to write, if there is no such model, and ExplainError if
+    transformers is missing."""
     if (arguments.target is None) == (arguments.hf is None):
         raise OptionError("name either FILE.py:FUNCTION or --hf FAMILY")
     if arguments.hf is not None:
@@ -82,9 +77,7 @@ def _function(target: str) -> Callable[[], Any]:
         path = Path(file)
         if not path.is_file():
             raise OptionError(f"no such file: {file}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None, "a .py file has a loader"
-        assert spec.loader is not None, "a .py file has a loader"
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # pickles and dataclasses of the file look it up
         spec.loader.exec_module(module)
@@ -164,11 +157,8 @@ def speaks(model: Callable[..., Any]) -> bool:
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the backend in the arguments.
-
-    Raises:
-        OptionError: an option is unknown, or has a bad value.
-    """
+    """The options of the backend in the arguments. Raises OptionError if an option is unknown, or
+    has a bad value."""
     options = dict(_setting(text, "--option") for text in arguments.option)
     try:
         parse(None, options)

@@ -8,10 +8,7 @@ and a GEMM reads the result::
     result = idiom(x @ w0, x @ w1) @ down
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +19,6 @@ from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.record import Record
-from coda_inductor.report import SiteReport
 from coda_inductor.semantic.define import parameters
 from coda_inductor.tracing import dry_run
 
@@ -30,13 +26,10 @@ ROWS, K, N = 24, 32, 40
 
 
 class Example(nn.Module):
-    """``idiom`` between GEMMs, as a module. Inputs are ``ROWS`` x ``K``, tensors ``ROWS`` x ``N``.
-
-    Args:
-        idiom: one spelling of the pattern.
-        example: a shape for each tensor and a value for each number, by parameter. Tensors shaped
-            like the first one are results of GEMMs; others are parameters of N columns.
-    """
+    """``idiom``, one spelling of a pattern, between GEMMs, as a module. Inputs are ``ROWS`` x
+    ``K``, tensors ``ROWS`` x ``N``. ``example``: a shape for each tensor and a value for each
+    number, by parameter. Tensors shaped like the first one are results of GEMMs; others are
+    parameters of N columns."""
 
     def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any]):
         super().__init__()
@@ -79,69 +72,23 @@ def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
     return None
 
 
-@dataclass
 class Trial:
-    """One run: the output and the gradients, rewritten (``results``) and ``eager``, and the work of
-    the passes. ``left``: the pattern's aten ops that no GEMM absorbed; ``refused``: the near misses
-    of the report."""
+    """One run: a torch.compile backend that runs our passes, then the aten graphs eagerly.
 
-    results: list[Tensor]
-    eager: list[Tensor]
-    raised: int
-    counts: dict[str, int]
-    sites: list[SiteReport]
-    left: list[str]
-    refused: list[str]
-
-    @property
-    def traffic(self) -> int:
-        """The bytes that GEMMs read and write."""
-        return sum(site.bytes_after for site in self.sites)
-
-    @property
-    def absorbed(self) -> int:
-        """The number of ops that run in the epilogues of GEMMs."""
-        return sum(len(site.absorbed) for site in self.sites)
-
-
-def try_out(
-    pattern: Pattern,
-    path: str,
-    idiom: Callable[..., Tensor],
-    *,
-    dtype: torch.dtype,
-    disable: tuple[str, ...] = (),
-) -> Trial:
-    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled.
-
-    Raises:
-        CodaError: whatever fails inside the passes.
+    Attributes:
+        results, eager: the output and the gradients, with our passes and without.
+        raised: how often the pattern's op was put into Dynamo's graph.
+        counts: the counters of the passes.
+        left: the pattern's aten ops that no GEMM absorbed.
+        record: has the report, of GEMMs and near misses.
     """
-    torch.manual_seed(0)
-    model = Example(idiom, example_of(pattern)).to(dtype)
-    x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
-    backend = _Passes(pattern, path, disable)
-    torch.compiler.reset()
-    counters["coda"].clear()
-    results = step(torch.compile(model, backend=backend), model, x, dy)
-    report, counts = backend.record.report, dict(counters["coda"])
-    work = backend.raised, counts, report.sites, backend.left, report.near_misses
-    return Trial(results, step(model, model, x, dy), *work)
-
-
-def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """Forward and backward: the output, the gradients of ``x`` and of the model's parameters."""
-    x = x.clone().requires_grad_()
-    output = function(x)
-    return [output.detach(), *torch.autograd.grad(output, [x, *model.parameters()], dy)]
-
-
-class _Passes:
-    """A torch.compile backend: our passes, then the aten graphs, which run eagerly."""
 
     def __init__(self, pattern: Pattern, path: str, disable: tuple[str, ...]):
         self.pattern, self.raised = pattern, 0
         self.left: list[str] = []
+        self.results: list[Tensor] = []
+        self.eager: list[Tensor] = []
+        self.counts: dict[str, int] = {}
         options = {"strict": True, "patterns": [path], "disable": list(disable)}
         self.record = Record(parse(None, options), "check")
 
@@ -153,3 +100,38 @@ class _Passes:
             if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
                 self.left.append(str(node.target))
         return traced.call
+
+    @property
+    def traffic(self) -> int:
+        """The bytes that GEMMs read and write."""
+        return sum(site.bytes_after for site in self.record.report.sites)
+
+    @property
+    def absorbed(self) -> int:
+        """The number of ops that run in the epilogues of GEMMs."""
+        return sum(len(site.absorbed) for site in self.record.report.sites)
+
+
+def try_out(
+    pattern: Pattern, path: str, idiom: Callable[..., Tensor], *, dtype: torch.dtype,
+    disable: tuple[str, ...] = (),
+) -> Trial:  # fmt: skip
+    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled. Raises
+    CodaError: whatever fails inside the passes."""
+    torch.manual_seed(0)
+    model = Example(idiom, example_of(pattern)).to(dtype)
+    x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
+    trial = Trial(pattern, path, disable)
+    torch.compiler.reset()
+    counters["coda"].clear()
+    trial.results = step(torch.compile(model, backend=trial), model, x, dy)
+    trial.counts = dict(counters["coda"])
+    trial.eager = step(model, model, x, dy)
+    return trial
+
+
+def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Forward and backward: the output, the gradients of ``x`` and of the model's parameters."""
+    x = x.clone().requires_grad_()
+    output = function(x)
+    return [output.detach(), *torch.autograd.grad(output, [x, *model.parameters()], dy)]

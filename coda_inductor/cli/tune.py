@@ -7,8 +7,6 @@ the command measures what earlier compilations on this machine had no time to
 measure. --report shows the measurements.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace
@@ -39,12 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the sites and print the tables. Returns 0.
-
-    Raises:
-        OptionError: the model does not exist, or there is nothing to do.
-        ExplainError: there is no GPU, or the model cannot be traced.
-    """
+    """Measure the sites and print the tables. Returns 0. Raises OptionError if the model does not
+    exist, or there is nothing to do, and ExplainError if there is no GPU, or the model cannot be
+    traced."""
     if arguments.target or arguments.hf:
         _tune(arguments)
     elif not arguments.report:

@@ -7,10 +7,9 @@ which operand becomes C, which store becomes D, which reductions fold a product 
 multiply-add, and which of them need their out-of-bounds lanes masked.
 """
 
-from __future__ import annotations
-
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.program.dtypes import HALF_NAMES
@@ -26,11 +25,9 @@ _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmo
 
 @dataclass(frozen=True)
 class Sink(Reduce):
-    """A reduction as a kernel computes it.
-
-    ``factors`` names the two values whose product is folded by one fused multiply-add, or None.
-    ``masked``: lanes beyond the matrix must be replaced by the neutral element.
-    """
+    """A reduction as a kernel computes it. ``factors`` names the two values whose product is folded
+    by one fused multiply-add, or None. ``masked``: lanes beyond the matrix must be replaced by the
+    neutral element."""
 
     factors: tuple[str, str] | None = None
     masked: bool = False
@@ -48,8 +45,10 @@ class Ports:
     sinks: tuple[Sink, ...]
     #: Values that are the same for the whole tile (they depend on scalars only).
     uniform: frozenset[str]
-    #: Steps across the columns of a head: to the function of one element they are operands.
+    #: Steps across the columns of a head, which are operands to the function of one element, and
+    #: their launch arguments: numbers.
     across: tuple[Step, ...] = ()
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,6 +56,7 @@ def ports(program: EpilogueProgram) -> Ports:
     """The roles of operands and stores of ``program``, a legal program (``program.verify``)."""
     uniform = _uniform(program)
     tiles = [o for o in program.operands if o.kind == "tile" and o.dtype in HALF_NAMES]
+    across = tuple(step for step in program.steps if step.op == "swap")
     sinks = []
     for reduce in program.reduces:
         masked = reduce.combine == "add" and reduce.value not in _zeros(program, reduce.axis)
@@ -68,7 +68,8 @@ def ports(program: EpilogueProgram) -> Ports:
         aux=program.stores if program.paired else program.stores[1:],
         sinks=tuple(sinks),
         uniform=uniform,
-        across=tuple(step for step in program.steps if step.op == "swap"),
+        across=across,
+        numbers={step.name: program.head for step in across},
     )
 
 
@@ -95,13 +96,11 @@ def _factors(program, reduce, uniform) -> tuple[str, str] | None:
 
 
 def _zeros(program: EpilogueProgram, axis: str) -> set[str]:
-    """The values that are zero in the lanes beyond the matrix along the reduced axis.
-
-    There, accumulators and tile operands are zero (TMA fills with zeros), but vectors along that
-    axis hold whatever shared memory held before: a row vector for sums over N, a column vector
-    for sums over M. The other vectors and the scalars are valid there, so a zero times them stays
-    zero unless they are not finite, in which case the sum is not finite anyway.
-    """
+    """The values that are zero in the lanes beyond the matrix along the reduced axis. There,
+    accumulators and tile operands are zero (TMA fills with zeros), but vectors along that axis hold
+    whatever shared memory held before: a row vector for sums over N, a column vector for sums over
+    M. The other vectors and the scalars are valid there, so a zero times them stays zero unless
+    they are not finite, in which case the sum is not finite anyway."""
     along = {"row": "N", "col": "M"}[axis]
     zeros = set(program.accs) | {o.name for o in program.operands if o.kind == "tile"}
     valid = {o.name for o in program.operands if o.spec.dims != "MN" and along not in o.spec.dims}

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``coda_inductor.explain``: a report of the backend's effect on a model, for users.
 
-``capture`` records the graphs with and without our passes, ``build`` computes the ``result`` from
-them, and ``page`` renders it.
-
-These modules are imported only when :func:`explain` is called: torch.compile does not need them.
+``capture`` records the graphs with and without our passes and builds the ``result`` from them,
+``page`` renders it. They are imported only when :func:`explain` is called.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +19,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     gpu: str | None = None,
     **kwargs: Any,
-) -> Explanation:
+) -> "Explanation":
     """Explain the effect of ``torch.compile(model, backend="coda")`` on ``model(*args, **kwargs)``.
 
     The call is traced, rewritten and fused as by torch.compile, but neither run nor compiled: the
@@ -55,8 +51,7 @@ def explain(
     import torch
 
     from coda_inductor.errors import ExplainError
-    from coda_inductor.explanation.build import build
-    from coda_inductor.explanation.capture import capture
+    from coda_inductor.explanation.capture import build, capture
     from coda_inductor.gpu import find_gpu, gpu_of
     from coda_inductor.options import parse
 

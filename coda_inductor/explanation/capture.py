@@ -1,43 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture a model's graphs as torch.compile would see them, with and without our passes.
+"""Capture a model's graphs as torch.compile would see them, with and without our passes, and
+explain the difference.
 
 Dynamo, AOTAutograd and the partitioner run; no code is generated and the model does not run: the
 backend raises as soon as it has the graph, so that Dynamo installs no code and replays no side
-effect. A model with graph breaks must be run to get past them: that happens on a copy, and the
-random state is restored.
-
-Dynamo sees a model on meta as on a CPU. Torch's ops for meta are others: attention there keeps all
-its scores for the backward pass, and a loss has no gradient.
+effect. A model with graph breaks must be run to get past them: that happens on a copy. Dynamo sees
+a model on meta as on a CPU, because torch's ops for meta are others: attention there keeps all its
+scores for the backward pass, and a loss has no gradient.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from coda_inductor.compat import (
-    BackendCompilerFailed,
-    MetaTensorDescriber,
-    Unsupported,
-    UserError,
-    dynamo_config,
-    functorch_config,
-    pgo,
-)
+from coda_inductor import compat
 from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
 from coda_inductor.errors import ExplainError
+from coda_inductor.explanation.result import Explanation
 from coda_inductor.gpu import Gpu
 from coda_inductor.graph.gemms import TRACED
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import bytes_of, fake, may_view
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import base
 from coda_inductor.lowering.described import unfused
 from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
@@ -57,6 +50,49 @@ class Captured:
     traced: Traced
     report: GraphReport
     devices: list[str]
+
+
+def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanation:
+    """The explanation of the model ``name`` with these graphs, as on ``gpu``. ``breaks``: the
+    reason if there are several graphs."""
+    devices = Counter(device for g in graphs for device in g.devices)
+    device = devices.most_common(1)[0][0] if devices else "cpu"
+    result = Explanation(name, device, any(g.traced.training for g in graphs), gpu.article)
+    for captured in graphs:
+        result.sites += captured.report.sites
+        result.near_misses += captured.report.refusals
+        result.saved_bytes_before += _saved_bytes(captured.stock)
+        result.saved_bytes_after += _saved_bytes(captured.traced)
+    result.notes = _notes(result, graphs, breaks)
+    return result
+
+
+def _saved_bytes(parts: Traced) -> int:
+    """Each tensor counts once. Inputs, which exist anyway, do not."""
+    roots = {base(node, _is_view) for node in parts.saved}
+    return sum(bytes_of(root) for root in roots if root.op != "placeholder")
+
+
+def _is_view(node: Node) -> bool:
+    """Is ``node`` a view, or an item of a view's results?"""
+    return may_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
+
+
+def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str]:
+    notes = []
+    if result.device != "cuda":
+        notes.append(
+            f"The tensors are on {result.device}, where no kernels run: this is what would run on "
+            f"{result.gpu}, from measurements on one (--gpu names another)."
+        )
+    notes += [f"Memory: it {g.report.memory}." for g in graphs if g.report.memory is not None]
+    if breaks:
+        reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())
+        notes.append(
+            f"The model breaks into {len(graphs)} graphs, and idioms and fusions end at a break. "
+            f"The first break: {reason}"
+        )
+    return notes
 
 
 class _Enough(Exception):  # noqa: N818 (not an error: the capture is complete)
@@ -92,13 +128,9 @@ class _Backend:
 
 
 def capture(
-    model: Callable[..., Any],
-    args: tuple,
-    kwargs: dict,
-    options: Options,
-    device: torch.device | None = None,
-    gpu: Gpu | None = None,
-) -> tuple[list[Captured], str]:
+    model: Callable[..., Any], args: tuple, kwargs: dict, options: Options,
+    device: torch.device | None = None, gpu: Gpu | None = None,
+) -> tuple[list[Captured], str]:  # fmt: skip
     """(graphs, breaks): every graph of ``model(*args, **kwargs)``, see the module docstring, and
     the reason if there are several (else empty). ``device`` and ``gpu`` as in ``Record``; sites are
     measured there if ``options`` asks for it.
@@ -110,7 +142,7 @@ def capture(
     with _undisturbed():
         try:
             graphs = _capture(model, args, kwargs, _Backend(options, True, device=device, gpu=gpu))
-        except (Unsupported, UserError) as error:
+        except (compat.Unsupported, compat.UserError) as error:
             why, retry = str(error), _Backend(options, False, device=device, gpu=gpu)
             graphs = _capture(model, args, kwargs, retry)
     if not graphs:
@@ -128,11 +160,11 @@ def _capture(
         if not backend.stop:
             function, args, kwargs = copy.deepcopy((function, args, kwargs))
         torch.compile(function, backend=backend, fullgraph=backend.stop)(*args, **kwargs)
-    except BackendCompilerFailed as error:
+    except compat.BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _Enough):
             raise error.inner_exception from None
     except Exception as error:
-        if backend.stop and isinstance(error, (Unsupported, UserError)):
+        if backend.stop and isinstance(error, (compat.Unsupported, compat.UserError)):
             raise
         verb = "cannot be traced" if backend.stop else "fails"
         raise ExplainError(f"the model {verb}: {type(error).__name__}: {error}") from error
@@ -146,8 +178,8 @@ def _undisturbed() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with (
         torch.random.fork_rng(devices),
-        dynamo_config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
-        functorch_config.patch(enable_autograd_cache=False),
+        compat.dynamo_config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
+        compat.functorch_config.patch(enable_autograd_cache=False),
         _own_sizes(),
         _meta_as_cpu(),
     ):
@@ -157,14 +189,14 @@ def _undisturbed() -> Iterator[None]:
 @contextlib.contextmanager
 def _meta_as_cpu() -> Iterator[None]:
     """A context in which Dynamo sees tensors on meta as tensors on a CPU."""
-    describe = MetaTensorDescriber.describe_tensor
+    describe = compat.MetaTensorDescriber.describe_tensor
 
     def described(self: Any, tensor: torch.Tensor, **how: Any) -> Any:
         found = describe(self, tensor, **how)
         return replace(found, device=_CPU) if found.device.type == "meta" else found
 
     default = _CPU if torch.get_default_device().type == "meta" else contextlib.nullcontext()
-    with mock.patch.object(MetaTensorDescriber, "describe_tensor", described), default:
+    with mock.patch.object(compat.MetaTensorDescriber, "describe_tensor", described), default:
         yield
 
 
@@ -188,6 +220,6 @@ def _on_meta(value: torch.Tensor) -> torch.Tensor:
 def _own_sizes() -> contextlib.AbstractContextManager[Any]:
     """Give Dynamo a separate memory of sizes, by a private name of torch (2.11 to 2.13). Without
     it, a size seen here may become dynamic in the user's next compile of the same code."""
-    if not hasattr(pgo, "_CODE_STATE"):
+    if not hasattr(compat.pgo, "_CODE_STATE"):
         return contextlib.nullcontext()
-    return mock.patch.object(pgo, "_CODE_STATE", copy.deepcopy(pgo._CODE_STATE))
+    return mock.patch.object(compat.pgo, "_CODE_STATE", copy.deepcopy(compat.pgo._CODE_STATE))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render an explanation as one HTML page, which loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +24,20 @@ _TEMPLATES = Path(__file__).with_name("templates")
 def page(explanation: Explanation) -> str:
     """The page as text."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters["bytes"] = table.readable_bytes
     environment.filters["arrow"] = lambda text: text.replace(
         " -> ", "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW}\N{NO-BREAK SPACE}"
     )
     environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
-        e=explanation,
-        css=_read_own("style.css") + _code_css(),
-        js=_read_own("page.js"),
+        e=explanation, css=_read_own("style.css") + _code_css(), js=_read_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
-        table=table,
-        locations=locations,
-        common_text=common_text,
+        table=table, locations=locations, common_text=common_text,
         sources=_sources(explanation.rows),
-    )
+    )  # fmt: skip
 
 
 def _read_own(name: str) -> Markup:
@@ -66,17 +57,11 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
             "title": ", ".join(dict.fromkeys(row.name for row in users)),
             "text": str(program),
             "kernel": Markup(highlight(render(program), *formats)),  # noqa: S704 (escapes)
-            "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),
+            "configs": ", ".join(dict.fromkeys(filter(None, (row.site.config for row in users)))),
             "times": sum(row.times for row in users),
         }
         for program, users in programs.items()
     ]
-
-
-def _config(row: Row) -> str:
-    """The config of the row's kernel, whether it is fused or not; empty if none was requested."""
-    estimate = row.site.estimate
-    return estimate.config if estimate else row.site.config
 
 
 def _code_css() -> Markup:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of :func:`coda_inductor.explain`: plain attributes, a table, a page."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -10,19 +8,10 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from coda_inductor import table
 from coda_inductor.gpu import H100
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport
-from coda_inductor.table import (
-    Row,
-    fitted,
-    fold,
-    general_path,
-    general_text,
-    main_reason,
-    readable_bytes,
-    sites_table,
-)
 
 #: Codes of sites that may be fused, but are not expected to be faster.
 SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only", "layer-norm-slower"})
@@ -96,25 +85,21 @@ class Explanation:
             return "There is no GEMM in it, so there is nothing to fuse."
         if not self.fused:
             text = f"{self.gemms} GEMM{'s' * (self.gemms > 1)}, of which none absorbs anything"
-            why = main_reason(self.sites)
+            why = table.main_reason(self.sites)
             return f"{text}{self._legal}{why and ', '}{why}."
         ops = sum(len(site.absorbed) for site in self.fused)
         which = f"{self.gemms_fused} of {self.gemms} GEMMs"
         text = f"{which} absorb {ops} ops{self._legal}; "
-        saved = self.bytes_before - self.bytes_after
+        saved = table.readable_bytes(self.bytes_before - self.bytes_after)
         step = "training step" if self.training else "call"
-        before, after = map(readable_bytes, (self.bytes_before, self.bytes_after))
-        if saved > 0:
-            text += (
-                f"{readable_bytes(saved)} of {before} of the GEMMs' memory traffic per {step} gone"
-            )
+        before, after, kept, still = map(table.readable_bytes, (
+            self.bytes_before, self.bytes_after, self.saved_bytes_before, self.saved_bytes_after
+        ))  # fmt: skip
+        if self.bytes_before > self.bytes_after:
+            text += f"{saved} of {before} of the GEMMs' memory traffic per {step} gone"
         else:
             text += f"the GEMMs' memory traffic per {step} rises from {before} to {after}"
-        if self.training:
-            text += (
-                f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
-                f"{readable_bytes(self.saved_bytes_after)}"
-            )
+        text += f"; kept for backward {kept} -> {still}" if self.training else ""
         return f"{text}."
 
     @property
@@ -122,9 +107,9 @@ class Explanation:
         return f" ({self.legal} more may, but are not expected to be faster)" if self.legal else ""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[table.Row]:
         """The GEMMs with identical layers folded, except those in :attr:`idle`."""
-        return fold(self.sites)
+        return table.fold(self.sites)
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
@@ -138,16 +123,16 @@ class Explanation:
         return dict(sorted(groups.items(), key=lambda g: (not g[1][0].remedy.possible, -len(g[1]))))
 
     def __str__(self) -> str:
-        table = sites_table(self.sites, self.gpu)
+        gemms = table.sites_table(self.sites, self.gpu)
         summary = self.summary.replace("; ", "\n  ")
-        lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", table]
+        lines = [f"{self.name} on {self.device}: {summary}", *self.notes, "", gemms]
         same: dict[str, list[str]] = {}  # reasons by what to do about them
         for misses in self.advised.values():
             reasons = same.setdefault(misses[0].remedy.text, [])
             reasons.append(f"{locations(misses)}: {common_text(misses)}")
         for advice, reasons in same.items():
             lines += ["", *reasons, f"  -> {advice}"]
-        return "\n".join(fitted(line) for line in "\n".join(lines).split("\n"))
+        return "\n".join(table.fitted(line) for line in "\n".join(lines).split("\n"))
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.name}: {self.summary}>"
@@ -183,7 +168,7 @@ def common_text(misses: Sequence[Refusal]) -> str:
     """The text of the first refusal, with "(numbers of the first one)" if others differ in them."""
     if len(misses) == 1:
         return misses[0].text
-    first, *others = dict.fromkeys(general_text(miss.text) for miss in misses)
+    first, *others = dict.fromkeys(table.general_text(miss.text) for miss in misses)
     return f"{first} (numbers of the first one)" if others else first
 
 
@@ -193,7 +178,7 @@ def locations(misses: Sequence[Refusal]) -> str:
     for miss in misses:
         named = miss.what != "gemm" and miss.subject != miss.where
         subject = f"{miss.what} at " if named else ""
-        counts.setdefault((subject, general_path(miss.where)), []).append(miss.where)
+        counts.setdefault((subject, table.general_path(miss.where)), []).append(miss.where)
     return ", ".join(
         f"{subject}{times[0]}" if len(times) == 1 else f"{subject}{path} (x {len(times)})"
         for (subject, path), times in counts.items()

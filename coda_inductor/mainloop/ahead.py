@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile kernels into QuACK's on-disk cache, in processes that cannot see the GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +34,8 @@ def compile_to_disk(
     folder: str | None, program: EpilogueProgram | str, config: Any, *how: str
 ) -> Path:
     """Compile a kernel into ``folder``, unless it is there already; returns its file. ``how`` as
-    ``mod.kernel_name`` takes it, for the architecture of this process.
-
-    Raises whatever QuACK or CuTeDSL raises.
-    """
+    ``mod.kernel_name`` takes it, for the architecture of this process. Raises whatever QuACK or
+    CuTeDSL raises."""
     host = quack.gemm_runtime.host
     # The server may have started under another environment.
     quack.cache.CACHE_DIR = folder

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of float32 without a branch, from the hardware's ``exp2``, ``log2`` and reciprocal.
 
-CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and need many registers. In an epilogue, where
-accumulators leave few, they cost 80 to 100 multiplications per element and make the kernel spill
-(gotchas.md). Each function here takes a number ``x`` and the primitives ``f`` to
-compute with (``f.exp2``, ``f.log2``, ``f.reciprocal_of_normal``, ``f.absolute``, ``f.where``,
-``f.lt``), so that it can be tested without a GPU.
+CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and need many registers: in an epilogue they cost
+80 to 100 multiplications per element and make the kernel spill (gotchas.md). Each function here
+takes a number ``x`` and the primitives ``f`` to compute with (``f.exp2``, ``f.where``, ...), so
+that it can be tested without a GPU.
 
 The coefficients are weighted least squares fits, made minimax by Lawson's iteration, in float64;
 their relative error on each function's interval is below 4e-8, before float32 rounds.
 """
-
-from __future__ import annotations
 
 import functools
 import math

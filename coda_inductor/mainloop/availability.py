@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Can kernels be built and run in this process? The functions return reasons and raise nothing."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re
@@ -12,8 +10,7 @@ import torch
 
 from coda_inductor.arch import Arch, arch_with
 from coda_inductor.compat import KERNELS
-from coda_inductor.mainloop.environment import environment, version
-from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
+from coda_inductor.mainloop.environment import CUTEDSL, QUACK, environment, version
 from coda_inductor.refusal import Refusal, refuse
 
 _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -73,31 +70,23 @@ def scales_vectors(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=1)
 def library_stack() -> Refusal | None:
     """The reason why no kernel can be compiled here, on any device, or None."""
-    text = _missing()
-    return None if text is None else refuse("no-kernel-stack", text)
-
-
-def _missing() -> str | None:
-    """The reason why the kernel libraries do not suffice, or None."""
     for library in (QUACK, CUTEDSL):
-        installed = version(library.package)
+        package, installed = library.package, version(library.package)
         if installed == "absent":
-            return f"{library.package} is not installed: pip install 'coda-inductor[cuda]'"
+            text = f"{package} is not installed: pip install 'coda-inductor[cuda]'"
+            return refuse("no-kernel-stack", text)
         if not library.holds(installed):
             needs = f">={library.low},<{library.high} is needed: pip install '{library.spec}'"
-            return f"{library.package} {installed} is installed, {needs}"
+            return refuse("no-kernel-stack", f"{package} {installed} is installed, {needs}")
     if importlib.util.find_spec("cutlass") is None:
-        return (
-            "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
-            "pip install --force-reinstall 'coda-inductor[cuda]'"
-        )
+        text = "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
+        text += "pip install --force-reinstall 'coda-inductor[cuda]'"
+        return refuse("no-kernel-stack", text)
     if (name := missing_from_libraries()) is None:
         return None
     of = CUTEDSL if name.startswith("cutlass") else QUACK
-    return (
-        f"{of.package} {version(of.package)} has no {name}, which coda_inductor needs: another "
-        f"version of {of.spec} may have it"
-    )
+    text = f"{of.package} {version(of.package)} has no {name}, which coda_inductor needs: another "
+    return refuse("no-kernel-stack", f"{text}version of {of.spec} may have it")
 
 
 def missing_from_libraries() -> str | None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpiMod + config -> QuACK launch plan. The kernel is compiled, or loaded from the disk cache."""
 
-from __future__ import annotations
-
 import torch
 from quack.cute_dsl_utils import get_device_capacity
 from quack.gemm_runtime.host import GemmEpiPlan
@@ -16,23 +14,14 @@ from coda_inductor.program import EpilogueProgram
 
 
 def build(
-    program: EpilogueProgram,
-    config,
-    a_major: str = "k",
-    b_major: str = "k",
-    variant: str = "",
-    *,
+    program: EpilogueProgram, config, a_major: str = "k", b_major: str = "k", variant: str = "", *,
     device: torch.device | str = "meta",
-) -> GemmEpiPlan:
+) -> GemmEpiPlan:  # fmt: skip
     """Compile a kernel for any M, N, K: only dtypes, majors and the config are compiled in.
-
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
     ``variant``: a variant of the reading of A and B (``mainloop.readings``). ``device``: "meta"
-    needs QUACK_ARCH; a CUDA device is asked for its architecture.
-
-    Raises:
-        ValueError: there is no such kernel. The compiler might abort the process instead.
-        Exception: whatever QuACK or CuTeDSL raises.
+    needs QUACK_ARCH; a CUDA device is asked for its architecture. Raises ValueError if there is no
+    such kernel, where the compiler might abort the process, and whatever QuACK or CuTeDSL raises.
     """
     capability = get_device_capacity(torch.device(device))
     arch = arch_with(capability)
@@ -52,24 +41,13 @@ def build(
     number = "".join(map(str, capability))
     with store.named(kernel_name(program, config, a_major, b_major, variant, number)):
         return mod.gemm(
-            a,
-            b,
-            d,
-            c,
-            epi_args=values,
-            tile_M=config.tile_m,
-            tile_N=config.tile_n,
-            cluster_M=config.cluster_m,
-            cluster_N=config.cluster_n,
-            pingpong=config.pingpong,
+            a, b, d, c, epi_args=values, tile_M=config.tile_m, tile_N=config.tile_n,
+            cluster_M=config.cluster_m, cluster_N=config.cluster_n, pingpong=config.pingpong,
             is_dynamic_persistent=config.dynamic or "counter" not in arch.features,
-            tile_count_semaphore=counter,
-            cu_seqlens_m=groups,
+            tile_count_semaphore=counter, cu_seqlens_m=groups,
             A_idx=torch.empty(m, dtype=torch.int32, device=device) if gathered else None,
-            b_kn=True,
-            post_init_attrs=(("lean", True),) if config.lean else (),
-            _launch=False,
-        )
+            b_kn=True, post_init_attrs=(("lean", True),) if config.lean else (), _launch=False,
+        )  # fmt: skip
 
 
 def dummy_arguments(program, tile_m, tile_n, m, n, device):
@@ -80,13 +58,13 @@ def dummy_arguments(program, tile_m, tile_n, m, n, device):
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
     lanes = len(program.accs)
-    sizes = {"M": m, "N": lanes * n, "H": program.head, "B": 2, "E": 2}
+    sizes = program.sizes(m, lanes * n, 2)
     values = {
         o.name: empty(*o.spec.shape(sizes, grouped=program.grouped), dtype=o.kernel_dtype)
         for o in program.read
     }
     c = values.pop(mapping.c) if mapping.c else None
-    values.update({step.name: program.head for step in mapping.across})
+    values.update(mapping.numbers)
     values.update({s.name: empty(m, n, dtype=s.dtype) for s in mapping.aux})
     partials = {"row": (m, -(-lanes * n // tile_n)), "col": (m // tile_m, lanes * n)}
     values.update({s.name: empty(*partials[s.axis], dtype="float32") for s in mapping.sinks})

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the gradient of a slice of the logits in Triton, in one pass over the slice."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -40,17 +38,9 @@ def _dlogits_kernel(
 
 
 def dlogits(
-    rows: Tensor,
-    first: int,
-    last: int,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    dlse: Tensor | None,
-    entropy: tuple[Tensor, Tensor] | None,
-    smoothing: float,
-    cap: float,
-) -> Tensor:
+    rows: Tensor, first: int, last: int, target: Tensor, lse: Tensor, scale: Tensor,
+    dlse: Tensor | None, entropy: tuple[Tensor, Tensor] | None, smoothing: float, cap: float,
+) -> Tensor:  # fmt: skip
     """As ``runtime.linear_cross_entropy.dlogits``, in float32."""
     m, v = rows.shape
     columns = last - first

@@ -2,16 +2,11 @@
 """``semantic.dropout`` in Triton: each direction reads x and draws its masks once.
 
 Drawing masks takes longer than reading x: Philox is some 40 instructions for eight elements of one
-mask. So the gradients of x and of the weights share a kernel.
-
-In the forward pass, a program has one mask: rows of x times one A, over a part of K. Programs of
-the same rows follow each other, so that only the first one reads x from memory. In the backward
-pass, a program has a block of columns and a part of the rows. It sums the gradient of x over all
-masks, and holds one gradient of A for each. Another kernel adds the parts in order, so that results
-repeat bit by bit.
+mask. So the gradients of x and of the weights share a kernel. In the forward pass, a program has
+one mask: rows of x times one A, over a part of K. In the backward pass, it has a block of columns
+and a part of the rows, sums the gradient of x over all masks, and holds one gradient of A for each.
+Another kernel adds the parts in order, so that results repeat bit by bit.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -141,11 +136,9 @@ def dropout_linear_backward(
 
 def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
     """(rows, columns, warps) of a tile in the forward and in the backward pass, as large as
-    registers allow.
-
-    Of ten backward tiles, for one to three masks of rank 8 to 64 and K from 2048 to 14336, (64, 32,
-    4) was within 13 % of the best, except for one mask at K = 2048 (29 %); other tiles were up to
-    40 % slower. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
+    registers allow. Of ten backward tiles, for one to three masks of rank 8 to 64 and K from 2048
+    to 14336, (64, 32, 4) was within 13 % of the best, except for one mask at K = 2048 (29 %); other
+    tiles were up to 40 % slower. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
     return (64, 64, 8 if rank > 128 else 4), (64, 32, 4 if count * max(16, rank) <= _WIDE else 8)
 
 

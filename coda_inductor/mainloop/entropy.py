@@ -6,8 +6,6 @@ Beside the largest value m and s = sum of exp(x - m), which a log-sum-exp has, i
 The tile's entropy is log(s) - t / s, of which no term grows with the values themselves.
 """
 
-from __future__ import annotations
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr

@@ -2,12 +2,10 @@
 """The memory-bound ops around a mixture's grouped GEMMs, in Triton; and the gradient of their
 weights, a GEMM of QuACK whose K is the rows of an expert. See ``semantic.experts``.
 
-Routing is a counting sort: each block of pairs counts them by expert, and a scan over blocks gives
-the start for each block and expert. A pair's position is that start plus the number of earlier
-pairs of the same expert in the block. The sort is stable, and the same at every run.
+Routing is a counting sort, stable and the same at every run: each block of pairs counts them by
+expert, a scan over blocks gives the start for each block and expert, and a pair's position is that
+start plus the number of earlier pairs of the same expert in the block.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
@@ -84,11 +82,7 @@ def _position(
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``semantic.experts.route``; ``experts`` at most 1022.
-
-    Raises:
-        ValueError: there are more.
-    """
+    """As ``semantic.experts.route``. Raises ValueError for more than 1022 ``experts``."""
     m, width = ids.shape[0], triton.next_power_of_2(experts + 2)
     if width > _MOST_EXPERTS:
         raise ValueError(f"{experts} experts are more than {_MOST_EXPERTS - 2}")
@@ -131,13 +125,9 @@ def _sum(
 
 
 def combine(
-    y: Tensor,
-    weights: Tensor | None,
-    inverse: Tensor,
-    offsets: Tensor,
-    top_k: int,
+    y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, top_k: int,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As ``semantic.experts.combine``."""
     d, tokens = y.shape[1], inverse.shape[0] // top_k
     out = y.new_empty(tokens, d, dtype=dtype or y.dtype)
@@ -174,14 +164,11 @@ def columns(n: int) -> str:
     return "many" if n >= _MANY_COLUMNS else "few"
 
 
-def _gradient(
-    a: Tensor, rows: Tensor | None, b: Tensor, offsets: Tensor, out: Tensor, size: str
-) -> None:
+def _gradient(a: Tensor, rows: Tensor | None, b, offsets, out: Tensor, size: str) -> None:
     tile_m, tile_n, cluster, pingpong = _TILES[size]
     variant = "turned" if out.stride(1) == 1 else ""
-    with store.named(
-        _gradient_name(f"{WGRAD.name()} {dtype_name(a.dtype)}", size, variant, a.device)
-    ):
+    program = f"{WGRAD.name()} {dtype_name(a.dtype)}"
+    with store.named(_gradient_name(program, size, variant, a.device)):
         quack.gemm.gemm(
             a.mT, b.mT, out, None, None, tile_m, tile_n, cluster, 1,
             pingpong=pingpong, cu_seqlens_k=offsets, A_idx=rows,

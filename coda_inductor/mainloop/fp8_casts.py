@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``semantic.fp8_casts`` in Triton: each element is read once, in tiles.
 
-Both kernels only move memory, so a tile is as large as possible with four or more blocks on a
-multiprocessor (16 KB of 16 bits each: enough reads in flight to cover their latency), and has 128
-elements in the direction in which a transposed tile is written: a whole line of 128 bytes. There is
-nothing to tune, and so nothing to measure at run time.
+The kernels only move memory, so a tile is as large as possible with four or more blocks on a
+multiprocessor (16 KB of 16 bits each), and has 128 elements in the direction in which a transposed
+tile is written: a whole line of 128 bytes. There is nothing to tune.
 
-Values are not clamped before the cast: Triton compiles a cast to FP8 to ``cvt.rn.satfinite`` if the
-hardware has it (compute capability 8.9), which saturates infinite values too and keeps NaN. Clamps
-would be a quarter of the instructions.
+Values are not clamped before the cast, which would be a quarter of the instructions: Triton
+compiles a cast to FP8 to ``cvt.rn.satfinite`` if the hardware has it (compute capability 8.9),
+which saturates infinite values too and keeps NaN.
 
-Triton's own launcher binds and specializes every argument, which takes the host longer than the
-rest of a call, and a training step in FP8 makes some forty calls per layer. Here the properties
-that it checks (dtypes, sizes, strides, addresses that are multiples of 16 bytes) are a key. A
-launch with the key of an earlier one goes directly to the compiled kernel, as Triton's would.
+Triton's own launcher takes the host longer than the rest of a call, and a training step in FP8
+makes some forty calls per layer. Here the properties that it checks (dtypes, sizes, strides,
+addresses that are multiples of 16 bytes) are a key, with which a later launch goes directly to the
+compiled kernel.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -164,12 +161,8 @@ def fp8_cast(
     scale_t: Tensor | None, dtype_t: torch.dtype | None,
     divide: bool = False, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``semantic.fp8_casts.fp8_cast``.
-
-    Raises:
-        ValueError: the shape or dtype of a scale, or of a factor, is not allowed.
-        RuntimeError: the GPU has no instructions for FP8.
-    """
+    """As ``semantic.fp8_casts.fp8_cast``. Raises ValueError if the shape or dtype of a scale, or of
+    a factor, is not allowed, and RuntimeError if the GPU has no instructions for FP8."""
     results = q, qt = cast_results(x, factor, scale, dtype, scale_t, dtype_t)
     if x.stride(1) != 1 and x.stride(0) == 1:  # the transpose is the one with contiguous rows
         x, q, qt = x.t(), qt, q
@@ -182,7 +175,7 @@ def fp8_cast(
 def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Tensor, Tensor]:
     """As ``semantic.fp8_casts.fp8_amax``. Raises the same errors as :func:`fp8_cast`."""
     results = amax_results(x, factor, row, col)
-    _launch(_amax_kernel, _amax_tile, x, (factor,), results, row, col)
+    _launch(_amax_kernel, lambda *_: (TILE, _WARPS[col]), x, (factor,), results, row, col)
     return results
 
 
@@ -190,7 +183,7 @@ def fp8_turn(weight: Tensor, after: Tensor) -> Tensor:  # noqa: ARG001 (only an 
     """As ``semantic.fp8_casts.fp8_turn``. Bytes are moved, so that NaN keeps its bits too."""
     turned = weight.new_empty(weight.shape[::-1])
     bytes_ = weight.contiguous().view(torch.uint8), turned.view(torch.uint8)
-    _launch(_turn_kernel, _turn_tile, bytes_[0], (), bytes_[1:])
+    _launch(_turn_kernel, lambda _k: (TILE, TILE, 8), bytes_[0], (), bytes_[1:])
     return turned
 
 
@@ -198,8 +191,8 @@ def _launch(
     kernel: Any, tile: Callable[..., tuple], x: Tensor, vectors: Sequence[Tensor | None],
     results: Sequence[Tensor], *flags: bool,
 ) -> None:  # fmt: skip
-    """Launch ``kernel`` on ``x`` (M, K), its factors and scales, and the contiguous ``results``;
-    ``flags``: further constants of the kernel."""
+    """Launch ``kernel`` on ``x`` (M, K), its factors and scales, and the contiguous ``results``.
+    ``tile``: the sizes of a tile and its warps; ``flags``: further constants of the kernel."""
     key: Hashable = None
     if _current(x):
         key = (id(kernel), x.device.index, *flags, *map(_layout, (x, *vectors, *results)))
@@ -231,19 +224,8 @@ def _launch(
 def _cast_tile(
     k: int, _factor: int, _weight: int, _scale: int, scale_t: int, _divide: bool
 ) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile."""
     columns = _TURNED if scale_t else min(_STRAIGHT, triton.next_power_of_2(k))
     return _TILE // columns, columns, 4
-
-
-def _turn_tile(_k: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile."""
-    return TILE, TILE, 8
-
-
-def _amax_tile(_k: int, _factor: int, _row: bool, col: bool) -> tuple[int, int]:
-    """The size and warps of a square tile."""
-    return TILE, _WARPS[col]
 
 
 def _current(x: Tensor) -> bool:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of columns within a head (``program.heads.swap``), as a QuACK resource.
 
-No data moves through shared memory. On Hopper the accumulator is in registers, and in each row a
-thread has the same columns of every eight: the neighbor column, and columns at a multiple of eight,
-are in other registers of the same thread. On Blackwell a thread has whole rows in tensor memory. So
-a subtile's exchanged columns are accumulators that the same thread loads from this or another
-subtile, and tracing determines which: ``Swap`` asks QuACK's own partition for the columns of each
-thread, and refuses to trace if a column belongs to another thread.
+No data moves through shared memory: a thread has the same columns of every eight in each row on
+Hopper, and whole rows on Blackwell, so exchanged columns are accumulators of the same thread, of
+this or another subtile. Tracing determines which: ``Swap`` asks QuACK's own partition for the
+columns of each thread, and refuses to trace if a column belongs to another thread.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
@@ -79,20 +75,13 @@ class HeadAccumulator:  # a mixin for QuACK kernel classes
 
 
 def partners(
-    offsets: dict[Subtile, list[tuple[int, int]]],
-    firsts: Iterable[int],
-    head: int,
-    width: int,
+    offsets: dict[Subtile, list[tuple[int, int]]], firsts: Iterable[int], head: int, width: int,
     distance: int,
-) -> dict[Subtile, list[tuple[Subtile, int]]]:
+) -> dict[Subtile, list[tuple[Subtile, int]]]:  # fmt: skip
     """For each register of each subtile, the place of the column that it is exchanged with.
-
     ``offsets``: subtile -> (rows, columns) of its registers, counted from a thread's first element
-    of the tile. ``firsts``: the columns of these first elements.
-
-    Raises:
-        ValueError: another thread has the column, or its register depends on the thread.
-    """
+    of the tile. ``firsts``: the columns of these first elements. Raises ValueError if another
+    thread has the column, or its register depends on the thread."""
     positions = {at: (tile, i) for tile, ats in offsets.items() for i, at in enumerate(ats)}
 
     def move(column: int) -> int:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An epilogue with small buffers, so that the main loop has more of shared memory.
 
-QuACK gives an epilogue four stages of each tile that it loads and two of each that it stores, 32
-columns wide. With a heavy epilogue (two tiles in, three out) a 128 x 128 tile then has five steps
-of A and B in flight instead of seven, and these hide the latency of memory: 511 us with five, 565
-with four, 690 with three, whatever the epilogue gained by it (dSwiGLU, M=N=8192, K=2048, H100). A
-*lean* epilogue is 16 columns wide and has two stages of everything. Its fewer registers are worth
-as much: at 32 columns, 128 x 192 accumulators spill.
+With QuACK's buffers (four stages of each tile that is loaded, two of each stored, 32 columns wide)
+and a heavy epilogue, a 128 x 128 tile has five steps of A and B in flight instead of seven, and
+these hide the latency of memory: 511 us with five, 565 with four, 690 with three (dSwiGLU, M = N =
+8192, K = 2048, H100). A *lean* epilogue is 16 columns wide and has two stages of everything. Its
+fewer registers are worth as much: at 32 columns, 128 x 192 accumulators spill.
 """
-
-from __future__ import annotations
 
 import cutlass.cute as cute
 

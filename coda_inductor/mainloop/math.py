@@ -2,14 +2,9 @@
 """Device-side elementwise functions that generated epilogues call.
 
 Each takes Float32 scalars (Hopper, consumer Blackwell) or packed pairs of them, QuACK's ``F2``
-(data center Blackwell), or a mix with Python numbers; comparisons give Booleans. Addition,
-subtraction, multiplication and negation need no function: the operators do the same.
-
-Fast approximations are used if their relative error is near 1e-7, as float32's. The hardware's tanh
-has 1e-3, so it is not used.
+(data center Blackwell), or a mix with Python numbers; comparisons give Booleans. Fast
+approximations are used if their relative error is near 1e-7; the hardware's tanh has 1e-3.
 """
-
-from __future__ import annotations
 
 import functools
 import operator

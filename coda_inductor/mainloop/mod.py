@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated source -> module -> QuACK ``EpiMod``, once per process.
 
-The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. The code that
-runs is compiled from the rendered text, never from that file or its byte code; tracebacks and
-CuTeDSL read the same text, from ``linecache``. Every process has the same module name and therefore
-the same on-disk kernel key.
+The source is written to ``<cache>/epilogues/<key>.py`` for readers. The code that runs is compiled
+from the rendered text, which tracebacks and CuTeDSL read from ``linecache``. Every process has the
+same module name and therefore the same on-disk kernel key.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -45,11 +42,9 @@ _LOADS = {
 
 
 class CodaEpiMod(EpiMod):
-    """An epilogue with the identity of its program.
-
-    QuACK's own identity is a fingerprint of the function's source. Ours is the program's key plus
-    a hash of everything that turns programs into code, so that comments (which name the graph ops
-    a step came from) do not cause recompilation.
+    """An epilogue with the identity of its program. QuACK's own identity is a fingerprint of the
+    function's source. Ours is the program's key plus a hash of everything that turns programs into
+    code, so that comments (which name the graph ops a step came from) do not cause recompilation.
     """
 
     def __init__(self, function, program: EpilogueProgram, variant: str):
@@ -75,24 +70,17 @@ class CodaEpiMod(EpiMod):
 
     def _mint(self, *key):
         kernel_class = super()._mint(*key)
-        mixed = kernel_class.__dict__.get("_coda_mixed")
-        if mixed is None:
-            mixed = type(
-                f"{kernel_class.__name__}_coda",
-                (*self._mixins, LeanEpilogue, kernel_class),
-                {"__module__": kernel_class.__module__},
-            )
+        if "_coda_mixed" not in vars(kernel_class):
+            name, bases = kernel_class.__name__, (*self._mixins, LeanEpilogue, kernel_class)
+            mixed = type(f"{name}_coda", bases, {"__module__": kernel_class.__module__})
             kernel_class._coda_mixed = mixed
-        return mixed
+        return kernel_class._coda_mixed
 
 
 @functools.cache
 def load(program: EpilogueProgram, variant: str = "") -> CodaEpiMod:
-    """The EpiMod of ``program``. Its source is rendered, written and run on first use.
-
-    Raises:
-        ValueError: no reading has this ``variant``.
-    """
+    """The EpiMod of ``program``. Its source is rendered, written and run on first use. Raises
+    ValueError if no reading has this ``variant``."""
     path = source_path(program, variant)
     source = render(program, variant)
     with contextlib.suppress(OSError):  # the file is only for readers

@@ -4,17 +4,10 @@ done in advance (:func:`ready`).
 
 ``run_gemm_epi_plan`` collects the epilogue's arguments by name, asks every resource for its own,
 and checks options that a plain GEMM does not have. ``ready`` does that once: each call passes its
-values as a list in a fixed order, one C function picks the kernel's arguments out of it, and the
-kernel's own entry point checks their dtypes, shapes, strides, alignment and device, enters the
-device, and takes PyTorch's current stream.
-
-Hopper's dynamic scheduler counts the tiles that it assigned. Its counter is allocated and cleared
-for each launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears
-it at each replay. It is not kept, because there is no time at which an allocation for later is
-surely possible.
+values as a list in a fixed order. The counter of tiles of Hopper's dynamic scheduler is allocated
+and cleared for each launch, on its stream: two launches at the same time share nothing, and a CUDA
+graph clears it at each replay.
 """
-
-from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
@@ -54,7 +47,8 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch:
         names.index(name) if name in active and name in names else len(names)
         for name in plan.arg_template
     ]
-    pick = _picker(slots)
+    several = len(slots) > 1  # an itemgetter of one slot returns no tuple
+    pick = operator.itemgetter(*slots) if several else lambda v: tuple(v[slot] for slot in slots)
     conversions = [
         (names.index(name), convert, key)
         for name, convert, key in plan.call_ops
@@ -74,9 +68,3 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch:
         launch_gemm(plan, a, b, d, c, pick(values), scheduler_args, varlen)
 
     return launch
-
-
-def _picker(slots: list[int]) -> Callable[[list], tuple]:
-    if len(slots) > 1:
-        return operator.itemgetter(*slots)
-    return lambda values: tuple(values[slot] for slot in slots)

@@ -2,12 +2,9 @@
 """QuACK epilogue resources of our own: masked reductions, scalars on the device, a row for each
 part of a batch, the distance between two allocations, and a maximum that keeps NaN.
 
-QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
-tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
-``ports.Sink.masked``.
+QuACK's sums rely on zeros in the lanes beyond the matrix, which not every value has there
+(``exp(x)``, ``x + bias``), see ``ports.Sink.masked``.
 """
-
-from __future__ import annotations
 
 import functools
 

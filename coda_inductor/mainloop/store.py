@@ -2,18 +2,14 @@
 """QuACK's folder of compiled kernels, made safe to share: its place, file names, and locks.
 
 QuACK loads ``<folder>/<its sources>/<key>.o`` as machine code, under a file lock for each kernel.
-Its default folder has a predictable name in the temporary directory, and any user may have created
-it. On a file system without flock, it waits a minute for each kernel and then keeps none. Here
+Any user may have created its default folder, which is in the temporary directory, and on a file
+system without flock it waits a minute for each kernel and then keeps none. Here
 
 - the folder is ``kernels/<machine and versions>`` of ours;
-- a kernel's name comes from its request, so that one can check for it before anything is built.
-  QuACK hashes a pickled key, which depends on the identity of strings;
-- locks are ours (``locks``): without flock, the processes of a host compile a kernel once; several
-  hosts may compile it twice, and the last file stays (files are replaced as a whole);
+- a kernel's name comes from its request, so that one can check for it before anything is built;
+- locks are ours (``locks``): without flock, the processes of a host compile a kernel once;
 - kernels of a read-only folder are copied on first use.
 """
-
-from __future__ import annotations
 
 import contextlib
 import contextvars
@@ -37,10 +33,7 @@ _name = contextvars.ContextVar("name", default="")
 
 def use() -> None:
     """Let QuACK use this folder, our names and our locks. Call it once, before the first kernel.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    Raises OSError if the folder cannot be created."""
     quack.cache.jit.FileLock = KernelLock
     quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks_key_to_hash(key)
     path = folder("kernels", label())
@@ -77,17 +70,15 @@ def read_only(kernel: Path) -> Path | None:
 
 class KernelLock:
     """Replaces QuACK's lock of one kernel, held while the kernel is loaded, or compiled and stored.
-    Always exclusive: loading takes milliseconds.
-
-    Raises RuntimeError, as QuACK expects, if another process holds it for too long.
-    """
+    Always exclusive: loading takes milliseconds. Raises RuntimeError, as QuACK expects, if another
+    process holds it for too long."""
 
     def __init__(self, lock_path: Path, exclusive: bool, timeout: float = 15):
         self._kernel, self._timeout = lock_path.with_suffix(".o"), timeout
         self._copies = exclusive
         self._held = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         share(self._kernel.parent)
         if not self._held.enter_context(lock_file(self._kernel, self._timeout)):
             raise RuntimeError(f"another process is compiling {self._kernel}")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of tensors that TMA requires, and the conditions under which two are one operand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -31,11 +29,9 @@ class UnpairableError(ValueError):
 
 
 def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
-    """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it.
-
-    TMA requires stride 1 in the last dimension (with ``either_major``, in one of them), and
-    multiples of 16 bytes for the pointer and the other stride.
-    """
+    """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it. TMA requires
+    stride 1 in the last dimension (with ``either_major``, in one of them), and multiples of 16
+    bytes for the pointer and the other stride."""
     if x.data_ptr() % ALIGN == 0 and readable(x, either_major):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -63,11 +59,8 @@ def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bo
 
 
 def distance(x: Tensor, y: Tensor, label: str) -> tuple[bool, int]:
-    """(is y at the lower address, the distance in elements) for two matrices of one dtype.
-
-    Raises:
-        UnpairableError: TMA does not accept the distance as a stride.
-    """
+    """(is y at the lower address, the distance in elements) for two matrices of one dtype. Raises
+    UnpairableError if TMA does not accept the distance as a stride."""
     first, second = x.data_ptr(), y.data_ptr()
     gap = abs(second - first)
     if first % ALIGN or gap % ALIGN or not 0 < gap < _MAX_STRIDE:

@@ -6,8 +6,6 @@ re-import ``__main__``, share one fork server with the user's own processes, and
 interpreter exits. It ends with this process, and imports nothing from the current folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -41,14 +39,9 @@ class LateError(Exception):
 
 
 class Child:
-    """A process that runs ``main(connection, *arguments)`` of ``module``.
-
-    ``environment``: variables in addition to this process's. ``connection``: the connection to it,
-    for other uses than :meth:`ask`.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A process that runs ``main(connection, *arguments)`` of ``module``. ``environment``:
+    variables in addition to this process's. ``connection``: the connection to it, for other uses
+    than :meth:`ask`. Raises OSError if it cannot be started."""
 
     def __init__(
         self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
@@ -63,25 +56,16 @@ class Child:
         variables = {k: v for k, v in os.environ.items() if k not in _NOT_ITS}
         with remote:
             self._process = subprocess.Popen(  # noqa: S603 (our own module)
-                command,
-                stdin=remote.fileno(),
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
+                command, stdin=remote.fileno(), stdout=self._output, stderr=subprocess.STDOUT,
                 env={**variables, **(environment or {})},
                 start_new_session=True,  # a group to kill, which a terminal's Ctrl-C does not reach
-            )
+            )  # fmt: skip
+        self.pid = self._process.pid
         self._send(import_path())
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ask(self, message: Any, deadline: float) -> Any:
-        """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``).
-
-        Raises:
-            EndedError, LateError: there is no answer; the process has ended.
-        """
+        """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``). Raises
+        EndedError or LateError if there is no answer, and the process has ended."""
         self._send(message)
         return self.answer(deadline)
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a child begins: ``python -I start.py PARENT MODULE ARGUMENT...``, run by path by ``child``.
 
-Standard input is the connection to the parent, whose ``sys.path`` is the first message. ``-I``
-excludes the current folder, the user's site folder and PYTHONPATH, and this package is imported
-from the folder of this file, independent of that path. Then ``MODULE.main(connection, *arguments)``
-runs. When the parent is gone, the child is killed with all that it has started.
+Standard input is the connection to the parent, whose ``sys.path`` is the first message; this
+package is imported from the folder of this file, independent of that path. Then
+``MODULE.main(connection, *arguments)`` runs. When the parent is gone, the child is killed with all
+that it has started.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util

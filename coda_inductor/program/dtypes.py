@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every dtype that programs know, as torch and as text."""
 
-from __future__ import annotations
-
 import torch
 
 HALF = (torch.bfloat16, torch.float16)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of each row with the B of its group, in plain torch."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -6,15 +6,12 @@ each. A rotary embedding combines two columns of one head, so a tile of whole he
 
     y = x * cos + swap(x) * sin         cos, sin: tables (M, head), read under every head
 
-``swap(x, width, distance)`` is only a permutation: among the first ``width`` columns of each head,
-columns at ``distance`` from each other are exchanged, in blocks of twice the distance; the others
-stay. Halves of a head (rotate_half) have the distance width / 2, neighboring pairs 1. The sign of
-rotate_half is in the table; both tables are 1/2 where nothing is rotated. As a permutation of
-columns, it commutes with every elementwise step: swap(f(x, row)) = f(swap(x), swap(row)), and a
-column vector does not change.
+``swap(x, width, distance)`` is a permutation: among the first ``width`` columns of each head,
+columns at ``distance`` from each other are exchanged; the others stay. Halves of a head
+(rotate_half) have the distance width / 2, neighboring pairs 1. The sign of rotate_half is in the
+table; both tables are 1/2 where nothing is rotated. A permutation of columns commutes with every
+elementwise step: swap(f(x, row)) = f(swap(x), swap(row)), and a column vector does not change.
 """
-
-from __future__ import annotations
 
 from torch import Tensor, cat
 

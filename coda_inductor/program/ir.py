@@ -2,20 +2,16 @@
 """EpilogueProgram: a small frozen SSA program over one GEMM accumulator tile.
 
 The program describes the work on ``acc = A @ B`` (A is M x K, B is K x N) before the tile leaves
-the chip. It is built of the five primitives of the CODA paper (arXiv 2605.19269, section 4):
-elementwise steps, vector loads (row or column broadcast), tile loads and stores, block reductions.
-It never mentions the mainloop, the tile size or the graph it came from.
+the chip, with the five primitives of the CODA paper (arXiv 2605.19269, section 4): elementwise
+steps, vector loads (row or column broadcast), tile loads and stores, block reductions. It never
+mentions the mainloop, the tile size or the graph it came from. A and B may have different dtypes if
+both are FP8; values on the tile are float32 in any case.
 
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
-one shape: gate and up projections in one tile (rule R6 of the design).
-
-A *grouped* program multiplies rows by the B of their group, an expert: it has an operand of the
-kind "groups", and one of the kind "index" if its rows are gathered from A (``ROUTES``).
-
-In a program with a ``head``, N consists of heads with ``head`` columns each (``program.heads``).
-
-A and B may have different dtypes if both are FP8 (``a_dtype``, ``b_dtype``); values on the tile are
-float32 in any case.
+one shape: gate and up projections in one tile (rule R6 of the design). A *grouped* program
+multiplies rows by the B of their group, an expert: it has an operand of the kind "groups", and one
+of the kind "index" if its rows are gathered from A (``ROUTES``). In a program with a ``head``, N
+consists of heads with ``head`` columns each (``program.heads``).
 
 Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
 
@@ -30,8 +26,6 @@ Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + defer
       store out1    = h : bfloat16
       reduce part0  = add over N of sq
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -79,10 +73,8 @@ class Store:
 @dataclass(frozen=True)
 class Reduce:
     """A reduction of ``value`` that leaves the kernel as float32 partials, one per tile (rule R2).
-
     ``axis="row"`` reduces along N: partials are (M, n_tiles). ``axis="col"`` reduces along M:
-    partials are (m_tiles, N). ``combine`` is one of ``COMBINES``.
-    """
+    partials are (m_tiles, N). ``combine`` is one of ``COMBINES``."""
 
     name: str
     value: str
@@ -161,6 +153,10 @@ class EpilogueProgram:
         """The N of a call. In a grouped pair, one of ``bs`` may have the columns of both."""
         return bs[0].shape[-1] // (len(self.accs) if len(bs) < len(self.accs) else 1)
 
+    def sizes(self, m: Any, n: Any, groups: int) -> dict[str, Any]:
+        """The sizes of the dimensions of operands (``operands``) in an example with two parts."""
+        return {"M": m, "N": n, "H": self.head, "B": 2, "E": groups}
+
     def too_thin(self, m: Any, operands: Sequence[Any]) -> bool:
         """Does a part of a batch have fewer rows than the largest tile, so that no kernel may run?
         With symbolic sizes, only a call can tell."""
@@ -191,28 +187,49 @@ class EpilogueProgram:
         return next(r for r in self.reduces if (r.value, r.combine) == key)
 
     def to_json(self) -> str:
-        head = {"format": _FORMAT, "accs": self.accs, "a_dtype": self.a_dtype}
-        head |= {"b_dtype": self.b_dtype, "fast": self.fast}
-        head |= {"head": self.head} if self.head else {}
-        return _as_text(head | ({"alternating": True} if self.alternating else {}), self)
+        start = {"format": _FORMAT, "accs": self.accs, "a_dtype": self.a_dtype}
+        return self._as_text(start | {"b_dtype": self.b_dtype, "fast": self.fast})
 
     @staticmethod
-    def from_json(text: str) -> EpilogueProgram:
-        return _from_json(text)
+    @functools.lru_cache(maxsize=4096)
+    def from_json(text: str) -> "EpilogueProgram":
+        """Inverse of :meth:`to_json`."""
+        body = json.loads(text)
+        if body.get("format") != _FORMAT:
+            from coda_inductor.errors import ProgramError
+
+            raise ProgramError(
+                f"program format {body.get('format')!r} is not {_FORMAT}: it was serialized by "
+                "another version of coda_inductor; clear torch's compile cache "
+                "(TORCHINDUCTOR_CACHE_DIR)"
+            )
+        lists: dict[str, Any] = {
+            "accs": tuple(body["accs"]),
+            "operands": tuple(Operand(*o) for o in body["operands"]),
+            "steps": tuple(
+                Step(n, op, tuple(args), origin) for n, op, args, origin in body["steps"]
+            ),
+            "stores": tuple(Store(*s) for s in body["stores"]),
+            "reduces": tuple(Reduce(*r) for r in body["reduces"]),
+        }
+        return EpilogueProgram(**{k: v for k, v in body.items() if k != "format"} | lists)
+
+    def _as_text(self, start: dict[str, object]) -> str:
+        body = start | ({"head": self.head} if self.head else {})
+        body |= {"alternating": True} if self.alternating else {}
+        for name in ("operands", "steps", "stores", "reduces"):
+            body[name] = [dataclasses.astuple(item) for item in getattr(self, name)]
+        return json.dumps(body, separators=(",", ":"))
 
     @functools.cached_property
     def key(self) -> str:
         """The program's identity: equal for programs that compute the same, from any graph."""
         steps = tuple(dataclasses.replace(step, origin="") for step in self.steps)
         # Shipped measurements have it as their key, so programs from before FP8 keep theirs.
-        head: dict[str, object] = {"format": 1, "accs": self.accs, "in_dtype": self.a_dtype}
+        start: dict[str, object] = {"format": 1, "accs": self.accs, "in_dtype": self.a_dtype}
         if self.fp8 or self.b_dtype != self.a_dtype:
-            head |= {"b_dtype": self.b_dtype, "fast": self.fast}
-        if self.head:
-            head["head"] = self.head
-        if self.alternating:
-            head["alternating"] = True
-        text = _as_text(head, dataclasses.replace(self, steps=steps))
+            start |= {"b_dtype": self.b_dtype, "fast": self.fast}
+        text = dataclasses.replace(self, steps=steps)._as_text(start)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -235,34 +252,3 @@ class EpilogueProgram:
 
 
 _FORMAT = 2  # bump when the meaning of the serialized form changes
-
-
-def _as_text(body: dict[str, object], program: EpilogueProgram) -> str:
-    body = dict(body)
-    for field in ("operands", "steps", "stores", "reduces"):
-        body[field] = [dataclasses.astuple(item) for item in getattr(program, field)]
-    return json.dumps(body, separators=(",", ":"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _from_json(text: str) -> EpilogueProgram:
-    body = json.loads(text)
-    if body.get("format") != _FORMAT:
-        from coda_inductor.errors import ProgramError
-
-        raise ProgramError(
-            f"program format {body.get('format')!r} is not {_FORMAT}: it was serialized by another "
-            "version of coda_inductor; clear torch's compile cache (TORCHINDUCTOR_CACHE_DIR)"
-        )
-    return EpilogueProgram(
-        accs=tuple(body["accs"]),
-        a_dtype=body["a_dtype"],
-        operands=tuple(Operand(*o) for o in body["operands"]),
-        steps=tuple(Step(n, op, tuple(args), origin) for n, op, args, origin in body["steps"]),
-        stores=tuple(Store(*s) for s in body["stores"]),
-        reduces=tuple(Reduce(*r) for r in body["reduces"]),
-        b_dtype=body["b_dtype"],
-        fast=body["fast"],
-        head=body.get("head", 0),
-        alternating=body.get("alternating", False),
-    )

@@ -6,8 +6,6 @@ memory, and the tuner's inputs follow from the dimensions: M and N; H, the colum
 equal parts of M, with ``ir.LEAST_PART`` rows at least; E, the groups of a grouped program.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The renderer (``coda_inductor.codegen.render``) calls the function with the op's
 ``coda_inductor.mainloop.math``. Adding an op means adding it to both, which a test compares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

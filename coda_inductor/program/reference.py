@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference executor: an epilogue program as plain torch ops, on any device and in any dtype.
 
-It defines the meaning of programs. It is the oracle of the tests and the shape rule of the fake
-implementation, and it runs if no kernel can (traced into the graph, so that Inductor compiles it).
-
-FP8 operands are multiplied as exact values, and summed in float32. If the caller casts the operands
-to float64, everything is computed in float64, whatever the program's dtypes. This separates the
-rounding of the operands from all other errors.
+It defines the meaning of programs: the oracle of the tests, the shape rule of the fake
+implementation, and what runs if no kernel can (traced into the graph, so that Inductor compiles
+it). FP8 operands are multiplied as exact values, and summed in float32. If the caller casts the
+operands to float64, everything is computed in float64, whatever the program's dtypes.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -29,11 +25,9 @@ from coda_inductor.program.statistics import ROUNDING
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """``torch.logsumexp`` of a floating tensor whose number of rows may be symbolic.
-
-    Torch's own op checks whether there are rows, which is known only at run time for rows selected
-    by a mask. Apart from the check, this function is its decomposition.
-    """
+    """``torch.logsumexp`` of a floating tensor whose number of rows may be symbolic. Torch's own op
+    checks whether there are rows, which is known only at run time for rows selected by a mask.
+    Apart from the check, this function is its decomposition."""
     if all(isinstance(size, int) for size in x.shape):
         return torch.logsumexp(x, dim, keepdim)
     largest = x.amax(dim, keepdim=True)
@@ -79,13 +73,9 @@ def compute_dtype(program: EpilogueProgram) -> torch.dtype:
 
 
 def run(
-    program: EpilogueProgram,
-    as_: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    *,
-    exact: bool = True,
-) -> list[Tensor]:
+    program: EpilogueProgram, as_: Sequence[Tensor], bs: Sequence[Tensor],
+    operands: Sequence[Tensor], *, exact: bool = True,
+) -> list[Tensor]:  # fmt: skip
     """Run ``program`` on ``as_``, each (M, K_j), and ``bs``, each (K_j, N).
 
     A single accumulator is the sum of all ``as_[j] @ bs[j]``. The two of a paired program are
@@ -232,12 +222,9 @@ def accumulate(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def fp8_product(
-    a: Tensor,
-    b: Tensor,
-    fast: bool,
-    scales: tuple[Tensor, Tensor] | None = None,
+    a: Tensor, b: Tensor, fast: bool, scales: tuple[Tensor, Tensor] | None = None,
     rounded: str = "float32",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The product ``a @ b`` of FP8 operands, (M, K) times (K, N), times ``scales``, (M, 1) and (1,
     N) or both 0-dim. It is float32, then ``rounded``, or float64 if ``a`` is.
     """
@@ -294,10 +281,8 @@ def output_shapes(
     program: EpilogueProgram, m, n, tile_m: int | None = None, tile_n: int | None = None
 ) -> list[tuple]:
     """The shapes of one run's results, for tiles of ``tile_m`` x ``tile_n`` (None: one tile)."""
-    shapes: list[tuple] = [(m, n) for _ in program.stores]
-    for reduce in program.reduces:
-        if reduce.axis == "row":
-            shapes.append((m, -(-n // tile_n) if tile_n else 1))
-        else:
-            shapes.append((-(-m // tile_m) if tile_m else 1, n))
-    return shapes
+    partials = {
+        "row": (m, -(-n // tile_n) if tile_n else 1),
+        "col": (-(-m // tile_m) if tile_m else 1, n),
+    }
+    return [(m, n) for _ in program.stores] + [partials[r.axis] for r in program.reduces]

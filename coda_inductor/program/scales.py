@@ -2,14 +2,11 @@
 """The scales of a product's operands, which an unfused FP8 GEMM applies itself.
 
 ``aten._scaled_mm`` computes ``acc * inv_a * inv_b``, with one value per row, per column or for all,
-before it rounds. So a kernel of ours saves nothing there, and the unfused form of a program rounds
-after it::
+before it rounds. So a kernel of ours saves nothing there::
 
     x = mul acc r           r: col         scaled(program)["acc"].value == "y"
     y = mul x w             w: row         .col == "r", .row == "w"
 """
-
-from __future__ import annotations
 
 import functools
 from dataclasses import dataclass

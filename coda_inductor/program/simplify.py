@@ -3,13 +3,11 @@
 
 The backward of an op recomputes what its forward computed, so the same sigmoid occurs two or three
 times in one epilogue; equal steps become one. Decompositions spell the logistic function as ``1 /
-(1 + exp(-x))``; the hardware computes it faster as one operation, and it is easier to read::
+(1 + exp(-x))``; the hardware computes it faster as one operation::
 
     v0 = neg x;  v1 = exp v0;  v2 = add v1 1.0;  v3 = div a v2      becomes
     v1 = sigmoid x;  v3 = mul a v1
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -59,12 +57,9 @@ def _merge(program: EpilogueProgram) -> EpilogueProgram:
     def rename(output):
         return dataclasses.replace(output, value=names.get(output.value, output.value))
 
-    return dataclasses.replace(
-        program,
-        steps=tuple(unique.values()),
-        stores=tuple(map(rename, program.stores)),
-        reduces=tuple(map(rename, program.reduces)),
-    )
+    stores, reduces = (tuple(map(rename, each)) for each in (program.stores, program.reduces))
+    steps = tuple(unique.values())
+    return dataclasses.replace(program, steps=steps, stores=stores, reduces=reduces)
 
 
 def _logistic(step: Step, by_name: dict[str, Step]) -> list[Step] | None:

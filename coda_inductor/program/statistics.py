@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute statistics from values as they are stored.
 
-A value that is stored in 16 bits is rounded; a reduction of it on the tile is not. If a later
-kernel combines the two, the difference can dominate the result: for a confident token, ``exp(logit
-- lse) - 1`` was only the rounding error of its logit (30 % of the loss's gradient at a loss of
-0.045). Unfused code normalizes rounded values, so a program does too::
+A value that is stored in 16 bits is rounded; a reduction of it on the tile is not. Where a later
+kernel combines the two, the difference can dominate: a confident token's ``exp(logit - lse) - 1``
+was only the rounding error of its logit (30 % of the loss's gradient at a loss of 0.045). Unfused
+code normalizes rounded values, so a program does too::
 
     store out0 = acc : bfloat16                store out0 = acc : bfloat16
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc
                                                reduce part0 = logsumexp over N of acc_r
 
-A value stored in float32 is not changed, even if it is computed from a value that is stored
-rounded: the gradient of a row's maximum searches for it among the stored values.
-
-``verify`` refuses a sum, maximum or log-sum-exp of a row that reads an unrounded value.
+A value stored in float32 is not changed, even if it is computed from one that is stored rounded:
+the gradient of a row's maximum searches for it among the stored values. ``verify`` refuses a
+reduction over a row that reads an unrounded value.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -32,10 +29,8 @@ def consistent(
     program: EpilogueProgram, exact: Collection[str] = (), seen: Mapping[str, str] | None = None
 ) -> EpilogueProgram:
     """``program`` with reductions that read stored values after rounding, as they are in memory.
-
     ``exact`` names reductions whose result is never combined with the stored values (a bias's
-    gradient); they stay more exact. ``seen``: values that count as stored, and their dtypes.
-    """
+    gradient); they stay more exact. ``seen``: values that count as stored, and their dtypes."""
     rounds = _Rounding(program, seen or {})
     reduces = tuple(
         reduce if reduce.name in exact else dataclasses.replace(reduce, value=rounds(reduce.value))

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled graphs call our ops' implementations, not the dispatcher.
 
-A call through the dispatcher takes the host about 5 us: arguments are boxed, the program's text is
-copied and hashed again, and an op whose kernel is Python gets new lists of its tensors. Inductor's
-generated code has real tensors and no gradients to record, so it may call the function itself::
+A call through the dispatcher takes the host about 5 us: arguments are boxed, and the program's text
+is copied and hashed again. Inductor's generated code has real tensors and no gradients to record,
+so it may call the function itself::
 
     buf0 = torch.ops.coda_inductor.gemm_epilogue.default.direct([x], [w], [], '{...}', ...)
 
-Every process that has the op has this name too, so generated code stays cacheable. The C++ wrapper
-looks ops up by their names and keeps the dispatcher.
+The C++ wrapper looks ops up by their names and keeps the dispatcher.
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Any

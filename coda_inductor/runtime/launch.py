@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From tensors to the launch of a kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -72,14 +70,10 @@ class Kernel:
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Compute ``outputs``, which the caller has allocated by ``reference.output_shapes``.
-
-        Raises:
-            KernelError: the kernel cannot be built. Trying takes seconds, so the failure is
-                remembered until :func:`forget_failures`, or for a pause that doubles each time,
-                because a cause such as a full disk may go away.
-            UnpairableError: the weights of a paired program cannot be read as one operand.
-            Exception: whatever the launch raises.
-        """
+        Raises UnpairableError if the weights of a paired program cannot be read as one operand, and
+        KernelError if the kernel cannot be built. Trying takes seconds, so that failure is
+        remembered until :func:`forget_failures`, or for a pause that doubles each time, because a
+        cause such as a full disk may go away."""
         values: dict[str, object] = {}
         reading = self.reading(len(as_))
         a, b, variant, distances = reading.bind(as_, bs)
@@ -119,7 +113,6 @@ class Kernel:
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
         """Store operands by name, in the form that the kernel needs. Returns C, or None."""
-        c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
             if operand.spec.route:
                 continue
@@ -127,13 +120,9 @@ class Kernel:
                 values[operand.name] = x.to(device=device, dtype=torch.float32).contiguous()
                 continue
             ready = x if x.dtype == dtype else x.to(dtype)
-            ready = tma_matrix(ready) if operand.spec.staged else vector(ready)
-            if operand.name == self.mapping.c:
-                c = ready
-            else:
-                values[operand.name] = ready
-        values.update({step.name: self.program.head for step in self.mapping.across})
-        return c
+            values[operand.name] = tma_matrix(ready) if operand.spec.staged else vector(ready)
+        values.update(self.mapping.numbers)
+        return values.pop(self.mapping.c, None)
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:
         """Store outputs by name. Returns D, and the column partials to compact: in a paired program
@@ -170,11 +159,9 @@ def forget_failures() -> None:
 def requests(
     as_: Sequence[Tensor], bs: Sequence[Tensor], program: str, config: str
 ) -> list[KernelRequest]:
-    """The kernels that a call of the op with such inputs may launch, to be compiled before it.
-
-    Only shapes, strides and dtypes count, so the inputs may be fake tensors. Kernels that differ by
-    the order of two addresses are all returned.
-    """
+    """The kernels that a call of the op with such inputs may launch, to be compiled before it. Only
+    shapes, strides and dtypes count, so the inputs may be fake tensors. Kernels that differ by the
+    order of two addresses are all returned."""
     reading = reading_of(EpilogueProgram.from_json(program), len(as_))
     return [KernelRequest(program, config, *key) for key in reading.kernels(as_, bs)]
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom op ``coda_inductor::linear_cross_entropy_backward``: the gradients of an LM head's
-input, weight and bias, without the gradient of all logits in memory.
-
-For one slice of the vocabulary at a time, the gradient of the slice's logits is written, and read
-by two matrix products and by the sum for the bias's gradient. Each row of dW comes from one slice;
-dx is summed over the slices in float32, so that it is not rounded more often than by one GEMM.
-"""
-
-from __future__ import annotations
+input, weight and bias, without the gradient of all logits in memory: a slice of the vocabulary at a
+time. Each row of dW comes from one slice; dx is summed over the slices in float32, so that it is
+not rounded more often than by one GEMM."""
 
 import torch
 from torch import Tensor
@@ -21,22 +16,11 @@ _ALIGN = 128
 
 
 def linear_cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    number: Tensor,
-    weight: Tensor | None,
-    x: Tensor | None,
-    dlse: Tensor | None,
-    dentropy: Tensor | None,
-    entropy: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    cap: float,
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, number: Tensor,
+    weight: Tensor | None, x: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None,
+    entropy: Tensor | None, ignore_index: int, label_smoothing: float, reduction: str, cap: float,
     bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of z = ``x @ weight.T + b``: dx (M, K) and dW (V, K), in the dtype of the logits
     (..., V), and db (V,) in the compute dtype.
 
@@ -69,17 +53,9 @@ def linear_cross_entropy_backward(
 
 
 def dlogits(
-    rows: Tensor,
-    first: int,
-    last: int,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    dlse: Tensor | None,
-    entropy: tuple[Tensor, Tensor] | None,
-    smoothing: float,
-    cap: float,
-) -> Tensor:
+    rows: Tensor, first: int, last: int, target: Tensor, lse: Tensor, scale: Tensor,
+    dlse: Tensor | None, entropy: tuple[Tensor, Tensor] | None, smoothing: float, cap: float,
+) -> Tensor:  # fmt: skip
     """Columns ``first`` to ``last`` of the gradient of the uncapped logits, (M, last - first), in
     the dtype of ``rows`` (M, V). ``scale`` (M,) is the factor of each row's gradient; ``entropy``:
     the gradients of the rows' entropies, and these."""

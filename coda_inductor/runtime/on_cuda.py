@@ -3,8 +3,6 @@
 (``mainloop.experts``), casts to FP8 (``mainloop.fp8_casts``) and adapters behind dropout
 (``mainloop.dropout``). If a kernel cannot run, torch's ops do, after a warning."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -5,17 +5,15 @@
 program on the sum of ``as_[j] @ bs[j]``, or, if the program is paired, on ``as_[0] @ bs[0]`` and
 ``as_[0] @ bs[1]``. Shapes: as_[j] (M, K_j), bs[j] (K_j, N), or (E, K_j, N) if it is grouped;
 operands as in ``program.operands``; outputs as in ``reference.output_shapes``, reductions in
-float32 (float64 for a float64 GEMM). The op is functional: outputs never alias inputs.
+float32 (float64 for a float64 GEMM). Outputs never alias inputs.
 
-Everything that a call depends on is in the graph: the program and the config as strings, the module
-path of its GEMMs (``site``, for messages), and whether it may fall back (``strict``). So a graph is
-printable, cacheable across processes, and independent of how other graphs were compiled.
+All that a call depends on is in the graph: the program and the config as strings, the module path
+of its GEMMs (``site``, for messages), and whether it may fall back (``strict``). So a graph is
+printable, and cacheable across processes.
 
 CUDA tensors run through a generated kernel. All others, and every call whose kernel cannot be built
 or launched, run through the reference executor, after one warning that names the cause.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -41,11 +39,8 @@ from coda_inductor.semantic.define import LIB, opaque
 def gemm_epilogue(
     as_, bs, operands, program: EpilogueProgram | str, config: Config | str, site="", strict=False
 ):
-    """Call the op. Returns the list of outputs.
-
-    Raises:
-        KernelError: ``strict``, and there is no kernel for these CUDA tensors.
-    """
+    """Call the op. Returns the list of outputs. Raises KernelError if ``strict``, and there is no
+    kernel for these CUDA tensors."""
     text = program if isinstance(program, str) else program.to_json()
     return OP(as_, bs, operands, text, str(config), site, strict)
 
@@ -121,14 +116,9 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
 
 @functools.lru_cache(maxsize=4096)
 def _unsupported(
-    program: str,
-    n: int,
-    k: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    majors: tuple[str, str],
-    terms: int,
-    device: torch.device,
-) -> Refusal | None:
+    program: str, n: int, k: int, dtypes: tuple[torch.dtype, torch.dtype], majors: tuple[str, str],
+    terms: int, device: torch.device,
+) -> Refusal | None:  # fmt: skip
     parsed = EpilogueProgram.from_json(program)
     expected = parsed.a_dtype, parsed.b_dtype
     if expected != tuple(map(dtype_name, dtypes)):

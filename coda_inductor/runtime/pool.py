@@ -3,20 +3,14 @@
 
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to
 workers that fork from a compile server (``server``), ``wait`` collects the outcome, and the first
-launch then loads the object file from QuACK's on-disk cache (a few milliseconds). Kernels that are
-on disk are not submitted.
+launch then loads the object file from QuACK's on-disk cache (a few milliseconds).
 
 No call can hang: a batch has one deadline, at which kernels that were not begun are dropped; a
 worker that takes five minutes for one is killed. No process outlives this one, and no call raises:
-a kernel that cannot be compiled gets a reason. With ``CODA_COMPILE_WORKERS=0`` no process is
-started, and the first launch compiles.
-
-Neither torch's pool for Inductor's compilers nor a ``ProcessPoolExecutor`` is used. The first
-imports Inductor, which takes seconds, and looks for its parent once a minute. In both all kernels
-in progress fail with a worker that dies, and none that hangs can be stopped.
+a kernel that cannot be compiled gets a reason. With ``CODA_COMPILE_WORKERS=0`` the first launch
+compiles. In torch's pool for Inductor's compilers, and in a ``ProcessPoolExecutor``, all kernels in
+progress fail with a worker that dies.
 """
-
-from __future__ import annotations
 
 import atexit
 import collections
@@ -44,7 +38,7 @@ _LIMIT = 300.0  # seconds for a kernel, and for a batch of them
 _Future = concurrent.futures.Future["str | None"]  # an error text, or None
 
 _lock = threading.Lock()  # of all below
-_server: _Server | None = None
+_server: "_Server | None" = None
 _futures: dict[KernelRequest, _Future] = {}
 _waiting: collections.deque[tuple[KernelRequest, _Future]] = collections.deque()
 _threads: set[threading.Thread] = set()  # each asks a worker
@@ -88,10 +82,8 @@ def submit(requests: list[KernelRequest]) -> None:
 
 
 def wait(requests: list[KernelRequest], timeout: float = _LIMIT) -> dict[KernelRequest, str | None]:
-    """Submit ``requests`` and wait at most ``timeout`` seconds for all of them together.
-
-    Returns, for each request, None if its kernel is in the on-disk cache now, else the reason.
-    """
+    """Submit ``requests`` and wait at most ``timeout`` seconds for all of them together. Returns,
+    for each request, None if its kernel is in the on-disk cache now, else the reason."""
     if (why := library_stack()) is not None or workers() == 0:
         return dict.fromkeys(requests, None if why is None else why.text)
     try:

@@ -2,14 +2,11 @@
 """Calls of one kernel whose tensors differ only in M and in their addresses.
 
 The first call goes the full way through ``launch.Kernel``, which checks, converts and copies. All
-other calls use its results: the position of each tensor, the outputs, and the fact that each tensor
-can be read in place. They check only properties that may differ between two such calls: the
-addresses (16-byte multiples; for two weights or terms, their order and distance), M, and PyTorch's
-current device. If a check fails, the call goes the full way again. The kernel's entry point checks
-dtypes, shapes and the outputs' strides once more.
+other calls use its results, and check only what may differ between two such calls: the addresses
+(16-byte multiples; for two weights or terms, their order and distance), M, and PyTorch's current
+device. If a check fails, the call goes the full way again. The kernel's entry point checks dtypes,
+shapes and the outputs' strides once more.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,13 +41,10 @@ def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Ten
 
 
 def prepare(
-    kernel: Kernel, as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
+    kernel: "Kernel", as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Prepared | None:
     """The launch for all calls like this one, which has run; None if a tensor is copied or cast.
-
-    Raises:
-        UnpairableError: operands of this call were copied; a similar call's may not be.
-    """
+    Raises UnpairableError if operands of this call were copied; a similar call's may not be."""
     from coda_inductor.mainloop.plan import ready
 
     program, a = kernel.program, as_[0]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compile server, a child (``processes``) of ``pool``, and the workers that fork from it.
 
-The server imports torch and CuTeDSL once, and cannot see the GPU. It receives connections, and
-forks a worker for each. A worker receives ``{"request": {...}, "folder": ..., "seconds": 300}`` and
-answers an error text or null; it is killed if that takes longer.
+The server imports torch and CuTeDSL once, and forks a worker for each connection that it receives.
+A worker receives ``{"request": {...}, "folder": ..., "seconds": 300}`` and answers an error text or
+null; it is killed if that takes longer.
 
 The server starts no thread, because it forks; the threads of the CUDA driver, of NumPy and the
 thread that watches the parent hold no locks that a worker needs. This module imports little.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
@@ -27,13 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """One kernel to compile.
-
-    ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
-    dimension of A (M x K) and B (K x N) has stride 1. ``variant``: a variant of their reading
-    (``mainloop.readings``). Kernels without a program use other texts
-    (``runtime.on_cuda.requests``).
-    """
+    """One kernel to compile. ``program`` and ``config`` are texts, as the op takes them.
+    ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1. ``variant``: a
+    variant of their reading (``mainloop.readings``). Kernels without a program use other texts
+    (``runtime.on_cuda.requests``)."""
 
     program: str
     config: str

@@ -6,8 +6,6 @@ config of the nearest measured site with a similar program, or a default (``cand
 roofline decides whether it wins, with a margin (``roofline``, ``gate``).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -53,10 +51,10 @@ def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
     config = str(candidates(site, gpu, store.nearest(site))[0])
     unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
-    why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
-    if why is not None and gated:
-        return Choice("unfused", config, why, fused, unfused, ground)
-    return Choice("kernel", config, None, fused, unfused, ground)
+    why = None
+    if gated:
+        why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
+    return Choice("kernel" if why is None else "unfused", config, why, fused, unfused, ground)
 
 
 def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated: bool) -> Choice:
@@ -68,24 +66,18 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
         first = next(iter(figures.failed.values()), "none was tried")
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
         return Choice("unfused", refusal=why, unfused_us=unfused, ground=origin)
-    us = figures.us[config]
-    loses = gate.saves_nothing(site)
-    if loses is None and not figures.wins(us, unfused):
-        loses = gate.slower("measured-slower", us, unfused, figures.tolerance)
-    if loses is not None and gated:
-        return Choice("unfused", config, loses, us, unfused, origin)
-    return Choice("kernel", config, None, us, unfused, origin)
+    us, least = figures.us[config], figures.tolerance
+    loses = gate.loses(site, us, unfused, "measured-slower", least) if gated else None
+    return Choice("kernel" if loses is None else "unfused", config, loses, us, unfused, origin)
 
 
 def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -> list[Config]:
     """All legal configs of ``site``: first those measured at the nearest site (``near``), the
-    fastest first; then a default; then the others, by the number of idle processors.
-
-    A time that was measured at another size counts in proportion to what the busiest processor
-    computes here and there. Of 329 shipped sites of an H200, each chosen by its nearest one among
-    the configs measured at both, the choices then take 0.5 % longer than the best, and 0.75 %
-    without the proportion; of 27 of an H100, 0.6 % and 0.5 % (2026-11).
-    """
+    fastest first; then a default; then the others, by the number of idle processors. A time that
+    was measured at another size counts in proportion to what the busiest processor computes here
+    and there. Of 329 shipped sites of an H200, each chosen by its nearest one among the configs
+    measured at both, the choices then take 0.5 % longer than the best, and 0.75 % without the
+    proportion; of 27 of an H100, 0.6 % and 0.5 % (2026-11)."""
     legal = legal_configs(site.program, site.arch, site.terms)
     measured: list[Config] = []
     if near is not None:

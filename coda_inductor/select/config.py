@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel configs: their properties, and the legal ones for a program."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -41,17 +39,12 @@ class Config:
     dynamic: bool = False
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.tile_m}x{self.tile_n}",
-            f"{self.cluster_m}x{self.cluster_n}",
-            "pp" if self.pingpong else "co",
-        ]
-        parts += ["lean"] * self.lean
-        parts += ["dyn"] * self.dynamic
-        return ":".join(parts)
+        sizes = f"{self.tile_m}x{self.tile_n}:{self.cluster_m}x{self.cluster_n}"
+        schedule = "pp" if self.pingpong else "co"
+        return f"{sizes}:{schedule}{':lean' * self.lean}{':dyn' * self.dynamic}"
 
     @staticmethod
-    def parse(text: str) -> Config:
+    def parse(text: str) -> "Config":
         """The config of a text, the inverse of ``str``. Each config has one text.
 
         Raises:
@@ -63,8 +56,8 @@ class Config:
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', optionally "
                 "followed by ':lean' and ':dyn', in this order"
             )
-        tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        schedule, lean, dynamic = match.groups()[4:]
+        *sizes, schedule, lean, dynamic = match.groups()
+        tile_m, tile_n, cluster_m, cluster_n = map(int, sizes)
         flags = schedule == "pp", bool(lean), bool(dynamic)
         return Config(tile_m, tile_n, cluster_m, cluster_n, *flags)
 
@@ -80,7 +73,7 @@ class Config:
             return f"{m} rows need multiples of 16 up to {widest} columns"
         return None
 
-    def dynamic_twin(self) -> Config:
+    def dynamic_twin(self) -> "Config":
         """The same config for Hopper, but with tiles from a counter: as fast on a free GPU, and not
         delayed by another kernel that holds some processors."""
         return replace(self, dynamic=True)

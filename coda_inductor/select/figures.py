@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurements of one site, and the decisions that they allow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -59,10 +57,6 @@ class Figures:
         limit = min(times.values()) * (1 + max(self.tolerance, _RUN_NOISE))
         return next(name for name, us in times.items() if us <= limit)
 
-    def wins(self, us: float, unfused: float) -> bool:
-        """Is a kernel of ``us`` faster than ``unfused`` by more than the tolerance?"""
-        return us * (1 + self.tolerance) <= unfused
-
 
 def rows_class(m: int) -> int:
     """The number of rows whose measurement is used for ``m``: powers of two up to 128, multiples of
@@ -106,11 +100,8 @@ def to_row(key: str, figures: Figures) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
-    """(key, figures) of a row.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is not such a row.
-    """
+    """(key, figures) of a row. Raises AttributeError, KeyError, TypeError, ValueError if it is not
+    such a row."""
     figures = Figures(**{name: x for name, x in row.items() if name != "key"})
     if not all(0 < x < math.inf for x in (*figures.us.values(), figures.unfused, figures.plain)):
         raise ValueError("times must be positive numbers")

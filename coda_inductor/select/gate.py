@@ -5,8 +5,6 @@ Times come from measurements or else from the roofline (``roofline``). The alter
 Inductor would run: cuBLAS and elementwise kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from coda_inductor.gpu import H100, Gpu
@@ -24,10 +22,8 @@ def host_bound(
     gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100, *, training: bool = False
 ) -> Refusal | None:
     """The reason if all GEMMs of a graph, each (M, N, K), are left to cuBLAS, or None. The GPU
-    would wait for the host, and our launches take the host longer than cuBLAS's.
-
-    CUDA graphs remove this limit: the host then launches no kernels.
-    """
+    would wait for the host, and our launches take the host longer than cuBLAS's. CUDA graphs remove
+    this limit: the host then launches no kernels."""
     us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
     call_us = gpu.host_trained_us if training else gpu.host_gemm_us
     host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * call_us)
@@ -53,38 +49,27 @@ def unmeasured(gpu: Gpu) -> Refusal | None:
     return refuse("gpu-not-measured", text)
 
 
-def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
-    """The reason if ``site``, with these expected microseconds, should not be fused, or None."""
-    if (why := saves_nothing(site)) is not None:
-        return why
-    if fused * MARGIN <= unfused:
+def loses(
+    site: Site, fused: float, unfused: float,
+    code: str = "expected-slower", least: float = MARGIN - 1,
+) -> Refusal | None:  # fmt: skip
+    """The reason if ``site`` should not be fused, or None. The microseconds are expected or
+    measured, as ``code`` says, and a kernel must be faster by ``least`` of its time."""
+    if site.after and _only_statistics(site.program):
+        text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
+        return refuse("statistics-only", text)
+    if fused * (1 + least) <= unfused:
         return None
-    return slower("expected-slower", fused, unfused, MARGIN - 1)
-
-
-def slower(code: str, fused: float, unfused: float, least: float) -> Refusal:
-    """The refusal of a kernel of ``fused`` us, expected or measured as ``code`` says: it takes
-    longer, or it is not faster by ``least`` of its time."""
     text = f"{code.partition('-')[0]} {fused:.0f} us fused, {unfused:.0f} us unfused"
     short = f": faster by less than {100 * least:.1f} %" if fused < unfused else ""
     return refuse(code, text + short)
 
 
-def saves_nothing(site: Site) -> Refusal | None:
-    """The reason if ``site`` should not be fused, whatever its times are, or None."""
-    if not (site.after and _only_statistics(site.program)):
-        return None
-    text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
-    return refuse("statistics-only", text)
-
-
 def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
     """The reason if it is expected to be slower to defer a LayerNorm over (m, k) past GEMMs with
-    ``n`` columns in total, or None. ``width``: bytes per element.
-
-    Deferral saves the kernel that reads the product before the norm and writes the norm's result.
-    It costs one more read of the weights, for the vectors gamma^T W and beta^T W.
-    """
+    ``n`` columns in total, or None. ``width``: bytes per element. Deferral saves the kernel that
+    reads the product before the norm and writes the norm's result. It costs one more read of the
+    weights, for the vectors gamma^T W and beta^T W."""
     saved_us = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
     cost_us = n * k * width / gpu.bytes_per_us + gpu.launch_us
     if cost_us <= saved_us:

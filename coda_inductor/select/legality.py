@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Can a site be a kernel? The functions return reasons and raise nothing."""
 
-from __future__ import annotations
-
 import torch
 
 from coda_inductor.codegen.ports import ports

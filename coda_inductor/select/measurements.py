@@ -2,13 +2,10 @@
 """The files of measurements: one readable file for each GPU model, one line per site.
 
 This user's measurements are in ``<cache>/measured/<GPU>-<versions>.json``, the shipped ones in the
-tables under ``select/tables``. A read-only folder that ``CODA_CACHE_DIR`` names is read too. Files
-are replaced as a whole, under a lock (``locks``), and never trusted: a line that is not a
-measurement is skipped. In the same folder, ``<GPU>-<versions>.left`` lists the sites that were
-compiled without a measurement, for ``python -m coda_inductor tune``.
+tables under ``select/tables``. Files are replaced as a whole, under a lock (``locks``), and never
+trusted: a line that is not a measurement is skipped. Beside them, ``<GPU>-<versions>.left`` lists
+the sites that were compiled without a measurement, for ``python -m coda_inductor tune``.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -38,11 +35,7 @@ _GENERATION = "generation"
 
 
 class Measurements:
-    """All measurements for ``gpu``: this user's and the shipped ones.
-
-    Attributes:
-        path: the file with this user's measurements.
-    """
+    """All measurements for ``gpu``: this user's, in the file ``path``, and the shipped ones."""
 
     def __init__(self, gpu: Gpu, base: Path | None = None):
         name = f"{gpu.file}-{versions()}.json"
@@ -73,7 +66,9 @@ class Measurements:
             return figures, "here"
         if (row := self._shipped.get(key)) is not None:
             return row, "shipped"
-        slowest = _slowest(self._similar(site), key)
+        size = key.partition(" ")[2]
+        rows = [row for name, row in self._similar(site) if name.partition(" ")[2] == size]
+        slowest = max(rows, key=lambda figures: min(figures.us.values()), default=None)
         return None if slowest is None else (slowest, "shipped")
 
     def nearest(self, site: Site) -> tuple[Site, Figures] | None:
@@ -102,11 +97,8 @@ class Measurements:
         return self._user_rows
 
     def add(self, figures: Mapping[str, Figures]) -> None:
-        """Keep measurements. The caller holds the lock (``locks``).
-
-        Raises:
-            OSError: the file cannot be written; this process has the measurements anyway.
-        """
+        """Keep measurements. The caller holds the lock (``locks``). Raises OSError if the file
+        cannot be written; this process has the measurements anyway."""
         self._refresh()
         self._user_rows = {**self._user_rows, **figures}
         try:
@@ -147,11 +139,7 @@ def generation() -> str:
 
 
 def advance() -> None:
-    """Begin a new :func:`generation`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Begin a new :func:`generation`. Raises OSError if it cannot be written."""
     write(folder(FOLDER) / _GENERATION, secrets.token_hex(8))
 
 
@@ -187,13 +175,6 @@ def sites_in(path: Path) -> dict[str, Figures]:
         if path.exists():
             logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
         return {}
-
-
-def _slowest(rows: Iterable[tuple[str, Figures]], key: str) -> Figures | None:
-    """The slowest measurements at the size and layout of ``key``, or None."""
-    size = key.partition(" ")[2]
-    matches = [figures for name, figures in rows if name.partition(" ")[2] == size]
-    return max(matches, key=lambda figures: min(figures.us.values()), default=None)
 
 
 def _size(key: str) -> list[int]:

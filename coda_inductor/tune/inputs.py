@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors with the shapes and dtypes of a site's, with random values or uninitialized."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,7 +27,7 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> I
     as_, bs = site.reading.inputs(site, factory)
     routes = _routes(site, device)
     small = {next(iter(product.names), None) for product in scaled(program).values()}
-    sizes = {"M": m, "N": n, "H": program.head, "B": 2, "E": site.groups}
+    sizes = program.sizes(m, n, site.groups)
     operands = []
     for operand in program.operands:
         spec = operand.spec

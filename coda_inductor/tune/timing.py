@@ -3,11 +3,9 @@
 
 Every round runs every function once, in turn, and a time is taken relative to its round, because a
 change of the clock affects all functions. Before each call, a buffer larger than the L2 cache is
-read, because in a model the previous layer's data has left the cache. It is read so often that the
-host prepares the call meanwhile, so that no time includes a wait for the host.
+read, because in a model the previous layer's data has left the cache: so often that no time
+includes a wait for the host.
 """
-
-from __future__ import annotations
 
 import math
 import statistics

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure sites while a graph is compiled, within a budget of seconds.
-
-Kernels are compiled in parallel in the compile pool while the measuring processes start and compile
-the unfused candidates; only one of them measures at a time. All processes that share a cache share
-the measurements.
-"""
-
-from __future__ import annotations
+"""Measure sites while a graph is compiled, within a budget of seconds. Kernels are compiled in the
+compile pool while the measuring processes start and compile the unfused candidates; only one of
+them measures at a time. All processes that share a cache share the measurements."""
 
 import concurrent.futures
 import os
@@ -57,10 +52,7 @@ class DeadError(Exception):
 
 class Tuner:
     """Measures sites on ``device`` for at most ``seconds`` in all; the results go to ``store``.
-
-    Attributes:
-        left: keys of the sites for which there was no time.
-    """
+    ``left``: keys of the sites for which there was no time."""
 
     def __init__(
         self, store: Measurements, device: torch.device, seconds: float,
@@ -88,7 +80,8 @@ class Tuner:
         with locks.lock_file(self.store.path, self._seconds + _SLACK) as got:
             waited = time.monotonic() - start
             missing = {k: s for k, s in by_key.items() if self.store.find(s) is None}
-            if got and not (waited > 1.0 and _others()):
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            if got and not (waited > 1.0 and ranks > 1):
                 self._measure_all(missing, time.monotonic() + self._seconds)
                 self._seconds -= time.monotonic() - start - waited
             # Else another rank was measuring until now and had no time for the missing ones. Then
@@ -119,10 +112,9 @@ class Tuner:
                        for r in _requests(site, c)]  # fmt: skip
             self._compiler.submit(kernels)
             with concurrent.futures.ThreadPoolExecutor(_processes()) as threads:
-                futures = {key: threads.submit(self._measure_site, site, deadline)
-                         for key, site in sites.items()}  # fmt: skip
-                for key, future in futures.items():
-                    if (figures := future.result()) is not None:
+                found = threads.map(lambda s: self._measure_site(s, deadline), sites.values())
+                for key, figures in zip(sites, found, strict=True):
+                    if figures is not None:
                         self._keep({key: figures})
             self._compiler.drop(kernels)  # there was no time for the rest
         except Exception as error:  # must not stop a compilation: estimates are used instead
@@ -159,12 +151,8 @@ class Tuner:
                     return None
                 _, figures = from_row({"key": "", **answer["figures"]})
                 failures = {c: why for c, why in failed.items() if why != _LATE}
-                return replace(
-                    figures,
-                    failed={**figures.failed, **failures},
-                    name=site.name,
-                    like=signature(site.program),
-                )
+                failed = {**figures.failed, **failures}
+                return replace(figures, failed=failed, name=site.name, like=signature(site.program))
         except Exception as error:  # only this site is lost
             logger.debug("%s was not measured: %r", key_of(site), error)
             return None
@@ -220,11 +208,6 @@ def _compile_failures(
 
 def _processes() -> int:
     return max(1, min(_MOST, pool.workers() // 4))
-
-
-def _others() -> bool:
-    """Is this process one of several ranks?"""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _requests(site: Site, config: Config) -> list[KernelRequest]:

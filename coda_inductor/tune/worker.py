@@ -8,8 +8,6 @@ It is a child (``processes``) that receives messages, until it ends with its par
   before each candidate's first run, ``{"trying": config}``.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,18 +115,11 @@ def _call(
     if name == "unfused":
         stock = inputs.unfused(site, tensors)
         return lambda: unfused(*stock)
-    return _kernel(site.program, name, tensors)
-
-
-def _kernel(
-    program: EpilogueProgram, config: str, tensors: inputs.Inputs
-) -> Callable[[], list[Tensor]]:
-    """A function that calls the op as in a graph, and then combines the partials of all tiles."""
-    text, (as_, bs, operands) = program.to_json(), tensors
+    program, text = site.program, site.program.to_json()
 
     def call() -> list[Tensor]:
-        outputs = gemm_epilogue(as_, bs, operands, text, config, "tuning", strict=True)
-        return reference.combined(program, outputs)
+        outputs = gemm_epilogue(*tensors, text, name, "tuning", strict=True)
+        return reference.combined(program, outputs)  # the partials of all tiles
 
     return call
 

@@ -11,7 +11,7 @@ from test_config import sum_of_tiles
 
 from coda_inductor.arch import arch_with
 from coda_inductor.mainloop import availability
-from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
+from coda_inductor.mainloop.environment import CUTEDSL, QUACK
 from coda_inductor.program import Store
 from coda_inductor.select import legality
 from coda_inductor.select.config import legal_configs

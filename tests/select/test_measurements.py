@@ -17,6 +17,7 @@ from coda_inductor.gpu import H100, tables
 from coda_inductor.program import EpilogueProgram, Step
 from coda_inductor.select import measurements as kept
 from coda_inductor.select.figures import from_row, key_of, signature, to_row
+from coda_inductor.select.gate import loses
 from coda_inductor.select.measurements import Measurements, as_text
 from coda_inductor.select.site import Site, site_from, site_text
 
@@ -183,11 +184,10 @@ def test_the_first_in_order_of_those_that_are_equal():
 def test_what_counts_as_equal_has_bounds_and_to_win_takes_more():
     for spread, counts in ((-1.0, 0.005), (0.004, 0.005), (0.01, 0.01), (0.5, 0.03)):
         assert figures({}, spread=spread).tolerance == counts
-    found = figures({}, spread=0.02)
-    assert found.wins(98.0, 100.0)
-    assert not found.wins(98.1, 100.0)
-    assert not figures({}).wins(99.9, 100.0)
-    assert figures({}).wins(99.5, 100.0)
+    for spread, us, wins in ((0.02, 98.0, True), (0.02, 98.1, False), (0, 99.9, False),
+                             (0, 99.5, True)):  # fmt: skip
+        least = figures({}, spread=spread).tolerance
+        assert (loses(ONE, us, 100.0, "measured-slower", least) is None) == wins
 
 
 def test_what_a_measurement_is_of():

@@ -7,8 +7,6 @@ measuring its sites. ``plain`` has the interface; ``pair``: gate and up; ``join`
 sum; ``grouped``: a mixture's experts; ``fp8``: contiguous along K.
 """
 
-from __future__ import annotations
-
 from coda_inductor.mainloop.readings.fp8 import Fp8, PairedFp8
 from coda_inductor.mainloop.readings.grouped import (
     Grouped,
@@ -34,11 +32,7 @@ def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:
 
 
 def reading_with(program: EpilogueProgram, variant: str) -> Plain:
-    """The reading of a kernel of ``program``.
-
-    Raises:
-        ValueError: none has this ``variant``.
-    """
+    """The reading of a kernel of ``program``. Raises ValueError if none has this ``variant``."""
     for reading in READINGS:
         if variant in reading.variants and reading is reading_of(program, reading.terms):
             return reading

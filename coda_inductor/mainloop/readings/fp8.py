@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 operands: contiguous along K, one product at a time, with exact or fast accumulation.
 
-Fast accumulation on Hopper is as in ``aten._scaled_mm``. The multiplier's accumulator keeps fewer
-bits than float32. QuACK adds it to float32 registers at each step of K, which doubles the
-registers: for 128 x 128, shared by two warpgroups, both fit; larger tiles spill. A program that
-allows fast accumulation lets the multiplier sum over all of K in those larger tiles. In the small
-tile that gains no time, and the exact sum is used (H200: 659, 672, 288 and 206 us, where the best
-fast tile took 654, 702, 315 and 206). QuACK's kernel class has an argument for fast accumulation,
-which none of its functions passes.
+Fast accumulation on Hopper is as in ``aten._scaled_mm``: the multiplier, whose accumulator keeps
+fewer bits than float32, sums over all of K. Exact, QuACK adds it to float32 registers at each step
+of K, which doubles the registers: for 128 x 128, shared by two warpgroups, both fit; larger tiles
+spill. In that small tile fast accumulation gains no time, and the exact sum is used (H200: 659,
+672, 288 and 206 us, where the best fast tile took 654, 702, 315 and 206). QuACK's kernel class has
+an argument for fast accumulation, which none of its functions passes.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

@@ -3,15 +3,10 @@
 
 A program with an operand "groups" multiplies rows groups[e] to groups[e + 1] of A by B[e]; only the
 GPU has these numbers. With an "index", row i of A is row index[i] of a smaller matrix, which the
-kernel gathers while it loads: the gathered rows are never written. Source: QuACK's GEMMs of
-sequences of several lengths (``cu_seqlens_m``, ``A_idx``).
-
-Two interleaved B's, and two terms of one sum, are read as in ``pair`` and ``join``: the distance of
-gate and up is the same for each expert, in one parameter or in two. Tiles of an operand may be
-loaded with rows of the next group: those are not stored.
+kernel gathers while it loads. Both are QuACK's (``cu_seqlens_m``, ``A_idx``). Two interleaved B's
+and two terms of one sum are read as in ``pair`` and ``join``: the distance of gate and up is the
+same for each expert. Tiles may be loaded with rows of the next group, which are not stored.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
@@ -22,14 +17,7 @@ from torch import Tensor
 
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
-from coda_inductor.mainloop.readings.plain import (
-    Factors,
-    Factory,
-    Plain,
-    Read,
-    Tensors,
-    Why,
-)
+from coda_inductor.mainloop.readings.plain import Factors, Factory, Plain, Read, Tensors, Why
 from coda_inductor.mainloop.tensors import ALIGN, readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.grouped import grouped_product

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two products summed as one GEMM over both K's, read in place by two TMA descriptors.
 
-The gradient through gate and up is ``dh = dG Wg + dU Wu``: four separately allocated matrices, one
-sum. It is one product over a K twice as long, if A is [dG, dU] and B is [Wg; Wu]. Nothing is copied
-for that, by the trick of ``pair``: a stride may be *the distance between two allocations*. With f
-the K of one term::
+The gradient through gate and up is ``dh = dG Wg + dU Wu``, which is one product over a K twice as
+long: A is [dG, dU] and B is [Wg; Wu]. As in ``pair``, a stride is *the distance between two
+allocations*. With f the K of one term, and a and b each the lower of two addresses::
 
     A[i, (k, term)]  at  a + term * delta_a + i * lda + k        shape (M, (f, 2))
     B[(k, term), j]  at  b + term * delta_b + k * ldb + j        shape ((f, 2), N)
 
-where a and b are each the lower of two addresses. The main loop walks K in steps of 64, so f must
-be a multiple of that: each step is then in one term. It only sees 2 f / 64 steps.
-
-Strides are unsigned, so each operand starts at its lower allocation. Where that one belongs to the
-second term, the operand's two terms change places as they are loaded: the sum always starts with
-the first term, so that its bits do not depend on addresses. Distances and these orders are launch
-arguments: one compiled kernel serves all matrices. Conditions, checked at run time: see
-``joinable``.
+The main loop walks K in steps of 64, so f must be a multiple of that: each step is in one term.
+Where an operand's lower allocation belongs to the second term, its terms change places as they are
+loaded: the sum always starts with the first term, so that its bits do not depend on addresses.
+Distances and these orders are launch arguments: one compiled kernel serves all matrices.
 """
-
-from __future__ import annotations
 
 import contextlib
 
@@ -128,12 +121,9 @@ class JoinedTerms:  # a mixin for QuACK kernel classes
             return copy_term
 
         copies = map(ahead, copy_fns[:2], self._first)
+        all_copies = [*copies, *copy_fns[2:]]
         return super().load_tma(  # type: ignore[misc]
-            pipeline,
-            producer_state,
-            [*copies, *copy_fns[2:]],
-            k_tile_cnt,
-            k_tile_start=k_tile_start,
+            pipeline, producer_state, all_copies, k_tile_cnt, k_tile_start=k_tile_start
         )
 
 

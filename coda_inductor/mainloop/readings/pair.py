@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two separately allocated weights, read interleaved by one TMA descriptor, zero-copy.
+"""Two separately allocated weights, read interleaved by one TMA descriptor.
 
-A gated MLP needs ``g = X Wg`` and ``u = X Wu`` at the same place: column j of both must be in one
-tile (rule R6 of the design). Models keep the two weights as separate parameters, each (N, K) and
-contiguous. Packing them would copy them, or move a trained parameter's storage.
-
-Neither is needed. A TMA descriptor describes up to five dimensions with arbitrary strides, and a
-stride may be *the distance between two allocations*. Let ``w0`` be the weight at the lower address
-and ``delta`` the distance to the other one, in elements. Then
+A gated MLP needs ``g = X Wg`` and ``u = X Wu`` at one place: column j of both in one tile (rule R6
+of the design). A TMA descriptor takes arbitrary strides, and a stride may be *the distance between
+two allocations*. With ``w0`` the weight at the lower address, and ``delta`` the distance to the
+other one, in elements,
 
     B[(lane, j), k]  at  w0 + lane * delta + j * ldb + k          shape ((2, N), K)
 
-is one legal tensor whose rows alternate between the two weights: row 2j is row j of the first,
-row 2j + 1 row j of the second. Memory between the two allocations is never accessed, because every
-element of the tensor is in one of them. The GEMM over it has N' = 2N columns, neighboring
-accumulator columns are (g_j, u_j), and QuACK's paired epilogue consumes them.
+is one tensor whose rows alternate between the weights, and whose elements are all in one of them.
+The GEMM over it has N' = 2N columns, of which QuACK's paired epilogue takes two neighbors, (g_j,
+u_j).
 
-The kernel's argument is an ordinary 2N x K tensor that starts at ``w0`` (its second half is never
-addressed), and ``delta``, a runtime Int64, so that one compiled kernel serves every pair of
-weights. Conditions, checked at run time: equal shape and strides, K-major, delta positive (strides
-are unsigned, hence two variants of the kernel with the lanes swapped), a multiple of 16 bytes and
-below 2**40 bytes. Weights that do not meet them are copied: on a host with several GPUs, CUDA may
-place two allocations of one GPU 2**46 bytes apart.
+The kernel's arguments are an ordinary 2N x K tensor that starts at ``w0``, whose second half is
+never addressed, and ``delta``, a runtime Int64: one compiled kernel serves every pair. Conditions,
+checked at run time: equal shape and strides, K-major, delta positive (strides are unsigned, hence
+two variants of the kernel), a multiple of 16 bytes and below 2**40 bytes. Weights that do not meet
+them are copied: on a host with several GPUs, CUDA may place two allocations of one GPU 2**46 bytes
+apart.
 """
-
-from __future__ import annotations
 
 import functools
 import types
@@ -99,11 +93,8 @@ def _layout(b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def side_by_side(bs: Tensors) -> Tensor:
-    """A copy (2, N, K) or (2, E, N, K) of two weights, each (K, N) or (E, K, N).
-
-    Raises:
-        UnpairableError: they differ in shape or dtype.
-    """
+    """A copy (2, N, K) or (2, E, N, K) of two weights, each (K, N) or (E, K, N). Raises
+    UnpairableError if they differ in shape or dtype."""
     first, second = bs
     if first.shape != second.shape or first.dtype != second.dtype:
         raise UnpairableError("the paired weights differ in shape or dtype")
@@ -115,11 +106,7 @@ def side_by_side(bs: Tensors) -> Tensor:
 
 def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     """(is b1 at the lower address, the distance in elements) for two weights, each (K, N), or (E,
-    K, N), and K-major.
-
-    Raises:
-        UnpairableError: naming the condition that does not hold.
-    """
+    K, N), and K-major. Raises UnpairableError, which names a condition that fails."""
     if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
     step = ALIGN // b0.element_size()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reading of one A and one B, in place if TMA can; and the interface of all readings."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,20 +73,14 @@ class Plain:
         return tma_matrix(b, either_major=True)
 
     def bind(self, as_: Tensors, bs: Tensors) -> Binding:
-        """The operands of any call, copied if they cannot be read in place.
-
-        Raises:
-            UnpairableError: they can neither be read nor copied.
-        """
+        """The operands of any call, copied if they cannot be read in place. Raises UnpairableError
+        if they can neither be read nor copied."""
         return self.left(as_[0]), self.right(bs[0]), "", ()
 
     def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
         """A function that binds calls which differ from this one only in M and in addresses
-        (multiples of 16 bytes); None if operands are copied.
-
-        Raises:
-            UnpairableError: this call is not read in place; others may be.
-        """
+        (multiples of 16 bytes); None if operands are copied. Raises UnpairableError if this call is
+        not read in place; others may be."""
         fits = readable(as_[0], either_major=True) and readable(bs[0], either_major=True)
         return self.reads(as_, bs) if fits else None
 
