@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from coda_inductor.compat import tree_map
@@ -95,7 +96,7 @@ def flops(node: Node) -> int:
     if packet not in flop_registry:
         return 0
     formula = flop_registry[packet]
-    args, kwargs = tree_map(_concrete, (node.args, node.kwargs))
+    args, kwargs = tree_map(_meta, map_arg((node.args, node.kwargs), fake))
     return int(formula(*args, **kwargs, out_val=tree_map(_meta, fake(node))))
 
 
@@ -108,10 +109,6 @@ def _attention(node: Node) -> int:
     args = tensors if call is None else call.args
     scores = hint(fake(args["query"]).numel()) * hint(fake(args["key"]).shape[-2])
     return (2 if args.get("is_causal") else 4) * scores
-
-
-def _concrete(argument: Any) -> Any:
-    return _meta(fake(argument)) if isinstance(argument, Node) else argument
 
 
 def _meta(value: Any) -> Any:

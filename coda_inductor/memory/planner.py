@@ -140,7 +140,9 @@ class Chain:
         for node in (heavies := list(filter(heavy, nodes))):
             if node not in self._times:
                 self._times[node] = milliseconds(node, self.gpu)
-        passes = 2 * bytes_of(*(n for n in tensors if n in nodes and not _direct(n)))
+        # Not of tensors that heavy nodes compute without an elementwise pass.
+        light = (n for n in tensors if n in nodes and not heavy(n))
+        passes = 2 * bytes_of(*(n for n in light if not any(map(heavy, n.all_input_nodes[:1]))))
         return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
@@ -229,8 +231,3 @@ def _hull(points: Sequence[_Point]) -> list[_Point]:
             hull.pop()
         hull.append(c)
     return hull
-
-
-def _direct(node: Node) -> bool:
-    """Does a heavy node compute ``node``, without an elementwise pass?"""
-    return heavy(node) or any(map(heavy, node.all_input_nodes[:1]))
