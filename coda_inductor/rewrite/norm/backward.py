@@ -48,7 +48,13 @@ from coda_inductor.rewrite.recompute import NO_RECOMPUTE
 def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, scope: Scope) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None if they cannot be distinguished."""
-    if not all(_at_hand(z, scope) for z, _ in products or ()):
+    # Is each product in memory in the backward pass anyway? Queries and keys are not, because
+    # attention reads their rotations.
+    reads = [
+        readers(z, lambda u: renames(u) or u.target is aten.permute.default)
+        for z, _ in products or ()
+    ]
+    if any(all(user in scope.forward for user in users) for _, users in reads):
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
     norm.h.all_input_nodes[0].meta[NO_RECOMPUTE] = products is not None
@@ -78,13 +84,6 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
         old += backward.users
     reorder(list(scaled.values()))  # a wgrad may stand before the dgrad, or after it
     prune(old)
-
-
-def _at_hand(z: Node, scope: Scope) -> bool:
-    """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not, because
-    attention reads their rotations."""
-    _, users = readers(z, lambda u: renames(u) or u.target is aten.permute.default)
-    return any(user not in scope.forward for user in users)
 
 
 def _gradients(
