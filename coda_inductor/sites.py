@@ -60,8 +60,7 @@ class Sites:
         return self._known(gemm).refusal
 
     def refined(self, region: Region, **more: Any) -> Site:
-        """The site of the first GEMM of ``region``, with the program and the sizes of the region;
-        ``more``: other fields."""
+        """The first GEMM's site with the program and sizes of ``region``, and ``more`` fields."""
         m, n, k = region.shape
         own = self[region.anchors[0]]
         return replace(own, program=region.program, m=hint(m), n=n, k=k, **more)
