@@ -307,8 +307,8 @@ def _find(memory: Tensor) -> Tensor:
 
 def _give(weight: Tensor, gradient: Tensor) -> None:
     with isolated():
-        if (found := _LEFT.get(weight.data_ptr())) is not None:
-            receiver, left = found[0](), found[1]
+        if (entry := _LEFT.get(weight.data_ptr())) is not None:
+            receiver, left = entry[0](), entry[1]
             if receiver is not None and _wanted(receiver) is not False:
                 left.append(gradient.clone())  # the graph uses its memory again
             return

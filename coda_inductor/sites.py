@@ -90,8 +90,7 @@ class Sites:
         return Sites(self.plan.for_products(pairs, training=training))
 
     def known(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Known:
-        """What is known of a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if it has operands
-        of the kinds ``routes``."""
+        """What is known of a GEMM of ``x`` (M, K), ``w`` (K, N), or (E, K, N) with ``routes``."""
         names = dtype_name(x.dtype), dtype_name(w.dtype)
         if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"

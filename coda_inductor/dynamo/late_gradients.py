@@ -50,8 +50,7 @@ Compiled = Callable[..., Any]
 
 
 class _Late(torch.autograd.Function):
-    """Makes detached ``logits`` differentiable. The logits are ``h @ w.T + b``, soft-capped by
-    ``cap`` unless ``cap`` is 0."""
+    """Makes detached ``logits``, ``h @ w.T + b`` capped by ``cap`` if not 0, differentiable."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, h: Tensor, w: Tensor, b: Tensor | None, cap: float) -> Tensor:

@@ -196,10 +196,10 @@ class Sum:
         call = read(user)
         if user is None or call is None or call.get("alpha") not in (None, 1):
             return False
-        takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
+        absorbs: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
         skips = empties or is_cast(user) or (_passes(user) and self.back and fake(user).dim() == 3)
-        if not skips and (takes is None or not takes(call)):
+        if not skips and (absorbs is None or not absorbs(call)):
             return False
         self.emptied = self.emptied or empties
         self.node = user if call.op != "setitem" else self.node

@@ -141,8 +141,7 @@ class Region:
         return operand.name
 
     def stored(self, is_final: Callable[[Node], bool] = lambda _: True) -> dict[Value, list[Node]]:
-        """Values that nodes outside read, each with the nodes that are read. Only readers for which
-        ``is_final`` holds count."""
+        """Values that ``is_final`` outside nodes read, each with the nodes that they read."""
         inside = {*self.values, *self.reduces}
         result: dict[Value, list[Node]] = {}
         for node, value in self.values.items():

@@ -82,7 +82,7 @@ class Tile:
             self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
             through = base if operand in scales else source  # unfused, it takes float32
             acc = self._emit(op, acc, self._operand(operand, shape, through))
-        self._note(node, acc, pull=False)
+        self._assign(node, acc, pull=False)
         return None
 
     def _misfit(self, node: Node) -> Refusal | None:
@@ -144,7 +144,7 @@ class Tile:
             value = self._value(node.all_input_nodes[0])
             if value is None:
                 return refuse("not-on-tile", f"{words_for(node)} is not elementwise")
-            self._note(node, value, pull)
+            self._assign(node, value, pull)
             return None
         kwargs = arguments(node)
         reason = next((why for a in kwargs.values() if (why := self._check(a, full))), None)
@@ -161,7 +161,7 @@ class Tile:
             return refuse("not-in-vocabulary", text)
         if fake(node).dtype == torch.bool and not self.region.is_bool(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
-        self._note(node, result, pull)
+        self._assign(node, result, pull)
         return None
 
     def _rotate(self, node: Node, pull: bool) -> Refusal | None:
@@ -172,7 +172,7 @@ class Tile:
         result = why or heads.lower_rotation(node, x, self.region, self._emit)
         if isinstance(result, Refusal):
             return result
-        self._note(node, result, pull)
+        self._assign(node, result, pull)
         return None
 
     def _pull(self, arg: Node, reader: Node) -> Generator[Any, Any, None]:
@@ -183,7 +183,7 @@ class Tile:
             return
         bias = bias_of_groups(arg, self.anchor, self.n)
         if bias is not None and not self._depends(bias) and not _wider(bias, self.anchor):
-            self._note(arg, self.region.operand(bias, "row"), pull=True)
+            self._assign(arg, self.region.operand(bias, "row"), pull=True)
             return
         if not self.scope.recomputed(arg) and (
             not self.scope.same_side(arg, self.anchor)
@@ -226,7 +226,7 @@ class Tile:
     def tiles(self) -> set[Node]:
         return {node for node, kind in self.region.operands if kind == "tile"}
 
-    def _note(self, node: Node, value: Value, pull: bool) -> None:
+    def _assign(self, node: Node, value: Value, pull: bool) -> None:
         if self.region.eager:
             value = self._round(value, fake(node).dtype)
         (self.region.copies if pull else self.region.values)[node] = value

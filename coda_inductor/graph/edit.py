@@ -175,8 +175,7 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
 
 
 def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure) -> None:
-    """Erase all ``nodes`` without readers, and then each node that only erased nodes read. Nodes
-    for which ``keeps`` holds stay."""
+    """Erase ``nodes`` without readers, and what only erased nodes read, unless ``keeps`` holds."""
     todo = list(nodes)
     while todo:
         node = todo.pop()

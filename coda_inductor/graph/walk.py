@@ -55,8 +55,7 @@ def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
 
 
 def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
-    """``node``, its input, and so on, while ``through`` holds: by default, the views up to the
-    tensor that owns the memory."""
+    """``node``, its input, and so on, while ``through`` holds: by default, up to a view's base."""
     nodes = [node]
     while through(nodes[-1]):
         nodes.append(nodes[-1].all_input_nodes[0])

@@ -148,8 +148,7 @@ class Stash:
         return [u for n in names for u in n.users if u not in names]
 
     def rerun(self, start: Iterable[Node], drop: Drop) -> dict[Node, None]:
-        """The nodes of the forward pass, light and heavy, that run again under ``drop`` to compute
-        ``start``, which is not kept."""
+        """The forward nodes that run again under ``drop`` to compute ``start``."""
         saved = self.after(drop)
 
         def step(node: Node) -> list[Node]:

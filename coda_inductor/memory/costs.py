@@ -121,8 +121,7 @@ def _meta(value: Any) -> Any:
 
 
 def milliseconds(node: Node, gpu: Gpu) -> float:
-    """Expected time of ``node`` on ``gpu`` as a kernel of its own: the time to compute, or to move
-    its bytes if that is longer."""
+    """Expected time of ``node`` as a kernel: to compute, or to move its bytes if that is longer."""
     traffic = bytes_of(node, *node.all_input_nodes)
     us = gpu.launch_us + traffic / gpu.bytes_per_us
     rate = _SUSTAINED * gpu.flops_per_us * (_ATTENTION if "attention" in str(node.target) else 1.0)

@@ -33,8 +33,7 @@ def decompose(graph: Graph, _record: Record | None = None) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """Decompose all semantic ops except those that an epilogue may absorb: GEMMs, reductions,
-    rotations of heads, and rows of groups."""
+    """Decompose all but what an epilogue may absorb: GEMMs, reductions, rotations, group rows."""
     _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
 
 

@@ -112,8 +112,7 @@ def _gradients(
 
 
 def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | None) -> Node:
-    """rowsum(dn * gamma * nh), shaped like the scale: from the products if they are known, else
-    from p = scale dn * gamma."""
+    """rowsum(dn * gamma * nh), shaped like the scale: from products, or p = scale dn * gamma."""
     if products is None:
         return put.row_sum(put.mul(p, x))
     wide = fake(p).dtype
