@@ -288,9 +288,8 @@ class Tile:
         """Does the outside ``node`` depend on the region? Then absorbing its user makes a cycle."""
         if self.scope.depends(node, self.region.anchors):
             return True
-        return bool(self.extras) and not back_to(min(self.extras), [node]).keys().isdisjoint(
-            self.extras
-        )
+        extras = self.extras
+        return bool(extras) and not back_to(min(extras), [node]).keys().isdisjoint(extras)
 
     def _argument(self, node: Node, name: str, arg: Any, full: tuple) -> Any:
         """``arg`` as the op needs it: aten converts between bools and numbers, programs do not."""

@@ -206,13 +206,8 @@ def _too_little(limit: Limit, peak: int) -> str:
 def _backward_reads(stash: Stash, drop: Drop) -> list[Node]:
     """The forward values that the backward pass reads and that are not kept."""
     saved = stash.after(drop)
-    return [
-        node
-        for node in stash.forward
-        if node.op == "call_function"
-        and node not in saved
-        and any(user in stash.backward for user in node.users)
-    ]
+    nodes = (n for n in stash.forward if n.op == "call_function" and n not in saved)
+    return [n for n in nodes if any(user in stash.backward for user in n.users)]
 
 
 def _saved(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:
