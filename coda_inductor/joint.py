@@ -21,9 +21,8 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.kernels import QUACK, pool
 from coda_inductor.log import warn_once
 from coda_inductor.memory import costs
-from coda_inductor.memory.limit import limit
+from coda_inductor.memory.limit import limit, room
 from coda_inductor.memory.partition import installed
-from coda_inductor.memory.room import room
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import several_ranks

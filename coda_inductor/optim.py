@@ -133,15 +133,15 @@ class _Owner:
                 self.rounds[key] = self.rounds.get(key, 0) + 1
             more = self.forwards[key] > 0 or self.rounds[key] < self.accumulation_steps
             optimizer = self.optimizer()
-            if more or optimizer is None:  # the graph uses the gradient's memory again
-                weight.grad = (
-                    _copy(gradient, weight) if weight.grad is None else weight.grad + gradient
-                )
-                return
+            waits = more or optimizer is None
             if weight.grad is not None:
                 gradient = weight.grad + gradient
-            elif gradient.stride() != weight.stride():  # fused kernels take them as equal
+            elif waits or gradient.stride() != weight.stride():
+                # The graph uses its memory again; fused kernels take the strides as equal.
                 gradient = _copy(gradient, weight)
+            if optimizer is None or waits:
+                weight.grad = gradient
+                return
             index = self.group[key]
             self.used.setdefault(index, _settings(optimizer.param_groups[index]))
             _step(optimizer, optimizer.param_groups[index], weight, gradient)
@@ -307,8 +307,8 @@ def _find(memory: Tensor) -> Tensor:
 
 def _give(weight: Tensor, gradient: Tensor) -> None:
     with isolated():
-        if (found := _LEFT.get(weight.data_ptr())) is not None:
-            receiver, left = found[0](), found[1]
+        if (entry := _LEFT.get(weight.data_ptr())) is not None:
+            receiver, left = entry[0](), entry[1]
             if receiver is not None and _wanted(receiver) is not False:
                 left.append(gradient.clone())  # the graph uses its memory again
             return

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -135,10 +136,8 @@ def disable() -> None:
     """Restore the settings before :func:`enable`. A pass that was set since then stays."""
     for name, user_passes in beneath({}).items():
         setattr(inductor_config, name, user_passes)
-    wrapped = getattr(inductor_compile, "compile_fx", None)
-    if wrapped is not None and getattr(
-        wrapped, "coda", False
-    ):  # else somebody has wrapped it again
+    wrapped: Any = getattr(inductor_compile, "compile_fx", None)
+    if getattr(wrapped, "coda", False):  # else somebody has wrapped it again
         inductor_compile.compile_fx = wrapped.__wrapped__
 
 
@@ -164,10 +163,8 @@ def _without(passes: Any) -> Any:
         return passes.setting
     if isinstance(passes, (list, tuple)) and any(isinstance(p, _EnabledPass) for p in passes):
         # The user has put ours into a list.
-        flat: list[Any] = []
-        for item in passes:
-            flat += item.user_passes if isinstance(item, _EnabledPass) else (item,)
-        return type(passes)(flat)
+        items = (p.user_passes if isinstance(p, _EnabledPass) else (p,) for p in passes)
+        return type(passes)(itertools.chain(*items))
     return passes
 
 

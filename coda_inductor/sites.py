@@ -60,8 +60,7 @@ class Sites:
         return self._known(gemm).refusal
 
     def refined(self, region: Region, **more: Any) -> Site:
-        """The site of the first GEMM of ``region``, with the program and the sizes of the region;
-        ``more``: other fields."""
+        """The first GEMM's site with the program and sizes of ``region``, and ``more`` fields."""
         m, n, k = region.shape
         own = self[region.anchors[0]]
         return replace(own, program=region.program, m=hint(m), n=n, k=k, **more)
@@ -91,8 +90,7 @@ class Sites:
         return Sites(self.plan.for_products(pairs, training=training))
 
     def known(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Known:
-        """What is known of a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) if it has operands
-        of the kinds ``routes``."""
+        """What is known of a GEMM of ``x`` (M, K), ``w`` (K, N), or (E, K, N) with ``routes``."""
         names = dtype_name(x.dtype), dtype_name(w.dtype)
         if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"

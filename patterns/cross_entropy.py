@@ -87,11 +87,6 @@ def _classes_last(match: Match):
     return None
 
 
-def _constants(match: Match):
-    smoothing = ("label_smoothing",) if "label_smoothing" in match.bound else ()
-    return constant("ignore_index", "reduction", *smoothing)(match)
-
-
 def _examples():
     """Three classes, rows of each and an ignored one; with every reduction, with smoothing and
     without (0.75 / 3, which torch computes, is exact)."""
@@ -112,7 +107,7 @@ PATTERN = Pattern(
     idioms=(flattened, merged, plain, likelihood_of_rows, likelihood_flattened, likelihood),
     op=cross_entropy,
     arguments=_arguments,
-    conditions=(_classes_last, _constants),
+    conditions=(_classes_last, constant("ignore_index", "reduction", "label_smoothing")),
     result=0,
     example=tuple(_examples()),
 )

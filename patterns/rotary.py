@@ -82,10 +82,6 @@ def _arguments(match: Match):
     return (bound["x"], cos, sin, distance, paired, False, joined, dtype)
 
 
-def _numbers(match: Match):
-    return constant(*(name for name in ("half", "width") if name in match.bound))(match)
-
-
 def _shapes(match: Match):
     cos, sin, paired = _tables(match)
     x, y, *tables = (value(node) for node in (match.bound["x"], match.root, cos, sin))
@@ -119,6 +115,6 @@ PATTERN = Pattern(
     ),
     op=rotate,
     arguments=_arguments,
-    conditions=(_numbers, _shapes),
+    conditions=(constant("half", "width"), _shapes),
     example=tuple(e | half for e in _EXAMPLES for half in ({"half": 2}, {})),
 )

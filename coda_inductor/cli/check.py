@@ -22,10 +22,9 @@ from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
 from coda_inductor.codegen.render import render
 from coda_inductor.errors import OptionError, PatternError
 from coda_inductor.patterns import Pattern
-from coda_inductor.patterns.loading import expand, name_taken
+from coda_inductor.patterns.loading import expand, name_taken, read
+from coda_inductor.patterns.loading import run as patterns_in
 from coda_inductor.patterns.prove import prove
-from coda_inductor.patterns.source import read
-from coda_inductor.patterns.source import run as patterns_in
 
 HELP = "prove a pattern file and try it"
 #: The rewritten graph in float64 against the original, relative to the largest element.

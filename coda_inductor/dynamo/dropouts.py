@@ -69,10 +69,7 @@ def multiply_masks(graph: Graph, record: Record) -> None:
             layers = [user for user in node.users if _low_rank(user, node)]
             if call is None or not layers or call["training"] is False or call["p"] == 0:
                 continue
-            why = _refusal(call, layers, record, hazards)
-            if dual is not None:
-                why = refuse("idiom-form", f"{dual} uses forward-mode differentiation")
-            if why is not None:
+            if (why := dual or _refusal(call, layers, record, hazards)) is not None:
                 record.refuse("adapter_dropout", layers[0], why)
                 continue
             weight = fake(arguments(layers[0])["weight"])

@@ -129,8 +129,7 @@ def _ends(product: Node) -> Node | None:
 
 
 def _rows_of(product: Node) -> _Rows | None:
-    """For a product with gathered rows: its operands, the gather, its source, and the pairs. None
-    for others."""
+    """Operands, gather, its source, and pairs of a product with gathered rows; else None."""
     if (operands := _operands(product)) is None:
         return None
     a, b, offs = operands
@@ -294,13 +293,11 @@ def _twin_weight(node: Node, product: Node, hazards: Hazards) -> Node | None:
     if operands is None or target is None or operands[::2] != target[::2]:
         return None
     fits = same_layout(fake(operands[1]), fake(target[1]))
-    source = base(operands[1], lambda n: n > product and _derives_weight(n))
+    source = base(
+        operands[1], lambda n: n > product and (kind(n) in _DERIVED or op_name(n) == "getattr")
+    )
     before = fits and source < product and not hazards.between((product, node))
     return operands[1] if before else None
-
-
-def _derives_weight(node: Node) -> bool:
-    return kind(node) in _DERIVED or op_name(node) == "getattr"
 
 
 def _hoist(node: Node, before: Node) -> None:

@@ -32,6 +32,7 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.graph.read import op_name
 from coda_inductor.matching import bodies, forward_mode, replace
+from coda_inductor.matching.hazards import differentiated
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.fp8_linear import FP8_LINEAR
@@ -39,16 +40,15 @@ from coda_inductor.semantic.fp8_linear import FP8_LINEAR
 
 def differentiate_frozen(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its regions, in place. Each layer counts or is refused."""
-    found = [(b.graph, n) for b in bodies(graph) for n in b.graph.nodes if _is_frozen(n)]
-    if not found or not any(_wants_gradient(n) for b in bodies(graph) for n in b.graph.nodes):
+    nodes = [node for body in bodies(graph) for node in body.graph.nodes]
+    layers = list(filter(_is_frozen, nodes))
+    # Under no_grad only parameters want a gradient.
+    if not layers or not any(map(differentiated, nodes)):
         return
     dual = forward_mode(graph)
-    for _, node in found:
+    for node in layers:
         call, weight = arguments(node), fake(arguments(node)["weight"])
-        why = _refusal(call, weight)
-        if dual is not None:
-            why = refuse("idiom-form", f"{dual} uses forward-mode differentiation")
-        if why is not None:
+        if (why := dual or _refusal(call, weight)) is not None:
             record.refuse("fp8_linear", node, why)
             continue
         put = Put(node)
@@ -65,13 +65,6 @@ def _is_frozen(node: Node) -> bool:
     weight = fake(arguments(node)["weight"])
     ours = type(weight).__name__ == "Float8Tensor" and hasattr(weight, "qdata")
     return ours and getattr(weight, "act_quant_kwargs", None) is not None
-
-
-def _wants_gradient(node: Node) -> bool:
-    """Has the result of ``node`` a gradient? Under ``no_grad`` only parameters would."""
-    value = fake(node)
-    computed = node.op.startswith("call") and isinstance(value, torch.Tensor)
-    return computed and value.requires_grad
 
 
 def _refusal(call: dict[str, Any], weight: Any) -> Refusal | None:

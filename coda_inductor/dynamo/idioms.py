@@ -27,6 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor import patterns
+from coda_inductor.compat import tree_leaves
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, is_erased
 from coda_inductor.graph.read import kind
@@ -63,10 +64,10 @@ def raise_idioms(graph: Graph, record: Record) -> None:
 
 
 def _raise(
-    graph: Graph, pattern: Pattern, ops: dict[Node, set[str]], record: Record, dual: str | None
+    graph: Graph, pattern: Pattern, ops: dict[Node, set[str]], record: Record, dual: Refusal | None
 ) -> bool:
-    """Replace every idiom of ``pattern`` in one graph, whose nodes may be matched as ``ops``;
-    ``dual`` names a call with forward-mode differentiation. Returns whether any was replaced."""
+    """Replace every idiom of ``pattern`` in one graph, whose nodes may be matched as ``ops``.
+    ``dual``: the reason if none may be. Returns whether any was replaced."""
     present = set().union(*ops.values())
     idioms = [idiom for idiom in pattern.traced if idiom.ops <= present]
     if not idioms:
@@ -80,7 +81,7 @@ def _raise(
             match = first_match(idioms, root)
             if match is not None and not record.enabled(pattern.name):
                 break
-            why = None if match is None else _refusal(pattern, match, hazards, dual)
+            why = None if match is None else dual or _refusal(pattern, match, hazards)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
             why = refuse("pattern-failed", f"the pattern itself failed: {cause}")
@@ -95,11 +96,8 @@ def _raise(
     return fired
 
 
-def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None) -> Refusal | None:
+def _refusal(pattern: Pattern, match: Match, hazards: Hazards) -> Refusal | None:
     """The reason why ``pattern`` must not fire at ``match``, or None."""
-    if dual is not None:
-        text = f"{dual} uses forward-mode differentiation, which semantic ops do not have"
-        return refuse("idiom-form", text)
     hazard = _hazard(match, hazards) or _changed(match, hazards.writes)
     return hazard or pattern.refusal(match) or _mismatch(pattern, match)
 
@@ -158,15 +156,10 @@ def _changed(match: Match, writes: list[Node]) -> Refusal | None:
 
 def _widens(node: Node) -> bool:
     """Does ``node`` cast to float64? The op would compute in float32."""
+    values = [tree_leaves(fake(n)) for n in (node, *node.all_input_nodes)]  # lists of a split
+    result, *inputs = (getattr(leaves[0], "dtype", None) if leaves else None for leaves in values)
     double = (torch.float64, torch.complex128)
-    result, *inputs = (_dtype(fake(n)) for n in (node, *node.all_input_nodes))
     return result in double and not any(dtype in double for dtype in inputs)
-
-
-def _dtype(value: object) -> torch.dtype | None:
-    """The dtype of a value, or of the parts of a tensor that was split; else None."""
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    return getattr(first, "dtype", None)
 
 
 def _fake(arg: object) -> object:

@@ -80,8 +80,8 @@ def _has_loss(node: Node) -> bool:
     def passes(n: Node) -> bool:
         return n is node or kind(n) in ("names", "casts", "copies") or _is_elementwise(n)
 
-    found = closure([node], lambda n: n.users if passes(n) else ())
-    return any(op_name(n) in _LOSSES for n in found)
+    reached = closure([node], lambda n: n.users if passes(n) else ())
+    return any(op_name(n) in _LOSSES for n in reached)
 
 
 def _is_elementwise(node: Node) -> bool:

@@ -50,8 +50,7 @@ Compiled = Callable[..., Any]
 
 
 class _Late(torch.autograd.Function):
-    """Makes detached ``logits`` differentiable. The logits are ``h @ w.T + b``, soft-capped by
-    ``cap`` unless ``cap`` is 0."""
+    """Makes detached ``logits``, ``h @ w.T + b`` capped by ``cap`` if not 0, differentiable."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, h: Tensor, w: Tensor, b: Tensor | None, cap: float) -> Tensor:
@@ -99,14 +98,17 @@ def separate(graph: Graph, record: Record) -> None:
     heads: list[tuple[int, int, int | None, float]] = []
     changed = changes(graph)
     for i, logits in enumerate(results):
-        if not isinstance(logits, Node) or not _is_large(logits) or _shared(logits, results):
+        (value,) = plain(logits) or (None,)
+        large = value is not None and value.requires_grad and bytes_of(value) >= LEAST_BYTES
+        if not isinstance(logits, Node) or not large or _shared(logits, results):
             continue
         head = _head(logits)
         if head is None or len(logits.users) < 2:
             continue
         h, w, b, cap = head
         parameters = {w} if b is None else {w, b}
-        if not parameters <= set(inputs) or changed & _read(logits, {h, *parameters}):
+        ends = {h, *parameters}
+        if not parameters <= set(inputs) or changed & _between(logits, ends):
             continue
         results[i] = Put(logits, output)("detach", logits)
         results.append(h)
@@ -116,7 +118,7 @@ def separate(graph: Graph, record: Record) -> None:
         record.wrappers.append(lambda compiled: _wrap(compiled, heads))
 
 
-def _read(node: Node, ends: set[Node]) -> set[Node]:
+def _between(node: Node, ends: set[Node]) -> set[Node]:
     """``node``, ``ends``, and all nodes between them."""
     return ends.union(closure([node], lambda n: () if n in ends else n.all_input_nodes))
 
@@ -129,14 +131,8 @@ def _shared(logits: Node, results: list[Any]) -> bool:
     return storages.count(storage(fake(logits))) > 1
 
 
-def _is_large(node: Node) -> bool:
-    (value,) = plain(node) or (None,)
-    return value is not None and value.requires_grad and bytes_of(value) >= LEAST_BYTES
-
-
 def _head(logits: Node) -> tuple[Node, Node, Node | None, float] | None:
-    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped by a nonzero cap; or
-    None."""
+    """(h, w, b, cap) if ``logits`` are ``linear(h, w, b)``, soft-capped or not; or None."""
     match = first_match(_heads(), logits)
     layer = None if match is None else next(n for n in match.nodes if op_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):

@@ -164,8 +164,7 @@ def _under_softmax(gather: Call) -> Node | None:
 
 
 def _leaves_entropy(gather: Node, softmax: Node) -> bool:
-    """Has ``softmax`` no reader but ``gather``, or else those of an entropy, which becomes one op
-    (``patterns/entropy.py``)?"""
+    """Has ``softmax`` no reader but ``gather`` and an entropy, which becomes one op?"""
     others = [user for user in softmax.users if user is not gather]
     steps = closure(others, lambda n: n.users if op_name(n) in ("exp", "neg", "mul") else ())
     sums = [n for n in steps if op_name(n) == "sum"]

@@ -61,9 +61,12 @@ def split_packed(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if op_name(n) == "linear"]
         products = [n for n in named if _even(n) and (_units(n) or _halves(n))]
-        if products:
-            sites = sites or _sites(graph, record)
-            _rewrite(body.graph, products, sites, record)
+        if not products:
+            continue
+        sites, hazards = sites or _sites(graph, record), Hazards(body.graph)
+        for product in products:
+            if hazards.private([product]):
+                _rewrite(product, sites, hazards, record)
 
 
 def _sites(graph: Graph, record: Record) -> Sites:
@@ -99,8 +102,7 @@ def _layer(node: Node) -> tuple[Any, ...]:
 
 
 def _halves(product: Node) -> dict[Node, int]:
-    """The nodes that select the lower (0) or the upper (1) half of the columns of ``product``;
-    empty if one half is not selected."""
+    """The nodes that select the lower (0) or upper (1) half of the columns, if both do occur."""
     half = fake(product).shape[-1] // 2
     ends = {(0, half, 1): 0, (half, None, 1): 1}
     halves = {n: ends[span] for n, span in _columns(product).items() if span in ends}
@@ -114,8 +116,7 @@ def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
 
 
 def half_readers(product: Node) -> dict[Node, int]:
-    """The nodes that select a half of the columns of ``product``, each with its number, if all
-    readers do so; else empty."""
+    """The nodes that select a half of the columns, with its number, if all readers do so."""
     return _if_complete(product, _halves(product) if _even(product) else {})
 
 
@@ -144,25 +145,25 @@ def _units(product: Node) -> list[Node]:
     return [node for node in units if is_last(arguments(node)["dim"], product)]
 
 
-def _rewrite(graph: Graph, products: list[Node], sites: Sites, record: Record) -> None:
-    hazards = Hazards(graph)
-    for product in products:
-        if not hazards.private([product]):
-            continue
-        for unit in _units(product):
-            _expand(product, unit)
-        halves = _halves(product)
-        safe = halves and not hazards.between((product, *halves))
-        if safe and _splits(product, halves, sites, record):
-            parts = _split(product)
-            for node, index in halves.items():
-                move(node, parts[index])
+def _rewrite(product: Node, sites: Sites, hazards: Hazards, record: Record) -> None:
+    for unit in _units(product):
+        _expand(product, unit)
+    halves = _halves(product)
+    safe = halves and not hazards.between((product, *halves))
+    if not safe or not _splits(product, halves, sites, record):
+        return
+    put, dtype = Put(product), fake(product).dtype
+    # Cast once, where autocast would cast each half.
+    x, *factors = (put.cast(node, dtype) for node in _layer(product) if node is not None)
+    pairs = [_chunk(put, node, 0) for node in factors]
+    parts = [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
+    for node, index in halves.items():
+        move(node, parts[index])
 
 
 def _splits(product: Node, halves: dict[Node, int], sites: Sites, record: Record) -> bool:
     """May ``product`` be split, and does that pay?"""
-    pair = _operands(product)
-    if pair is None or fake(product).dtype not in FLOATS:
+    if (pair := _operands(product)) is None or fake(product).dtype not in FLOATS:
         return False
     if not same(pair[1].stride(0), 1) or not _meet(halves):
         return False
@@ -193,15 +194,6 @@ def _elementwise(node: Node) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
     return name == "cast" or any(torch.Tag.pointwise in op.tags for op in overloads)
-
-
-def _split(product: Node) -> list[Node]:
-    """Insert the products with the halves of the weight before ``product``. Returns them."""
-    put, dtype = Put(product), fake(product).dtype
-    # Cast once, where autocast would cast each half.
-    x, *factors = (put.cast(node, dtype) for node in _layer(product) if node is not None)
-    pairs = [_chunk(put, node, 0) for node in factors]
-    return [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
 
 
 def _chunk(put: Put, node: Node, dim: int) -> list[Node]:

@@ -121,8 +121,7 @@ class Pairs:
 
 
 def tokens(index: Any) -> tuple[Any, int]:
-    """(perm, top_k) if ``index`` is ``perm // top_k``, possibly repeated along rows
-    (:func:`by_row`); else (index, 1)."""
+    """(perm, top_k) if ``index`` is ``perm // top_k``, or repeats it along rows; or (index, 1)."""
     index = base(index, lambda n: _name(n) or op_name(n) in ("expand", "expand_as"))
     call = called(index, "floor_divide", "div")
     if call is None:
@@ -197,10 +196,10 @@ class Sum:
         call = read(user)
         if user is None or call is None or call.get("alpha") not in (None, 1):
             return False
-        takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
+        absorbs: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
         skips = empties or is_cast(user) or (_passes(user) and self.back and fake(user).dim() == 3)
-        if not skips and (takes is None or not takes(call)):
+        if not skips and (absorbs is None or not absorbs(call)):
             return False
         self.emptied = self.emptied or empties
         self.node = user if call.op != "setitem" else self.node
@@ -252,16 +251,12 @@ class Sum:
         rows, index = call["input"], call["index"]
         users = [u for u in rows.users if u is not call.node]
         zeros = op_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
-        if self.back or call["value"] is not self.node or not zeros:
+        if self.back or call["value"] is not self.node or not zeros or len(users) != 1:
             return False
-        if (
-            not self.pairs.is_perm(index)
-            or len(users) != 1
-            or not call.node < users[0]
-            or not _passes(users[0])
-        ):
+        (reader,) = users
+        if not (self.pairs.is_perm(index) and call.node < reader and _passes(reader)):
             return False
-        self.node, self.back = users[0], True
+        self.node, self.back = reader, True
         return True
 
     def _sum(self, call: Call) -> bool:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every GEMM absorbs the memory-bound work around it into its epilogue.
 
-operands     which tensors from outside an epilogue can read
 region       what an epilogue absorbs, and its program
 grow         grow a GEMM's epilogue: absorb nodes in the order of the graph, or take them back
-tile         ops of the graph become steps on the tile
-fit          a region that needs too much shared memory gives up nodes
-stores       which values leave the tile
+tile         ops of the graph become steps on the tile; which outside tensors it reads
+stores       which values leave the tile, and which nodes a region gives up if it is too large
 heads        rotations of attention heads on the tile
 sums         a sum of GEMMs is one GEMM, of operands in place or concatenated
 pair         gate and up in one tile
-traffic      bytes before and after
 emit         program -> graph
 """

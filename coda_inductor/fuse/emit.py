@@ -108,17 +108,13 @@ def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
     if spec.route or "H" in spec.dims:
         return node
     shape = [*spec.shape(sizes, grouped=region.grouped)]
-    if spec.columns and len(region.accs) == 2:
-        return _twice(put, node, shape)
+    if spec.columns and len(region.accs) == 2:  # each value twice: a pair's columns alternate
+        pairs = put.reshape(node, [*shape, 1])
+        pairs = put(aten.expand.default, pairs, [*[-1] * len(shape), 2])
+        return put.reshape(pairs, [*shape[:-1], 2 * shape[-1]])
     if fake(node).dim() == len(shape) and (kind != "tile" or same(fake(node).shape[1], n)):
         return node
     return put.reshape(node, shape)
-
-
-def _twice(put: Put, node: Node, sizes: list[int]) -> Node:
-    """A row vector for a paired program: every value twice, because its columns are interleaved."""
-    pairs = put(aten.expand.default, put.reshape(node, [*sizes, 1]), [*[-1] * len(sizes), 2])
-    return put.reshape(pairs, [*sizes[:-1], 2 * sizes[-1]])
 
 
 def _rewire_store(before: Node, region: Region, output: Node, nodes: list[Node]) -> None:

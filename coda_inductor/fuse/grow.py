@@ -102,7 +102,9 @@ class Grower(Tile):
         region = self.region
         if region.total is not None:
             self._sum(region.total)
-        self._routes()
+        for node, kind in zip(routes_of(self.anchor), ROUTES, strict=True):
+            if node is not None:
+                region.operand(node, kind)
         if region.lanes:
             region.values[self.anchor] = f"{self.anchor.name} (read by columns)"
             region.values |= {node: region.accs[lane] for node, lane in region.lanes.items()}
@@ -129,12 +131,15 @@ class Grower(Tile):
                 self.visited.add(node)
                 self.outside[node] = reason
                 continue
-            if not any(self._inside(n) for n in node.all_input_nodes):
+            inside = self.region.values, self.region.reduces
+            if not any(n in part for n in node.all_input_nodes for part in inside):
                 continue  # what reached it was taken back
             self.visited.add(node)
             self._mark(node, len(self.history))
             self.history.append((node, self._state()))
-            if (reason := self._absorb(node)) is None:
+            reduces = node.target in REDUCTIONS
+            reason = self._reduction(node) if reduces else unroll(self._lower(node))
+            if reason is None:
                 self._reach(node)
             else:
                 self.region.refusals[node] = reason
@@ -178,19 +183,10 @@ class Grower(Tile):
             if user not in self.visited:
                 heapq.heappush(self.frontier, user)
 
-    def _inside(self, node: Node) -> bool:
-        return node in self.region.values or node in self.region.reduces
-
     def _is_final(self, node: Node) -> bool:
         """Is it certain that ``node`` stays outside if it is not inside now?"""
         final = node in self.visited or node in self.bans
         return final and (self.anchor in self.scope.forward or not self.scope.recomputed(node))
-
-    def _routes(self) -> None:
-        """Add the operands that assign rows to weights."""
-        for node, kind in zip(routes_of(self.anchor), ROUTES, strict=True):
-            if node is not None:
-                self.region.operand(node, kind)
 
     def _sum(self, total: Node) -> None:
         """Absorb the terms of a sum, and the nodes between the terms and ``total``. They have no
@@ -215,12 +211,6 @@ class Grower(Tile):
             text = "the border of an activation checkpoint is between it and the GEMM"
             return refuse("checkpoint-border", text)
         return None if node.target in REDUCTIONS else self._misfit(node)
-
-    def _absorb(self, node: Node) -> Refusal | None:
-        """Absorb ``node`` into the region. Returns None, or the reason why it must stay outside."""
-        if node.target in REDUCTIONS:
-            return self._reduction(node)
-        return unroll(self._lower(node))
 
     def _recomputed_operands(self) -> None:
         """Absorb GEMM operands that the backward pass recomputes from tiles of this region, like

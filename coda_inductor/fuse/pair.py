@@ -100,7 +100,10 @@ def _views(node: Node) -> bool:
 
 def _meet(region: Region, scope: Scope) -> bool:
     """Does a stored value depend on both products, and do only backward nodes read all others?"""
-    reach = _reach(region)
+    #: Each value -> the products that it depends on.
+    reach: dict[object, frozenset[str]] = {acc: frozenset({acc}) for acc in region.accs}
+    for step in region.steps:
+        reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
     results = dict(region.stored())
     results |= {r.value: [] for r in region.reduces.values() if r.value not in results}
     single = [nodes for value, nodes in results.items() if len(reach.get(value, ())) < 2]
@@ -108,11 +111,3 @@ def _meet(region: Region, scope: Scope) -> bool:
     readers = [u for nodes in single for n in nodes for u in n.users if u not in inside]
     forward = any(u.op == "output" or u in scope.forward for u in readers)
     return len(single) < len(results) and all(single) and not forward
-
-
-def _reach(region: Region) -> dict[object, frozenset[str]]:
-    """Each value -> the products that it depends on."""
-    reach: dict[object, frozenset[str]] = {acc: frozenset({acc}) for acc in region.accs}
-    for step in region.steps:
-        reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
-    return reach

@@ -141,8 +141,7 @@ class Region:
         return operand.name
 
     def stored(self, is_final: Callable[[Node], bool] = lambda _: True) -> dict[Value, list[Node]]:
-        """Values that nodes outside read, each with the nodes that are read. Only readers for which
-        ``is_final`` holds count."""
+        """Values that ``is_final`` outside nodes read, each with the nodes that they read."""
         inside = {*self.values, *self.reduces}
         result: dict[Value, list[Node]] = {}
         for node, value in self.values.items():
@@ -173,7 +172,10 @@ class Region:
         if self.eager:
             return verify(simplify(program, exact=True))
         program = simplify(program)
-        return verify(simplify(consistent(program, self._uncombined(), self._logits(program))))
+        # Sums over M that are never combined with a tile: the gradients of biases and gammas.
+        columns = {r.name for r in self.reduces.values() if r.axis == "col"}
+        columns -= {r.name for n, r in self.reduces.items() if not _ends_alone(n)}
+        return verify(simplify(consistent(program, columns, self._logits(program))))
 
     def _logits(self, program: EpilogueProgram) -> dict[str, str]:
         """The values of which rows' log-sum-exps are taken, with their dtypes in the graph. They
@@ -194,11 +196,6 @@ class Region:
         leaves = any(user.op == "output" for node in nodes for user in readers(node)[1])
         wide = leaves and all(fake(node).dtype == dtype for node in nodes)
         return dtype if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])
-
-    def _uncombined(self) -> set[str]:
-        """Sums over M that are never combined with a tile: the gradients of biases and gammas."""
-        columns = {r.name for r in self.reduces.values() if r.axis == "col"}
-        return columns - {r.name for n, r in self.reduces.items() if not _ends_alone(n)}
 
 
 def in_place(terms: tuple[Node, ...]) -> bool:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which values of a region leave the tile, and whether they can and should be stored."""
+"""Decide which values of a region leave the tile, whether they can and should be stored, and what a
+region gives up if it needs more shared memory than any kernel has."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from coda_inductor.fuse.region import Region
 from coda_inductor.graph.nodes import elementwise, fake, renames, row_major
 from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base
-from coda_inductor.program.dtypes import dtype_name
+from coda_inductor.program.dtypes import WIDTHS, dtype_name
 from coda_inductor.program.ops import STORE_DTYPES
 from coda_inductor.refusal import Refusal, refuse
 
 MAX_STORES = 3
+TOO_HEAVY = refuse("shared-memory", "with it, the epilogue needs more shared memory than there is")
 
 
 def unstorable(
@@ -63,3 +65,23 @@ def unstorable(
 def _owner(node: Node, region: Region) -> Node:
     """The op that ``node`` is an alias of: a ban of only the view would not help."""
     return base(node, lambda n: renames(n) and n.all_input_nodes[0] in region.values)
+
+
+def heaviest(region: Region) -> list[Node]:
+    """The absorbed nodes to remove from a ``region`` that does not fit: what is computed from the
+    heaviest loaded tile (a norm's gradient on a float32 stream, say), or, if it loads none, from
+    the last stored one. A residual's sum before them stays. Empty if none can be removed."""
+    tiles = [operand for operand in region.operands.values() if operand.kind == "tile"]
+    tiles.reverse()  # of equal ones, take the one that was read last
+    loaded = [t.name for t in sorted(tiles, key=lambda t: -WIDTHS[t.dtype])]
+    stored = [str(value) for value in reversed(region.stored())]
+    return next((nodes for v in (*loaded, *stored) if (nodes := _dependents(v, region))), [])
+
+
+def _dependents(value: str, region: Region) -> list[Node]:
+    """The absorbed nodes that are ``value`` or depend on it."""
+    reached = {value}
+    for step in region.steps:
+        if reached.intersection(step.args):
+            reached.add(step.name)
+    return [n for n in region.work if n not in region.reduces and region.values[n] in reached]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate graph ops to steps on the tile of one region, or take them back: see ``grow``."""
+"""Translate graph ops to steps on the tile of one region, or take them back (see ``grow``), and
+decide which tensors from outside an epilogue can read, and how many."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -11,9 +12,16 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.fuse import heads, operands
+from coda_inductor.fuse import heads
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.gemms import bias_of, bias_of_groups, producer, scales_of, unscaled
+from coda_inductor.graph.gemms import (
+    bias_of,
+    bias_of_groups,
+    producer,
+    routes_of,
+    scales_of,
+    unscaled,
+)
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
@@ -31,11 +39,14 @@ from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Emit,
 from coda_inductor.graph.walk import back_to, base, source
 from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS, dtype_name
+from coda_inductor.program.operands import KINDS
 from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.loss import row_entropy
 from coda_inductor.semantic.rotary import rotate_heads
 
+MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
+MAX_VECTORS = 6
 #: Nodes that must stay outside, and why.
 Bans = dict[Node, Refusal]
 #: A call of a recursion that ``unroll`` runs.
@@ -71,7 +82,7 @@ class Tile:
             self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
             through = base if operand in scales else source  # unfused, it takes float32
             acc = self._emit(op, acc, self._operand(operand, shape, through))
-        self._note(node, acc, pull=False)
+        self._assign(node, acc, pull=False)
         return None
 
     def _misfit(self, node: Node) -> Refusal | None:
@@ -84,7 +95,7 @@ class Tile:
             return refuse("not-on-tile", text)
         if node.target is aten.permute.default:
             return refuse("no-neighbours", "it transposes the tile")
-        if operands.wider(node, self.anchor):
+        if _wider(node, self.anchor):
             text = f"{words_for(node)} is computed in float64, its GEMM is not"
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
@@ -99,7 +110,7 @@ class Tile:
         """Compute ``node`` on the tile, absorbed or as a copy (``pull``). Returns None, or the
         reason if it cannot; then nothing has changed."""
         state = self._state()
-        reason = (yield self._lower_args(node, pull)) or operands.too_many(
+        reason = (yield self._lower_args(node, pull)) or _too_many(
             [kind for _, kind in self.region.operands], paired=len(self.region.accs) == 2
         )
         if reason is not None:
@@ -133,7 +144,7 @@ class Tile:
             value = self._value(node.all_input_nodes[0])
             if value is None:
                 return refuse("not-on-tile", f"{words_for(node)} is not elementwise")
-            self._note(node, value, pull)
+            self._assign(node, value, pull)
             return None
         kwargs = arguments(node)
         reason = next((why for a in kwargs.values() if (why := self._check(a, full))), None)
@@ -150,7 +161,7 @@ class Tile:
             return refuse("not-in-vocabulary", text)
         if fake(node).dtype == torch.bool and not self.region.is_bool(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
-        self._note(node, result, pull)
+        self._assign(node, result, pull)
         return None
 
     def _rotate(self, node: Node, pull: bool) -> Refusal | None:
@@ -161,7 +172,7 @@ class Tile:
         result = why or heads.lower_rotation(node, x, self.region, self._emit)
         if isinstance(result, Refusal):
             return result
-        self._note(node, result, pull)
+        self._assign(node, result, pull)
         return None
 
     def _pull(self, arg: Node, reader: Node) -> Generator[Any, Any, None]:
@@ -171,8 +182,8 @@ class Tile:
         if arg in self.bans:
             return
         bias = bias_of_groups(arg, self.anchor, self.n)
-        if bias is not None and not self._depends(bias) and not operands.wider(bias, self.anchor):
-            self._note(arg, self.region.operand(bias, "row"), pull=True)
+        if bias is not None and not self._depends(bias) and not _wider(bias, self.anchor):
+            self._assign(arg, self.region.operand(bias, "row"), pull=True)
             return
         if not self.scope.recomputed(arg) and (
             not self.scope.same_side(arg, self.anchor)
@@ -215,7 +226,7 @@ class Tile:
     def tiles(self) -> set[Node]:
         return {node for node, kind in self.region.operands if kind == "tile"}
 
-    def _note(self, node: Node, value: Value, pull: bool) -> None:
+    def _assign(self, node: Node, value: Value, pull: bool) -> None:
         if self.region.eager:
             value = self._round(value, fake(node).dtype)
         (self.region.copies if pull else self.region.values)[node] = value
@@ -271,15 +282,14 @@ class Tile:
             return self._check(literal, full)
         if arg in self.region.reduces or self._depends(arg):
             return refuse("operand-depends", f"{label(arg)} depends on this GEMM")
-        return operands.refusal(arg, full, self.anchor)
+        return _refusal(arg, full, self.anchor)
 
     def _depends(self, node: Node) -> bool:
         """Does the outside ``node`` depend on the region? Then absorbing its user makes a cycle."""
         if self.scope.depends(node, self.region.anchors):
             return True
-        return bool(self.extras) and not back_to(min(self.extras), [node]).keys().isdisjoint(
-            self.extras
-        )
+        extras = self.extras
+        return bool(extras) and not back_to(min(extras), [node]).keys().isdisjoint(extras)
 
     def _argument(self, node: Node, name: str, arg: Any, full: tuple) -> Any:
         """``arg`` as the op needs it: aten converts between bools and numbers, programs do not."""
@@ -300,7 +310,7 @@ class Tile:
         if (literal := constant(arg)) is not None:
             return literal
         kind = classify(fake(arg).shape, full)
-        assert kind is not None, "checked by operands.refusal"
+        assert kind is not None, "checked by _refusal"
         return self.region.operand(through(arg), kind)
 
     def _emitter(self, node: Node) -> Emit:
@@ -317,3 +327,40 @@ class Tile:
         name = f"v{len(self.region.steps)}"
         self.region.steps.append(Step(name, op, tuple(args), self.origin))
         return name
+
+
+def _too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
+    """The limit of a kernel that operands of these kinds exceed, or None."""
+    if paired and "tile" in kinds:
+        text = "a paired tile reads only one value per row, one per column, or scalars"
+        return refuse("kernel-form", text)
+    if kinds.count("tile") > MAX_TILE_OPERANDS:
+        return refuse("kernel-form", f"more than {MAX_TILE_OPERANDS} tile operands")
+    if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
+        return refuse("kernel-form", f"more than {MAX_VECTORS} vector operands")
+    return None
+
+
+def _wider(node: Node, anchor: Node) -> bool:
+    """Is ``node`` float64 although the tile of the GEMM ``anchor`` is computed in float32?"""
+    return fake(node).dtype == torch.float64 != fake(anchor).dtype
+
+
+def _refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
+    """The reason why ``node`` cannot be an operand for ``anchor``, viewed as ``full``, or None."""
+    tensor = fake(node)
+    if not isinstance(tensor, torch.Tensor):
+        return refuse("operand-kind", f"{label(node)} is not a tensor")
+    if tensor.dtype not in FLOATS:
+        return refuse("operand-dtype", f"{label(node)} is {tensor.dtype}, not a floating type")
+    if _wider(node, anchor):
+        return refuse("float64-mixed", f"{label(node)} is float64, the GEMM is not")
+    if tensor.device != fake(anchor).device:
+        text = f"{label(node)} is on {tensor.device}, the GEMM on {fake(anchor).device}"
+        return refuse("operand-device", text)
+    if (kind := classify(tensor.shape, full)) is None:
+        text = f"{label(node)} broadcasts over part of the leading dimensions"
+        return refuse("operand-broadcast", text)
+    if KINDS[kind].columns and routes_of(anchor)[0] is not None:
+        return refuse("kernel-form", "rows of several experts cannot share a vector of columns")
+    return None

@@ -151,25 +151,19 @@ def reorder(nodes: Sequence[Node]) -> None:
     Raises:
         CycleError: there is no such order; without this check, the search would not end.
     """
-    early = _readers_before(nodes)
+    if not nodes:
+        return
+    last = max(nodes)  # later readers need not move
+    first = [user for node in nodes for user in node.users if user < node]
+    early = closure(first, lambda n: [u for u in n.users if u < last or u == last])
     order = TopologicalSorter({n: [i for i in n.all_input_nodes if i in early] for n in early})
     order.prepare()
     while ready := sorted(order.get_ready()):
         for node in ready:
-            last = max((n for n in node.all_input_nodes), default=None)
-            if last is not None and node < last:
-                last.append(node)
+            inputs = node.all_input_nodes
+            if inputs and node < max(inputs):
+                max(inputs).append(node)
             order.done(node)
-
-
-def _readers_before(nodes: Sequence[Node]) -> set[Node]:
-    """The readers of ``nodes`` that stand before them, and their own readers up to the last of
-    ``nodes``: later ones need not move."""
-    if not nodes:
-        return set()
-    last = max(nodes)
-    first = [user for node in nodes for user in node.users if user < node]
-    return set(closure(first, lambda n: [u for u in n.users if u < last or u == last]))
 
 
 def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> None:
@@ -181,8 +175,7 @@ def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> N
 
 
 def prune(nodes: Sequence[Node], keeps: Callable[[Node], bool] = Node.is_impure) -> None:
-    """Erase all ``nodes`` without readers, and then each node that only erased nodes read. Nodes
-    for which ``keeps`` holds stay."""
+    """Erase ``nodes`` without readers, and what only erased nodes read, unless ``keeps`` holds."""
     todo = list(nodes)
     while todo:
         node = todo.pop()

@@ -26,11 +26,9 @@ TRACED = (*GEMMS, aten_scaled_mm)
 
 #: The names of A and B in schemas.
 _FACTORS = {
-    aten.mm.default: ("input", "mat2"),
-    aten.addmm.default: ("mat1", "mat2"),
-    aten.bmm.default: ("input", "mat2"),
-    aten_scaled_mm: ("input", "mat2"),
+    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten_scaled_mm), ("input", "mat2")),
     **dict.fromkeys((scaled_mm, grouped_mm), ("a", "b")),
+    aten.addmm.default: ("mat1", "mat2"),
 }
 
 #: Meta key of a scaled product that computes a weight gradient; its factors do not show that.

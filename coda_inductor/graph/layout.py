@@ -94,6 +94,13 @@ def refresh(node: Node) -> None:
             node.meta["val"] = evaluate(node.target, node.args, node.kwargs, like=node)
 
 
+def refresh_views(graph: Graph, _record: object = None) -> None:
+    """A pass: ``refresh`` all views, because torch reads from recorded values which memory it may
+    overwrite, and an output may be a view of a saved tensor."""
+    for node in graph.nodes:
+        refresh(node)
+
+
 def _storages(node: Node) -> set[int]:
     return set(map(storage, _strided(fake(node))))
 
@@ -103,10 +110,11 @@ def layouts(graph: Graph) -> Layouts:
     return {node: _layouts(node) for node in graph.nodes if inspected(node)}
 
 
-def moved(before: Layouts) -> Node | None:
-    """The first node of ``before`` whose inputs do not lie in memory as they did, or None."""
-    nodes = [node for node in before if not is_erased(node)]
-    return next((node for node in nodes if _layouts(node) != before[node]), None)
+def check_layouts(before: Layouts) -> None:
+    """Raise a RuntimeError if a node of ``before`` no longer sees the layouts that it saw."""
+    for node in before:
+        if not is_erased(node) and _layouts(node) != before[node]:
+            raise RuntimeError(f"it changed how what {node} reads lies in memory")
 
 
 def _layouts(node: Node) -> list[Any]:
@@ -123,8 +131,7 @@ def _strides(value: Any) -> list[Any]:
 
 
 def _lies(value: Any) -> list[Any]:
-    """The strides of all tensors in ``value``, where each begins in its memory, and the bytes of
-    that."""
+    """The strides of all tensors in ``value``, where each begins in its memory, and its bytes."""
     ends = [(t.storage_offset(), t.untyped_storage().nbytes()) for t in _strided(value)]
     return [*_strides(value), *(tuple(map(hint, pair)) for pair in ends)]
 

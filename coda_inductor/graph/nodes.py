@@ -180,11 +180,8 @@ def renames_or_casts(node: Any) -> bool:
 
 def is_transpose(node: Any) -> bool:
     """Does ``node`` swap the two dimensions of a matrix?"""
-    return (
-        isinstance(node, Node)
-        and node.target is aten.permute.default
-        and list(arguments(node)["dims"]) == [1, 0]
-    )
+    permutes = isinstance(node, Node) and node.target is aten.permute.default
+    return permutes and list(arguments(node)["dims"]) == [1, 0]
 
 
 def axis_of(reduction: Node) -> str | None:

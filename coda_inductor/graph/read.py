@@ -119,8 +119,7 @@ def change(node: Node, **new: Any) -> None:
 
 
 def called(node: Any, *ops: str) -> Call | None:
-    """The call of ``node`` if it calls one of ``ops``; else None. A sum with a factor ``alpha`` is
-    another op."""
+    """The call of ``node`` if it calls one of ``ops``, without a factor ``alpha``; else None."""
     call = read(node)
     plain = call is not None and call.op in ops and call.get("alpha") in (None, 1)
     return call if plain else None

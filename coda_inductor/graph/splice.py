@@ -2,8 +2,7 @@
 """Insert the ops of a function into an aten graph.
 
 For equal tensors (dtypes, sizes, strides) a function has equal ops: it is traced once for each fake
-mode, that is for each graph, and copied afterwards. An FP8 layer has some thirty equal scales;
-without copies, tracing them took half of our time.
+mode, that is for each graph, and copied afterwards. An FP8 layer has some thirty equal scales.
 """
 
 from __future__ import annotations

@@ -84,25 +84,20 @@ def _logical(op: str, decides: bool) -> Callable[..., Value]:
     return lowering
 
 
-_UNARY = (
+_SAME_NAME = (
     "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "log1p", "expm1",
-    "tanh", "sigmoid", "erf", "sin", "cos", "relu", "logical_not",
+    "tanh", "sigmoid", "erf", "sin", "cos", "relu", "logical_not", "maximum", "minimum",
 )  # fmt: skip
 _COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 
+_ARITHMETIC = {
+    aten.add: _add, aten.sub: _sub, aten.rsub: _rsub, aten.mul: _plain("mul"),
+    aten.div: _plain("div"),
+}  # fmt: skip
+
 LOWERINGS: dict[Any, Callable[..., Value | None]] = {
-    aten.add.Tensor: _add,
-    aten.add.Scalar: _add,
-    aten.sub.Tensor: _sub,
-    aten.sub.Scalar: _sub,
-    aten.rsub.Tensor: _rsub,
-    aten.rsub.Scalar: _rsub,
-    aten.mul.Tensor: _plain("mul"),
-    aten.mul.Scalar: _plain("mul"),
-    aten.div.Tensor: _plain("div"),
-    aten.div.Scalar: _plain("div"),
-    aten.maximum.default: _plain("maximum"),
-    aten.minimum.default: _plain("minimum"),
+    **{packet.Tensor: lowering for packet, lowering in _ARITHMETIC.items()},
+    **{packet.Scalar: lowering for packet, lowering in _ARITHMETIC.items()},
     aten.clamp.default: _clamp,
     aten.clamp_min.default: _clamp,
     aten.clamp_max.default: lambda emit, x, high: _clamp(emit, x, None, high),
@@ -114,7 +109,7 @@ LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     aten.where.self: _where,
     aten.logical_and.default: _logical("logical_and", decides=False),
     aten.logical_or.default: _logical("logical_or", decides=True),
-    **{getattr(aten, name).default: _plain(name) for name in _UNARY},
+    **{getattr(aten, name).default: _plain(name) for name in _SAME_NAME},
     # Not eq and ne: a tile's value is not rounded, so x == amax(x), for example, would never hold.
     **{getattr(aten, name).Tensor: _plain(name) for name in _COMPARE[:4]},
     **{getattr(aten, name).Scalar: _plain(name) for name in _COMPARE},

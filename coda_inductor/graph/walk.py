@@ -55,8 +55,7 @@ def back_to(first: Node, nodes: Iterable[Node]) -> dict[Node, None]:
 
 
 def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
-    """``node``, its input, and so on, while ``through`` holds: by default, the views up to the
-    tensor that owns the memory."""
+    """``node``, its input, and so on, while ``through`` holds: by default, up to a view's base."""
     nodes = [node]
     while through(nodes[-1]):
         nodes.append(nodes[-1].all_input_nodes[0])
@@ -92,7 +91,7 @@ def sources(node: Node) -> Iterator[Node]:
 
 def source(node: Node) -> Node:
     """The tensor that ``node`` is a view or float32 copy of: epilogues convert while they load."""
-    return base(node, _renames_or_widens)
+    return base(node, lambda n: renames(n) or widens(n))
 
 
 def widens(node: Any) -> bool:
@@ -101,10 +100,6 @@ def widens(node: Any) -> bool:
         return False
     before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
     return torch.promote_types(before, after) == after
-
-
-def _renames_or_widens(node: Node) -> bool:
-    return renames(node) or widens(node)
 
 
 def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
@@ -118,13 +113,14 @@ def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[
     return names, [u for name in names for u in name.users if u not in visited]
 
 
+def may_move(node: Node) -> bool:
+    """May ``node`` be a view of its input, or is it a copy?"""
+    return may_view(node) or node.target is torch.ops.aten.clone.default
+
+
 def consumer(node: Node) -> Node:
     """``node``; if it is a view or a copy, the first op that reads it."""
-
-    def moves(node: Node) -> bool:
-        return may_view(node) or node.target is torch.ops.aten.clone.default
-
-    users = readers(node, moves)[1] if moves(node) else []
+    users = readers(node, may_move)[1] if may_move(node) else []
     return users[0] if users else node
 
 

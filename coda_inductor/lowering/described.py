@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report of a GEMM says: its name, the ops that it absorbed, and why it ended there."""
+"""What the report of a GEMM says: its name, the ops that it absorbed, why it ended there, and the
+bytes that it moves."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
 from coda_inductor.fuse.region import Region
-from coda_inductor.fuse.traffic import bytes_plain
 from coda_inductor.graph.collectives import ahead
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT, gemm_inputs
-from coda_inductor.graph.nodes import fake, is_cast, is_transpose, label, locate
+from coda_inductor.graph.nodes import bytes_of, fake, is_cast, is_transpose, label, locate
 from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import consumer
+from coda_inductor.kernels import tile
+from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import SiteReport
 
@@ -67,3 +70,36 @@ def stop(node: Node, why: Refusal) -> Refusal:
     name = collective.target.overloadpacket.__name__
     text = f"{name}, a collective, is between this GEMM and what follows"
     return refuse("collective", text)
+
+
+def bytes_moved(region: Region, config: str) -> tuple[int, int]:
+    """(before, after): bytes that a fused region with ``config`` moves to and from memory.
+
+    They are calculated, not measured: each kernel reads each of its tensors once and writes each
+    result once, as if no data stayed in a cache or was loaded twice. Before: each GEMM, and one
+    elementwise kernel that does all work that the epilogue absorbed. After: the fused kernel, with
+    partials of reductions (float32) and copies of weights that must be concatenated."""
+    pairs = [gemm_inputs(anchor) for anchor in region.anchors]
+    left, right = (bytes_of(*matrices) for matrices in zip(*pairs, strict=True))
+    products = bytes_of(*region.anchors)
+    stored = region.stored()
+    m, n, _ = region.shape
+    program = region.program
+    stores = sum(hint(m) * n * WIDTHS[store.dtype] for store in program.stores)
+    product = bytes_of(*(a for a in region.anchors if region.values[a] in stored))
+    operands = bytes_of(*(node for node, _ in region.operands))
+    reductions = bytes_of(*region.reduces)
+    before = left + right + 2 * products + operands + stores - product + reductions
+    shared = bytes_of(pairs[0][0]) if region.total is None else left
+    tile_m, tile_n = tile(config)
+    tiles = {"row": hint(m) * -(-n // tile_n), "col": -(-hint(m) // tile_m) * n}
+    partials = 4 * sum(tiles[reduce.axis] for reduce in {*region.reduces.values()})
+    after = shared + right + operands + stores + partials
+    if region.total is not None and not region.in_place:
+        after += 2 * right  # the weights are read and written once more
+    return before, after
+
+
+def bytes_plain(anchor: Node) -> int:
+    """Bytes that an unfused GEMM moves: its inputs (a bias too) and its product."""
+    return bytes_of(anchor, *anchor.all_input_nodes)

@@ -19,12 +19,11 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.emit import check_views, emit
-from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Bans, grow
 from coda_inductor.fuse.pair import alternating, find_pair
 from coda_inductor.fuse.region import Region
+from coda_inductor.fuse.stores import TOO_HEAVY, heaviest
 from coda_inductor.fuse.sums import find_sum
-from coda_inductor.fuse.traffic import bytes_moved
 from coda_inductor.graph.collectives import overlap
 from coda_inductor.graph.gemms import (
     GEMMS,
@@ -49,6 +48,7 @@ from coda_inductor.graph.walk import readers
 from coda_inductor.kernels import Site, Tuner
 from coda_inductor.log import logger
 from coda_inductor.lowering.described import (
+    bytes_moved,
     idle_reason,
     is_wgrad,
     name_of,
@@ -69,6 +69,8 @@ Builder = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[list[Node], set[tuple[str, str]], list[SiteReport]]
 #: How often a graph is planned again after sites were measured.
 _REPLANS = 4
+#: Ops that an epilogue may absorb.
+_ABSORBED = LOWERINGS.keys() | REDUCTIONS.keys()
 #: Counters of a whole site: one that is disabled is not fused.
 _SITE_COUNTERS = frozenset({"experts_backward"})
 
@@ -149,8 +151,7 @@ def _fuse_all(graph: Graph, record: Record) -> tuple[_Fused, list[Site]]:
 
 @dataclass(frozen=True)
 class _SitePlan:
-    """The report of a GEMM and, if fused, its region, its site, and (pattern, occurrence) of
-    absorbed idioms."""
+    """The report of a GEMM; if fused, its region, site, and (pattern, occurrence) of idioms."""
 
     report: SiteReport
     fused: tuple[Region, Site] | None = None
@@ -183,11 +184,13 @@ class _Planner:
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
         if (why := overlap(anchor) or self.record.sites.refusal(anchor)) is not None:
-            if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
+            neighbours = (u for u in readers(anchor)[1] if u.target in _ABSORBED or is_cast(u))
+            if why.failure and not any(neighbours):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
             return _refuse_site(report, _excuse(anchor, why))
-        if routes_of(anchor)[0] is None and _leaves(anchor):
+        _, users = readers(anchor, lambda n: renames(n) or is_transpose(n))
+        if routes_of(anchor)[0] is None and {user.op for user in users} == {"output"}:
             text = "nothing to absorb: the caller reads it (it is an output of the graph)"
             return _refuse_site(report, refuse("no-neighbours", text))
         first: Refusal | None = None
@@ -210,8 +213,7 @@ class _Planner:
         return _refuse_site(report, _excuse(anchor, first))
 
     def _site(self, region: Region) -> Site:
-        """``region`` as a site. A kernel reads a sum's terms in place, or weights are
-        concatenated."""
+        """``region`` as a site: a sum's terms are read in place, or weights are concatenated."""
         terms, copied = len(region.anchors) if region.in_place else 1, ()
         if region.total is not None and not region.in_place:
             copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
@@ -320,18 +322,6 @@ def _disabled(name: str) -> Refusal:
 def _excuse(anchor: Node, why: Refusal | None) -> Refusal | None:
     """``why``, but as an excused reason for a weight gradient, whose K no kernel may support."""
     return why.excused() if why is not None and is_wgrad(anchor) else why
-
-
-def _neighbours(anchor: Node) -> list[Node]:
-    """The readers of ``anchor`` that an epilogue could absorb."""
-    _, users = readers(anchor)
-    return [u for u in users if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
-
-
-def _leaves(anchor: Node) -> bool:
-    """Does only the graph's caller read ``anchor``, as the gradient of a weight?"""
-    _, users = readers(anchor, lambda n: renames(n) or is_transpose(n))
-    return bool(users) and all(user.op == "output" for user in users)
 
 
 def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:

@@ -51,8 +51,7 @@ def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
 
 
 def subgraphs(node: Node) -> dict[str, GraphModule | None]:
-    """The graphs that a call takes, by their names in the enclosing module; None for a name that
-    the module does not have."""
+    """The graphs that a call takes, by names in the enclosing module; None for a missing one."""
     names = [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
     graphs = {name: _attribute(node.graph.owning_module, name) for name in names}
     return {

@@ -16,7 +16,7 @@ from coda_inductor.graph.layout import relay
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bindings, bodies, subgraphs
-from coda_inductor.refusal import Refusal
+from coda_inductor.refusal import Refusal, refuse
 
 _STATE = frozenset(
     {
@@ -80,8 +80,7 @@ def written_nodes(node: Node) -> set[Node]:
 
 
 def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
-    """May ``node`` change the value of one of ``nodes`` in place, also through another graph input
-    that shares its memory?"""
+    """May ``node`` change one of ``nodes`` in place, also through an input that shares memory?"""
     if not mutates(node):
         return False
     changed = written_nodes(node)
@@ -131,13 +130,16 @@ def _written_inside(node: Node) -> set[Node]:
     return result if children else set(node.all_input_nodes)
 
 
-def forward_mode(graph: Graph) -> str | None:
-    """The node of ``graph``, or of a checkpointed region in it, that starts forward-mode
-    differentiation (``make_dual``, ``torch.func.jvp``); None if no node does."""
-    nodes = (node for body in bodies(graph) for node in body.graph.nodes)
-    named = ((n.name, getattr(n.target, "__name__", "")) for n in nodes)
+def forward_mode(graph: Graph) -> Refusal | None:
+    """The reason if ``graph``, or a checkpointed region in it, uses forward-mode differentiation
+    (``make_dual``, ``torch.func.jvp``), which our ops do not have; else None."""
     starts = re.compile("enter_dual_level|make_dual|jvp_increment")
-    return next((name for name, called in named if starts.search(called)), None)
+    nodes = (node for body in bodies(graph) for node in body.graph.nodes)
+    start = next((n for n in nodes if starts.search(getattr(n.target, "__name__", ""))), None)
+    if start is None:
+        return None
+    text = f"{start.name} uses forward-mode differentiation, which semantic ops do not have"
+    return refuse("idiom-form", text)
 
 
 def changes(graph: Graph) -> set[Node]:

@@ -71,7 +71,7 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
     if not changing:
         return []
     before = nodes[: nodes.index(changing[0])]
-    gradients = True if any(map(_differentiated, before)) else None
+    gradients = True if any(map(differentiated, before)) else None
     regions: list[tuple[Any, Hashable]] = []
     others = 0
     modes: list[tuple[Node, Hashable]] = [(nodes[0], (gradients, (), others))]
@@ -89,7 +89,7 @@ def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
     return modes
 
 
-def _differentiated(node: Node) -> bool:
+def differentiated(node: Node) -> bool:
     """Is ``node`` computed with a gradient? Then gradients are enabled at its position."""
     value = fake(node)
     computed = isinstance(value, torch.Tensor) and node.op in ("call_function", "call_method")

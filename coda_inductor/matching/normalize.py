@@ -141,8 +141,7 @@ def _loss(call: Call) -> Call | None:
 
 
 def _reduction(call: Call) -> Call | None:
-    """A reduction over only the last dimension, to a column (``keepdim``) or to one value a row;
-    None for others."""
+    """A reduction over only the last dimension, to (..., 1) or (...); None for others."""
     last = call.get("dtype") is None and is_last(call.get("dim"), call["input"])
     kind = "last" if call.get("keepdim") is True else "of_rows"
     return call.to(f"{call.op}_{kind}", input=call["input"]) if last else None
@@ -165,35 +164,27 @@ def _var(call: Call) -> Call | None:
 
 
 def _softmax(call: Call) -> Call | None:
-    """A softmax or its logarithm over the last dimension, its ``dtype`` argument as a cast; None
-    for others."""
+    """A softmax or its logarithm over the last dimension; None for others."""
     last = is_last(call["dim"], call["input"])
     return call.to(f"{call.op}_last", input=call["input"]) if last else None
 
 
 _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
     "cast": _cast,
-    "cat": columns.join,
-    "stack": columns.join,
     "flatten": lambda call: columns.merge(call) or _plain(call),
-    **dict.fromkeys(("getitem", "select", "slice"), columns.item),
+    "view": lambda call: columns.merge(call) or _literal_view(call),
     "view_as_complex": columns.complex_columns,
-    "add": _sum,
-    "sub": _sum,
-    "rsub": _sum,
-    "pow": _pow,
+    **dict.fromkeys(("cat", "stack"), columns.join),
+    **dict.fromkeys(("getitem", "select", "slice"), columns.item),
+    **dict.fromkeys(("add", "sub", "rsub"), _sum),
     "mul": _mul,
     "div": _div,
+    "pow": _pow,
     "reciprocal": lambda call: _inverse(call, call["input"]),
-    "mean": _reduction,
-    "sum": _reduction,
+    **dict.fromkeys(("mean", "sum", "logsumexp"), _reduction),
+    "var": _var,
+    **dict.fromkeys(("log_softmax", "softmax"), _softmax),
     "rms_norm": _norm("input", "weight", "eps"),
     "layer_norm": _norm("input", "weight", "bias", "eps"),
-    "view": lambda call: columns.merge(call) or _literal_view(call),
-    "cross_entropy": _loss,
-    "nll_loss": _loss,
-    "log_softmax": _softmax,
-    "softmax": _softmax,
-    "logsumexp": _reduction,
-    "var": _var,
+    **dict.fromkeys(("cross_entropy", "nll_loss"), _loss),
 }

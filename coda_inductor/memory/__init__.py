@@ -2,8 +2,8 @@
 """Choose which tensors are kept for the backward pass, and which are computed again.
 
 - ``costs``: FLOP of our ops, for torch's FLOP counter; expected milliseconds of any node
-- ``room``: the bytes that a peak leaves for a step; several ranks agree on them
-- ``limit``: the memory that the user allows, by an option, torch's budget, or a policy
+- ``limit``: the memory that the user allows, by an option, torch's budget, or a policy; the bytes
+  that a peak leaves for a step, on which several ranks agree
 - ``candidates``: kept tensors, and the products that would run again for each
 - ``halves``: one product of a pair, computed again alone
 - ``peak``: the memory of a step over time, for a choice

@@ -66,10 +66,6 @@ def repeatable(node: Node) -> bool:
     return "dropout_p" in names and args.get("dropout_p", 0.0) == 0.0
 
 
-def _is_tensor(node: Node) -> bool:
-    return node.op == "call_function" and isinstance(fake(node), torch.Tensor)
-
-
 def owner(node: Node) -> Node:
     """The node that owns the memory of ``node``: the base of a view (also of ``split``), or the
     tensor that Inductor writes it into."""
@@ -124,8 +120,7 @@ class Stash:
 
     @staticmethod
     def of(graph: Graph, outputs: int, names: Collection[str]) -> Stash:
-        """The stash of ``graph``, whose first ``outputs`` outputs belong to the forward pass, if
-        ``names`` are kept."""
+        """The stash if ``names`` are kept, and ``outputs`` outputs are the forward pass's."""
         roots = [n for n in graph.output_node().args[0][:outputs] if isinstance(n, Node)]
         forward = closure(roots, lambda n: n.all_input_nodes)
         ordered = [n for n in graph.nodes if n.op != "output"]
@@ -134,10 +129,11 @@ class Stash:
                 forward[node] = None
         results = frozenset(map(owner, roots))
         owners = {owner(n) for n in ordered if n.name in names} - results
+        owners = {n for n in owners if n.op == "call_function"}
         return Stash(
             {n: None for n in ordered if n in forward},
             {n: None for n in ordered if n not in forward},
-            {n: None for n in ordered if n in owners and _is_tensor(n)},
+            {n: None for n in ordered if n in owners and isinstance(fake(n), torch.Tensor)},
             results,
             frozenset(old_values(graph)),
         )
@@ -152,8 +148,7 @@ class Stash:
         return [u for n in names for u in n.users if u not in names]
 
     def rerun(self, start: Iterable[Node], drop: Drop) -> dict[Node, None]:
-        """The nodes of the forward pass, light and heavy, that run again under ``drop`` to compute
-        ``start``, which is not kept."""
+        """The forward nodes that run again under ``drop`` to compute ``start``."""
         saved = self.after(drop)
 
         def step(node: Node) -> list[Node]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from coda_inductor.compat import tree_map
@@ -95,7 +96,7 @@ def flops(node: Node) -> int:
     if packet not in flop_registry:
         return 0
     formula = flop_registry[packet]
-    args, kwargs = tree_map(_concrete, (node.args, node.kwargs))
+    args, kwargs = tree_map(_meta, map_arg((node.args, node.kwargs), fake))
     return int(formula(*args, **kwargs, out_val=tree_map(_meta, fake(node))))
 
 
@@ -110,10 +111,6 @@ def _attention(node: Node) -> int:
     return (2 if args.get("is_causal") else 4) * scores
 
 
-def _concrete(argument: Any) -> Any:
-    return _meta(fake(argument)) if isinstance(argument, Node) else argument
-
-
 def _meta(value: Any) -> Any:
     """``value`` as a meta tensor with hints as sizes: formulas compare and multiply sizes."""
     if isinstance(value, torch.SymInt):
@@ -124,8 +121,7 @@ def _meta(value: Any) -> Any:
 
 
 def milliseconds(node: Node, gpu: Gpu) -> float:
-    """Expected time of ``node`` on ``gpu`` as a kernel of its own: the time to compute, or to move
-    its bytes if that is longer."""
+    """Expected time of ``node`` as a kernel: to compute, or to move its bytes if that is longer."""
     traffic = bytes_of(node, *node.all_input_nodes)
     us = gpu.launch_us + traffic / gpu.bytes_per_us
     rate = _SUSTAINED * gpu.flops_per_us * (_ATTENTION if "attention" in str(node.target) else 1.0)

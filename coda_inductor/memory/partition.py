@@ -123,7 +123,8 @@ def keep_old_inputs(forward: GraphModule, backward: GraphModule, outputs: int) -
         forward: y = x @ w; old = clone(w); copy_(w, new); return y, old
     """
     output = forward.graph.output_node()
-    written = [n for n in output.args[0][outputs:] if _is_written(n)]
+    kept = [n for n in output.args[0][outputs:] if isinstance(n, Node)]
+    written = [n for n in kept if base(n, may_view).meta.get(WRITTEN)]
     first = next(n for n in forward.graph.nodes if n.op != "placeholder")
     for value in written:
         before = first if value.op == "placeholder" else value.next
@@ -135,11 +136,6 @@ def keep_old_inputs(forward: GraphModule, backward: GraphModule, outputs: int) -
         for name in sorted(names(reads)):
             refresh(name)
     forward.recompile()
-
-
-def _is_written(value: Any) -> bool:
-    """Is ``value`` an input that is written to, or a view of one?"""
-    return isinstance(value, Node) and bool(base(value, may_view).meta.get(WRITTEN))
 
 
 def mark(
@@ -210,13 +206,8 @@ def _too_little(limit: Limit, peak: int) -> str:
 def _backward_reads(stash: Stash, drop: Drop) -> list[Node]:
     """The forward values that the backward pass reads and that are not kept."""
     saved = stash.after(drop)
-    return [
-        node
-        for node in stash.forward
-        if node.op == "call_function"
-        and node not in saved
-        and any(user in stash.backward for user in node.users)
-    ]
+    nodes = (n for n in stash.forward if n.op == "call_function" and n not in saved)
+    return [n for n in nodes if any(user in stash.backward for user in n.users)]
 
 
 def _saved(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:

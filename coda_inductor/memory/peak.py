@@ -14,7 +14,7 @@ reader, also a saved tensor that AOTAutograd donates. Gradients stay.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -93,15 +93,15 @@ class Timeline:
         return total
 
     def _kernels(self, drop: Drop) -> list[_Kernel]:
-        forward = [n for n in self.stash.forward if self._runs(n)]
-        kernels = [self._kernel(n, [(s, False) for s in self._reads(n)], False) for n in forward]
-        saved = self.stash.after(drop)
+        forward, saved = self.stash.forward, self.stash.after(drop)
+        first = filter(self._runs, forward)
+        kernels = [self._kernel(n, [(s, False) for s in self._reads(n)], False) for n in first]
         done: set[Node] = set()
         for node in self.stash.backward:
             if self._runs(node) and (node not in self._lazy or node in self.results):
                 for origin in (*self._missing(node, drop, done), node):
-                    again = origin in self.stash.forward
-                    kernels.append(self._kernel(origin, self._values(origin, saved), again))
+                    values = [(s, s in forward and s not in saved) for s in self._reads(origin)]
+                    kernels.append(self._kernel(origin, values, origin in forward))
         return kernels
 
     def _missing(self, node: Node, drop: Drop, done: set[Node]) -> list[Node]:
@@ -124,11 +124,6 @@ class Timeline:
                 done.add(top)
                 kernels.append(top)
         return kernels
-
-    def _values(self, node: Node, saved: Collection[Node]) -> list[_Value]:
-        """The values that ``node`` reads when it runs in the backward pass."""
-        forward = self.stash.forward
-        return [(source, source in forward and source not in saved) for source in self._reads(node)]
 
     def _kernel(self, node: Node, reads: list[_Value], again: bool) -> _Kernel:
         parts = [user for user in node.users if user.target is operator.getitem]

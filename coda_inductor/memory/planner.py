@@ -11,7 +11,6 @@ the earliest first: it is recomputed last, when the others' tensors are gone.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -96,13 +95,10 @@ class Chain:
 
     def first(self, fits: Callable[[Choice], bool]) -> int | None:
         """The index of the first choice that ``fits``; None if none does."""
-        low, high = 0, len(self) - 1
-        if not fits(self[high]):
+        last = len(self) - 1
+        if not fits(self[last]):
             return None
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(self[middle]) else (middle + 1, high)
-        return low
+        return bisect.bisect_left(range(last), True, key=lambda i: fits(self[i]))
 
     def fastest(self, peak: Callable[[Drop], int], index: int) -> int:
         """The index of a faster choice than ``index`` with no higher peak, or ``index``."""
@@ -116,18 +112,18 @@ class Chain:
         the least peak. Between two points, peaks follow the layers one by one."""
         ends = [i for i, state in enumerate(self.states) if not state.key[1]]
         rest, least = self.states[:1], peak(self[0].drop)
+
+        def below(i: int) -> bool:
+            return peak(self[i].drop) < least
+
         for here, after in itertools.pairwise(ends):
             if (value := peak(self[after].drop)) >= (1 - doubt) * least:
                 continue
             between = range(here + 1, after + 1)
-            below = functools.partial(self._below, peak, least)
             rest += self.states[between[bisect.bisect_left(between, True, key=below)] : after + 1]
             least = value
         self.states = rest
         return least
-
-    def _below(self, peak: Callable[[Drop], int], least: int, i: int) -> bool:
-        return peak(self[i].drop) < least
 
     def choice(self, drop: Drop) -> Choice:
         """The choice to free ``drop``."""
@@ -140,7 +136,9 @@ class Chain:
         for node in (heavies := list(filter(heavy, nodes))):
             if node not in self._times:
                 self._times[node] = milliseconds(node, self.gpu)
-        passes = 2 * bytes_of(*(n for n in tensors if n in nodes and not _direct(n)))
+        # Not of tensors that heavy nodes compute without an elementwise pass.
+        light = (n for n in tensors if n in nodes and not heavy(n))
+        passes = 2 * bytes_of(*(n for n in light if not any(map(heavy, n.all_input_nodes[:1]))))
         return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
@@ -229,8 +227,3 @@ def _hull(points: Sequence[_Point]) -> list[_Point]:
             hull.pop()
         hull.append(c)
     return hull
-
-
-def _direct(node: Node) -> bool:
-    """Does a heavy node compute ``node``, without an elementwise pass?"""
-    return heavy(node) or any(map(heavy, node.all_input_nodes[:1]))

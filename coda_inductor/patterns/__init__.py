@@ -13,8 +13,7 @@ Each file imports only from those above it::
     exact      tensors of exact elements, on which any torch function runs
     equal      are two expressions the same? proven, refuted or neither
     prove      the claims, and their proof: for ``check`` and the tests
-    source     one file -> its patterns, not compared yet
-    loading    the places of pattern files
+    loading    the places of pattern files; a file -> its patterns
 """
 
 from coda_inductor.patterns.loading import builtin_folder, files, load, load_file, load_patterns

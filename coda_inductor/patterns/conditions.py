@@ -21,10 +21,11 @@ def number(match: Match, name: str) -> float:
 
 
 def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | None]:
-    """Condition: each of ``names`` is a literal or a symbol of known value, or (``none``) None."""
+    """Condition: each of ``names`` that the spelling has is a literal or a symbol of known value,
+    or (``none``) None."""
 
     def condition(match: Match) -> Refusal | None:
-        for name in names:
+        for name in filter(match.bound.__contains__, names):
             bound = _recorded(match.bound[name])
             symbol = isinstance(bound, (torch.SymFloat, torch.SymInt)) and bound.node.has_hint()
             literal = isinstance(bound, (int, float, str)) or (none and bound is None)

@@ -39,7 +39,8 @@ def difference(left: Any, right: Any, *, kinks: bool = True) -> str | None:
             return f"a {a.shape} matrix against a {b.shape} one"
         pairs = zip(a, b, strict=True)
         return next((d for x, y in pairs if (d := difference(x, y, kinks=kinks))), None)
-    left, right = (_exact(sympy.sympify(side)) for side in (left, right))
+    sides = [sympy.sympify(side) for side in (left, right)]
+    left, right = (s.xreplace({f: number(f) for f in s.atoms(sympy.Float)}) for s in sides)
     if left == right:
         return None
     if (refutation := _counterexample(left, right)) is not None:
@@ -49,10 +50,6 @@ def difference(left: Any, right: Any, *, kinks: bool = True) -> str | None:
         if rest != 0:
             return f"could not be proven: the difference{where} is {_short(rest)}"
     return None
-
-
-def _exact(expr: Any) -> Any:
-    return expr.xreplace({f: number(f) for f in expr.atoms(sympy.Float)})
 
 
 def _short(expr: Any) -> str:
@@ -97,7 +94,7 @@ def _pieces(expr: Any, kinks: bool) -> Iterator[tuple[str, Any]]:
     if not conditions:
         yield "", expr
         return
-    lines = [_line(c) for c in conditions]
+    lines, zero = [_line(c) for c in conditions], sympy.Integer(0)
     roots: dict[Any, set[Any]] = {}
     for key, root, _ in lines:
         roots.setdefault(key, set()).add(root)
@@ -108,7 +105,7 @@ def _pieces(expr: Any, kinks: bool) -> Iterator[tuple[str, Any]]:
             return
         regions = dict(zip(roots, case, strict=True))
         truth = {
-            c: sympy.true if _holds(c, regions[key][0], root, sign) else sympy.false
+            c: sympy.true if c.func(sign * (regions[key][0] - root), zero) else sympy.false
             for c, (key, root, sign) in zip(conditions, lines, strict=True)
         }
         piece = expr.xreplace(truth)
@@ -151,11 +148,6 @@ def _regions(key: Any, roots: list[Any], kinks: bool) -> list[tuple[Any, bool, s
         sample = low + 1 if last else (low + high) / 2
         regions.append((sample, False, f"{key} > {low}" + ("" if last else f" and < {high}")))
     return regions
-
-
-def _holds(condition: Any, sample: Any, root: Any, sign: int) -> bool:
-    side = sign * (sample - root)
-    return bool(condition.func(side, sympy.Integer(0)))
 
 
 def _normal(expr: Any) -> Any:

@@ -224,10 +224,6 @@ def _vector_norm(
     return torch.sqrt((x * x).sum(dims, keepdim=keepdim))
 
 
-def _var(*args: Any, **options: Any) -> Any:
-    return _var_mean(*args, **options)[0]
-
-
 def _layer_norm(
     _cls: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[Any, Any, Any]:
@@ -236,15 +232,6 @@ def _layer_norm(
     y = (x - mean) / torch.sqrt(variance + eps)
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias), mean, variance
-
-
-def _logsumexp(_cls: Any, x: Any, dims: Any, keepdim: bool = False) -> Any:
-    return torch.log(torch.exp(x).sum(dims, keepdim=keepdim))
-
-
-def _log_softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
-    """Log-softmax, as torch's documentation defines it."""
-    return torch.log(torch.exp(x) / torch.exp(x).sum(dim, keepdim=True))
 
 
 def _softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
@@ -276,9 +263,11 @@ def _view_as_real(cls: Any, z: Any) -> Any:
 
 Exact.specials.update({
     "_local_scalar_dense": _read, "log_sigmoid_forward": lambda _, x: (-F.softplus(-x), x),
-    "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var": _var,
-    "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,
-    "linalg_vector_norm": _vector_norm, "ones_like": lambda _, x, **__: x * 0 + 1,
-    "_log_softmax": _log_softmax, "_softmax": _softmax, "nll_loss_forward": _nll_loss,
+    "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var_mean": _var_mean,
+    "var": lambda *args, **options: _var_mean(*args, **options)[0],
+    "native_layer_norm": _layer_norm, "linalg_vector_norm": _vector_norm,
+    "logsumexp": lambda _, x, *dims: torch.log(torch.exp(x).sum(*dims)),
+    "ones_like": lambda _, x, **__: x * 0 + 1, "_softmax": _softmax,
+    "_log_softmax": lambda *args: torch.log(_softmax(*args)), "nll_loss_forward": _nll_loss,
     "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
 })  # fmt: skip

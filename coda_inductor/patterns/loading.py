@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of pattern files. Each file is run, and its claims are compared, separately.
+"""Pattern files: their places, their text, their patterns. Each file is run, and its claims are
+compared, separately.
 
 The places, in the order in which patterns are tried: ``options["patterns"]`` (or
 ``CODA_PATTERNS``), files from :func:`load_patterns`, and the built-in ones, which are in
@@ -10,15 +11,19 @@ are not compared: tests prove them.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from coda_inductor.errors import PatternError
 from coda_inductor.log import say_once
 from coda_inductor.patterns.compare import compare
+from coda_inductor.patterns.meaning import DIGEST
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.source import Source, read, run
 
 #: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
@@ -28,6 +33,81 @@ OTHER_NAMES = (
 )  # fmt: skip
 
 _registered: dict[Path, None] = {}  # the files of load_patterns, in order
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file and its text. It is read only once, so that exactly this text is run."""
+
+    path: Path
+    text: str
+    digest: str
+
+
+def read(path: Path) -> Source:
+    """Read a pattern file.
+
+    Raises:
+        PatternError: it is missing, cannot be read, or is not UTF-8 text.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise PatternError(f"no such pattern file: {path}") from None
+    except OSError as error:
+        raise PatternError(f"pattern file {path} cannot be read: {error.strerror}") from error
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise PatternError(f"{path}: not a UTF-8 text file: {error}") from error
+    return Source(path, text, hashlib.sha256(content).hexdigest())
+
+
+def run(source: Source) -> tuple[Pattern, ...]:
+    """Run a file. Returns the patterns that it defines.
+
+    Raises:
+        PatternError: it fails, or defines no pattern.
+    """
+    module = _import(source)
+    patterns = getattr(module, "PATTERNS", None)
+    if patterns is None and hasattr(module, "PATTERN"):
+        patterns = [module.PATTERN]
+    if (
+        not patterns
+        or not isinstance(patterns, (tuple, list))
+        or not all(isinstance(p, Pattern) for p in patterns)
+    ):
+        raise PatternError(
+            f"{source.path}: define PATTERN = coda_inductor.Pattern(...) or a list PATTERNS of them"
+        )
+    return tuple(patterns)
+
+
+def _import(source: Source) -> ModuleType:
+    """The file as a module, compiled from its text, never from stale byte code."""
+    module = ModuleType(f"coda_inductor_pattern_{source.path.stem}_{source.digest[:12]}")
+    module.__file__ = str(source.path)
+    module.__dict__[DIGEST] = source.digest
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source.text, str(source.path), "exec"), module.__dict__)  # noqa: S102
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        line = _line_in(error, source.path)
+        text = str(error) if isinstance(error, PatternError) else f"{type(error).__name__}: {error}"
+        raise PatternError(f"{source.path}{line}: {text}") from error
+    return module
+
+
+def _line_in(error: BaseException, path: Path) -> str:
+    line = getattr(error, "lineno", None)
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f":{line}" if line else ""
 
 
 def builtin_folder() -> Path:

@@ -14,7 +14,6 @@ embedding  an embedding's gradient touches only the rows that were looked up
 decompose  ops that no rewrite used become the aten ops that define them
 recompute  the backward pass recomputes elementwise values
 tables     sines and cosines are computed once
-views      recorded values of views share memory like the real tensors
 experts    grouped products without an epilogue become the user's products again
 borders    the tensors that one checkpointed block passes to the next are saved
 """

@@ -15,8 +15,7 @@ Why it is valid: a number commutes with a product, and terms commute with each o
 rounded as often as before, at other steps.
 
 Why it pays: t is neither written nor read. Two terms of full rank become one GEMM (``fuse.sums``),
-whose epilogue adds the others; a low-rank term between them would prevent that. The gradient of
-layers behind dropout (``semantic.dropout``) is such a term too.
+whose epilogue adds the others; a low-rank term between them would prevent that.
 
 Leaves alone: a scaled tensor with other readers than small products; float16, in which a product
 that is scaled late may overflow; sums whose terms of full rank stand first already, or lie on two
@@ -76,18 +75,15 @@ def _full_rank_first(total: Node) -> None:
     terms = _terms(total)
     products = [t for t in terms if base(t).target is aten.mm.default]
     full = [t for t in products if not low_rank(base(t))]  # a term may occur several times
-    mixed = len(full) < len(products) or any(map(_dropped, terms))
+    # The gradient of low-rank layers behind dropout is such a term too.
+    dropped = any(n.target is BACKWARD for term in terms for n in base(term).all_input_nodes)
+    mixed = dropped or len(full) < len(products)
     if len({*full}) < 2 or not mixed or terms[: len(full)] == full:
         return
     first, *rest = full + [t for t in terms if t not in full]
     for term in rest:
         first = Put(total).add(first, term)
     replace(total, first)
-
-
-def _dropped(term: Node) -> bool:
-    """Is ``term`` the gradient of low-rank layers behind dropout?"""
-    return any(n.target is BACKWARD for n in base(term).all_input_nodes)
 
 
 def _terms(total: Node) -> list[Node]:

@@ -37,15 +37,14 @@ def save_borders(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint graph after rewriting and fusing; only tags change."""
     for node in graph.nodes:
         if _renames(node) and _recomputed(node) and any(_is_later(u, node) for u in node.users):
-            *views, base = chain(node, _renames)
-            for view in views:
-                view.meta["recompute"] = None
+            *names, base = chain(node, _renames)
             if _recomputed(base):
                 # Torch cannot save a tuple, or recompute one of several outputs alone.
                 outputs = [user for user in base.users if user.target is operator.getitem]
                 base.meta["recompute"] = None if outputs else CheckpointPolicy.MUST_SAVE
-                for output in outputs:
-                    output.meta["recompute"] = None
+                names += outputs
+            for name in names:
+                name.meta["recompute"] = None
 
 
 def _renames(node: Node) -> bool:

@@ -71,25 +71,17 @@ def _merge_equal(graph: Graph, scope: Scope) -> int:
         if node.target not in COLLECTIVES and not (moves(node) and chain & {*node.all_input_nodes}):
             continue
         chain.add(node)
-        original = first.setdefault(_key(node, scope), node)
-        if original is not node and not _leaves(node):
+        call = node.target, str(node.args), str(node.kwargs)  # nodes' names are unique
+        side = node in scope.forward, scope.recomputed(node), checkpoint(node)
+        original = first.setdefault((*call, *side), node)
+        waits = filter(is_wait, node.users)
+        if original is not node and not any(map(leaves, (node, *waits))):
             node.replace_all_uses_with(original)
             copies.append(node)
     saved = sum(node.target in COLLECTIVES for node in copies)
     for node in reversed(copies):
         graph.erase_node(node)
     return saved
-
-
-def _leaves(node: Node) -> bool:
-    """Is the memory of ``node``, or of its wait, an output of the graph?"""
-    return leaves(node) or any(is_wait(user) and leaves(user) for user in node.users)
-
-
-def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
-    """A key of ``node``: its call, its side and its checkpoint. Equal for equal results."""
-    call = node.target, str(node.args), str(node.kwargs)  # nodes' names are unique
-    return (*call, node in scope.forward, scope.recomputed(node), checkpoint(node))
 
 
 def _merge_sum(total: Node, scope: Scope) -> bool:

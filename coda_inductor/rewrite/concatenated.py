@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 def add_products(graph: Graph, record: Record) -> None:
     """Apply the rewrite to an aten graph, in place."""
     targets = (aten.mm.default, aten.addmm.default)
-    gemms = [n for n in graph.nodes if n.target in targets and _has_product(n)]
+    gemms = [n for n in graph.nodes if n.target in targets]
+    gemms = [n for n in gemms if any(map(producer, columns_of(gemm_inputs(n)[0])))]
     if gemms:
         decompose_pointwise(graph)  # a part may be gated
     scope = Scope(graph)
@@ -58,10 +59,6 @@ def add_products(graph: Graph, record: Record) -> None:
         _split(gemm, parts)
         record.fire("concatenated")
         scope.refresh()
-
-
-def _has_product(gemm: Node) -> bool:
-    return any(map(producer, columns_of(gemm_inputs(gemm)[0])))
 
 
 def columns_of(a: Node) -> list[Node]:

@@ -33,8 +33,7 @@ def decompose(graph: Graph, _record: Record | None = None) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """Decompose all semantic ops except those that an epilogue may absorb: GEMMs, reductions,
-    rotations of heads, and rows of groups."""
+    """Decompose all but what an epilogue may absorb: GEMMs, reductions, rotations, group rows."""
     _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
 
 
@@ -46,17 +45,13 @@ def decompose_pointwise(graph: Graph) -> None:
 def _decompose(graph: Graph, keep: Collection[object]) -> None:
     while todo := [n for n in graph.nodes if n.target in DEFINITIONS and n.target not in keep]:
         for node in todo:
-            _decompose_one(node)
+            definition = DEFINITIONS[node.target]
+            counted = not definition.counted_by_rewrite
+            meta = {"coda_pattern": (definition.name, node.name)} if counted else None
+            result = splice(node, definition.function, node.args, meta=meta)
+            if isinstance(result, Node):
+                node.replace_all_uses_with(result)
+                graph.erase_node(node)
+            else:
+                replace_parts(node, result)
     graph.eliminate_dead_code()
-
-
-def _decompose_one(node: Node) -> None:
-    definition = DEFINITIONS[node.target]
-    counted = not definition.counted_by_rewrite
-    meta = {"coda_pattern": (definition.name, node.name)} if counted else None
-    result = splice(node, definition.function, node.args, meta=meta)
-    if isinstance(result, Node):
-        node.replace_all_uses_with(result)
-        node.graph.erase_node(node)
-    else:
-        replace_parts(node, result)

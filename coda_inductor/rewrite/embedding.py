@@ -83,8 +83,7 @@ def _gradient(
 
 
 def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
-    """(the gradient that ``node`` scatters into zeros, the arguments of ``_gradient``) if the
-    rewrite pays, else None."""
+    """(the gradient that ``node`` scatters, arguments of ``_gradient``) if that pays, else None."""
     args = arguments(node)
     zeros, indices, dy = (args[name] for name in ("input", "index", "values"))
     mask = args.get("mask")
@@ -106,13 +105,9 @@ def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
     result = reader if reader is not None and is_cast(reader) else node
     added = only_reader(result)
     for other in addends(added):
-        if added is not None and other is not result and _can_take(other, result):
+        if added is None or other is result or fake(other).dtype != fake(result).dtype:
+            continue
+        free = other.op == "call_function" and len(other.users) == 1
+        if free and same(fake(other).shape, fake(result).shape):  # its memory takes the rows
             return added, (tokens, dy, mask, other, rows, fake(result).dtype)
     return None if result is node else (result, (tokens, dy, mask, None, rows, fake(result).dtype))
-
-
-def _can_take(other: Node, result: Node) -> bool:
-    """May the rows be written into the memory of ``other``?"""
-    free = other.op == "call_function" and len(other.users) == 1
-    same_dtype = fake(other).dtype == fake(result).dtype
-    return free and same_dtype and same(fake(other).shape, fake(result).shape)

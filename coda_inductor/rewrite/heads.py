@@ -26,7 +26,6 @@ of part of a head contiguous by heads; attention takes any layout); projections 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from coda_inductor.graph.read import called, op_name
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same, same_strides
 from coda_inductor.graph.splice import splice
-from coda_inductor.graph.walk import base, chain, leaves, only_reader
+from coda_inductor.graph.walk import base, chain, leaves, only_reader, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.tables import KEEP
@@ -106,7 +105,10 @@ def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
     like = max(_spelling(cos)[0], _spelling(sin)[0])  # for its meta: all layers share the tables
     tables = splice(node, _as_rows, (cos, sin, order), like=like)
     put, free = Put(node), Put(like, node)
-    lead = _lead(put, heads)
+    # As arguments of the view that makes the heads. Tables that read a symbolic size from the view
+    # itself would depend on the GEMM before it.
+    lead = arguments(heads)["size"][: fake(heads).dim() - 2]
+    lead = [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(lead)]
     if key not in cache:
         cache[key] = []
         for table in splice(node, _even_odd, (*tables, size, *form), like=like):
@@ -126,15 +128,11 @@ def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
 
 def _any_layout(node: Node) -> bool:
     """Do all readers accept any layout of ``node``?"""
-    todo = [node]
-    for alias in todo:
-        for user in alias.users:
-            name, call = str(user.target), called(user, "clone")
-            copies = call is not None and call["memory_format"] == torch.contiguous_format
-            if op_name(user) in _VIEWS:
-                todo.append(user)
-            elif not copies and "scaled_dot_product" not in name and "flex_attention" not in name:
-                return False
+    for user in readers(node, lambda n: op_name(n) in _VIEWS)[1]:
+        name, call = str(user.target), called(user, "clone")
+        copies = call is not None and call["memory_format"] == torch.contiguous_format
+        if not copies and "scaled_dot_product" not in name and "flex_attention" not in name:
+            return False
     return not leaves(node)
 
 
@@ -144,13 +142,6 @@ def _spelling(table: Node) -> tuple[Node | str, ...]:
     moves = (v for v in views if not renames(v))
     texts = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)
     return root, str(fake(table).shape), *texts
-
-
-def _lead(put: Put, heads: Node) -> list[Any]:
-    """The leading sizes of ``heads``, as arguments of the view that makes it. Tables that read a
-    symbolic size from the view itself would depend on the GEMM before it."""
-    sizes = arguments(heads)["size"][: fake(heads).dim() - 2]
-    return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(sizes)]
 
 
 def _as_rows(cos: Tensor, sin: Tensor, order: list[int]) -> tuple[Tensor, ...]:

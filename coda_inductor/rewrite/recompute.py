@@ -81,10 +81,6 @@ def _compares(node: Node, scope: Scope) -> bool:
     )
 
 
-def _elementwise(node: Node) -> bool:
-    return node.target in LOWERINGS or renames_or_casts(node)
-
-
 class _Bases:
     """The tensors that a forward value is computed from and the backward pass reads."""
 
@@ -99,7 +95,8 @@ class _Bases:
     def _inputs(self, node: Node) -> frozenset[Node] | None:
         """The tensors that ``node`` would be computed from. None if it should not be recomputed, or
         if they are more than the backward pass should read."""
-        if not _elementwise(node) or _is_vector(node) or node.meta.get(NO_RECOMPUTE):
+        computed = node.target in LOWERINGS or renames_or_casts(node)
+        if not computed or _is_vector(node) or node.meta.get(NO_RECOMPUTE):
             return None
         inputs = [self.bases(n) for n in node.all_input_nodes]
         if not inputs or any(f is None for f in inputs):

@@ -46,19 +46,16 @@ def lay_out_rows(graph: Graph, record: Record) -> None:
 
 
 def _start(x: Node | None) -> Node | None:
-    """The transpose or input of which ``x`` has the strides, if it does not lie row by row; else
-    None."""
+    """The transpose or input whose strides ``x`` has, if these are no rows; else None."""
     while x is not None and not row_major(fake(x)) and not _begins(x):
         inputs = [n for n in x.all_input_nodes if isinstance(fake(n), torch.Tensor)]
         alike = (n for n in inputs if same(fake(n).shape, fake(x).shape) and not row_major(fake(n)))
         x = next(alike, None)
-    return None if x is None or row_major(fake(x)) or not _dense(fake(x)) else x
-
-
-def _dense(x: torch.Tensor) -> bool:
-    """Does ``x`` fill its memory? Kernels read a slice in place, and sums with one lie in rows."""
-    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return same(span, x.numel())
+    if x is None or row_major(fake(x)):
+        return None
+    # Kernels read a slice in place, and sums with one lie in rows.
+    sizes = zip(fake(x).shape, fake(x).stride(), strict=True)
+    return x if same(1 + sum((n - 1) * stride for n, stride in sizes), fake(x).numel()) else None
 
 
 def _begins(x: Node) -> bool:

@@ -12,7 +12,6 @@ loss        cross entropies of logits
 rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
 dropout     products behind dropout, and their gradients
-fakes       results of ops for fake tensors, computed once
 fp8         quantizations and scaled products; fp8_casts: the casts that they become
 fp8_linear  layers on frozen weights in FP8
 """

@@ -97,10 +97,6 @@ def _route_fake(ids, experts, top_k):  # noqa: ARG001 (the op's signature)
     return rows, perm, inverse, ids.new_empty(experts + 1, dtype=torch.int32)
 
 
-def _combine_fake(y, weights, inverse, offsets, top_k, dtype=None):  # noqa: ARG001
-    return y.new_empty(inverse.shape[0] // top_k, y.shape[1], dtype=dtype or y.dtype)
-
-
 ROUTE = opaque(
     "route(Tensor ids, int experts, int top_k) "
     "-> (Tensor rows, Tensor perm, Tensor inverse, Tensor offsets)",
@@ -111,7 +107,9 @@ COMBINE = opaque(
     "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k, "
     "ScalarType? dtype=None) -> Tensor",
     combine,
-    _combine_fake,
+    lambda y, _weights, inverse, _offsets, top_k, dtype=None: y.new_empty(
+        inverse.shape[0] // top_k, y.shape[1], dtype=dtype or y.dtype
+    ),
 )
 WGRAD = opaque(
     "grouped_wgrad(Tensor a, Tensor? rows, Tensor[] bs, Tensor offsets, bool turned) -> Tensor",
@@ -128,14 +126,10 @@ def grouped_mm_definition(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | 
     return grouped_product(a, b, offsets, rows, a.dtype)
 
 
-def _grouped_mm_fake(a, b, offsets, rows):  # noqa: ARG001
-    return a.new_empty((a if rows is None else rows).shape[0], b.shape[2])
-
-
 grouped_mm = define(
     "grouped_mm(Tensor a, Tensor b, Tensor offsets, Tensor? rows) -> Tensor",
     grouped_mm_definition,
-    fake=_grouped_mm_fake,
+    fake=lambda a, b, _, rows: a.new_empty((a if rows is None else rows).shape[0], b.shape[2]),
     counted_by_rewrite=True,
 )
 

@@ -110,10 +110,6 @@ def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the 
     return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
 
 
-def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after, bias=None):  # noqa: ARG001
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
 #: The arguments of ``quantize`` that say how, by their names.
 KIND = ("dtype", "power_of_two", "divides")
 quantize = define(
@@ -127,6 +123,6 @@ scaled_mm = define(
     "scaled_mm(Tensor a, Tensor b, Tensor inv_a, Tensor inv_b, ScalarType out_dtype, bool fast, "
     "bool after, Tensor? bias=None) -> Tensor",
     scaled_mm_definition,
-    fake=_scaled_mm_fake,
+    fake=lambda a, b, _inv_a, _inv_b, dtype, *_: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
     counted_by_rewrite=True,
 )

@@ -42,7 +42,7 @@ from zoo.layers import Decoder, Gated, rotated
 import coda_inductor
 from coda_inductor import log, notice, op_by_op
 from coda_inductor.compat import InductorError
-from coda_inductor.memory import room as rooms
+from coda_inductor.memory import limit as rooms
 from coda_inductor.report import SiteReport
 
 #: What one graph, which serves all blocks, does. Its first norm reads an input.

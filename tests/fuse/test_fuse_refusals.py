@@ -9,7 +9,7 @@ from checking import check, leave_custom_ops, randn, reasons, side_by_side
 from harness import Harness
 from programs import parsed
 
-from coda_inductor.fuse.operands import MAX_TILE_OPERANDS, MAX_VECTORS
+from coda_inductor.fuse.tile import MAX_TILE_OPERANDS, MAX_VECTORS
 from coda_inductor.lowering import driver, lower
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan

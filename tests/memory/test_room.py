@@ -8,7 +8,7 @@ from torch._inductor.utils import fresh_cache
 
 from coda_inductor import joint
 from coda_inductor.joint import JointPass
-from coda_inductor.memory import room as rooms
+from coda_inductor.memory import limit as rooms
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 

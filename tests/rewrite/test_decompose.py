@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor import pipeline
 from coda_inductor.compat import storage
+from coda_inductor.graph.layout import refresh_views
 from coda_inductor.rewrite.experts import finish_experts
-from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.experts import grouped_mm
 

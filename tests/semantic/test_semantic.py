@@ -12,7 +12,7 @@ from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
 from coda_inductor.compat import storage
-from coda_inductor.semantic import experts, fakes
+from coda_inductor.semantic import define, experts
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import FP8_LINEAR
@@ -200,8 +200,8 @@ def test_layers_that_repeat_compute_once():
     """The results are alike, and each has memory of its own."""
     function = Counted(lambda x, dims: (x.transpose(*dims).contiguous(), [x.sum(-1)]))
     with FakeTensorMode():
-        one, two = (fakes.once(function, torch.empty(3, 4), [0, 1]) for _ in range(2))
-        other = fakes.once(function, torch.empty(3, 4).T, [0, 1])
+        one, two = (define.once(function, torch.empty(3, 4), [0, 1]) for _ in range(2))
+        other = define.once(function, torch.empty(3, 4).T, [0, 1])
     assert function.calls == 2
     assert one[0].shape == two[0].shape == (4, 3)
     assert one[0].stride() == two[0].stride()

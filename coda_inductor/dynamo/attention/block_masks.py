@@ -111,7 +111,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             arguments = arguments_of(call)
             if arguments is None or arguments.get("attn_mask") is None or not record.enabled(NAME):
                 continue
-            result = _refusal(call, arguments, dual) or _site(call, arguments, body)
+            result = dual or _refusal(call, arguments) or _site(call, arguments, body)
             if isinstance(result, Refusal):
                 record.refuse(NAME, call, result)
             else:
@@ -125,12 +125,10 @@ def skip_blocks(graph: Graph, record: Record) -> None:
                 record.refuse(NAME, site.call, why)
 
 
-def _refusal(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
+def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
     """The reason why FlexAttention cannot replace ``call``, for any mask, or None."""
     tensors = plain(*(arguments[name] for name in (*_TENSORS, "attn_mask")), call)
     scale = arguments["scale"]
-    if dual is not None:
-        return refuse("idiom-form", f"{dual} uses forward-mode differentiation")
     if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")
     if not all(isinstance(size, int) for t in tensors for size in t.shape):

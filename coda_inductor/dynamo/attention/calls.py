@@ -42,6 +42,7 @@ from coda_inductor.graph.layout import seen
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import called, kind, op_name
 from coda_inductor.graph.sizes import alike, same
+from coda_inductor.graph.walk import chain
 from coda_inductor.matching import Body, Hazards, bodies, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -63,8 +64,7 @@ _MOVES = ("names", "turns", "repeats", "copies", "selects")
 
 
 def simplify_attention(graph: Graph, record: Record) -> None:
-    """Simplify the mask and the repeated heads of every attention call of ``graph`` and its
-    checkpointed regions, in place."""
+    """Simplify masks and repeated heads of attention in ``graph`` and its regions, in place."""
     constants: dict[Body, Constants] = {}
     verdicts: Verdicts = {}
     for body in bodies(graph):
@@ -82,15 +82,14 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
         mask = arguments.get("attn_mask")
         if mask is not None and record.enabled("constant_mask"):
             verdict = _verdict(node, arguments, constants, verdicts)
-            if isinstance(verdict, Refusal):
-                record.refuse("constant_mask", node, verdict.within("its mask stays: {}"))
+            flags = {"attn_mask": None, "is_causal": verdict == CAUSAL}
+            stays = isinstance(verdict, Refusal)
+            why = verdict if stays else _moved(node, arguments | flags)
+            if isinstance(why, Refusal):
+                record.refuse("constant_mask", node, why.within("its mask stays: {}"))
             else:
-                flags = {"attn_mask": None, "is_causal": verdict == CAUSAL}
-                if (why := _moved(node, arguments | flags)) is None:
-                    arguments |= flags
-                    record.fire("constant_mask")
-                else:
-                    record.refuse("constant_mask", node, why.within("its mask stays: {}"))
+                arguments |= flags
+                record.fire("constant_mask")
         if _flash(arguments) and (heads := grouped(node, arguments, hazards, record)):
             arguments["key"], arguments["value"] = heads
             arguments["enable_gqa"] = True
@@ -226,11 +225,8 @@ def grouped(
 def _repetition(repeated: Any) -> _Repetition | None:
     """The source of ``repeated``; None if ``repeated`` is not a repetition of each head n times."""
     full = fake(repeated).shape
-    chain: list[Node] = []
-    node = repeated
-    while kind(node) in _MOVES or op_name(node) == "getitem":
-        chain.append(node)
-        node = node.all_input_nodes[0]
+    views = chain(repeated, lambda n: kind(n) in _MOVES or op_name(n) == "getitem")
+    for i, node in enumerate(views[1:], 1):
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             continue
@@ -240,18 +236,18 @@ def _repetition(repeated: Any) -> _Repetition | None:
         for swapped in (False, True):
             b, _, t, d = (tensor.transpose(1, 2) if swapped else tensor).shape
             fits = (b, t, d) == (full[0], full[2], full[3])
-            if fits and _repeats(chain, tensor.shape, swapped, full):
-                return node, swapped, chain
+            if fits and _repeats(views[:i], tensor.shape, swapped, full):
+                return node, swapped, views[:i]
     return None
 
 
-def _repeats(chain: list[Node], shape: torch.Size, swapped: bool, full: torch.Size) -> bool:
-    """Do the views of ``chain`` (last first) repeat heads? They run on indices of a tensor."""
+def _repeats(views: list[Node], shape: torch.Size, swapped: bool, full: torch.Size) -> bool:
+    """Do ``views`` (last first) repeat heads? They run on indices of a tensor."""
     # One batch entry and one value per head would suffice, but the views have literal sizes.
     with unset_fake_temporarily():
         indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
         result: Any = indices
-        for node in reversed(chain):
+        for node in reversed(views):
             if len(node.all_input_nodes) > 1:
                 return False
             args = torch.fx.node.map_arg((node.args, node.kwargs), lambda _, made=result: made)

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, Node
@@ -97,7 +96,9 @@ def _expand(nodes: list[Node], source: Source, scope: Scope, sites: Sites) -> No
             kind = [call[name] for name in KIND]
             replace_parts(node, splice(node, quantize_by_rows, [x, rows, call["dims"], *kind]))
         return
-    if not absorbed and source.factor is None and kinds == {ROW} and not _rounds(calls.values()):
+    # torchao's recipes of training round scales to powers of two.
+    frozen = not any(call["power_of_two"] for call in calls.values())
+    if not absorbed and source.factor is None and kinds == {ROW} and frozen:
         return
     put = Put(x if x.op == "call_function" else nodes[0], nodes[0])
     scale = scales(put, calls, source, in_epilogue=absorbed, forward=x not in scope.graded)
@@ -107,11 +108,6 @@ def _expand(nodes: list[Node], source: Source, scope: Scope, sites: Sites) -> No
         groups.setdefault(key, []).append(node)
     for same in groups.values():
         _cast(same, source, scale)
-
-
-def _rounds(calls: Iterable[dict[str, Any]]) -> bool:
-    """Is a scale rounded to a power of two, as torchao's recipes of training do?"""
-    return any(call["power_of_two"] for call in calls)
 
 
 def _cast(nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:

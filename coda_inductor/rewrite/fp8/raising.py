@@ -47,7 +47,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, only_reader
+from coda_inductor.graph.walk import base, chain, only_reader
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, chain_of, relaid, single
@@ -121,8 +121,7 @@ def _product(node: Node) -> _Product | Refusal:
 
 
 def _outer_scales(node: Node) -> tuple[Node, Node, Node] | None:
-    """(result, factors of rows, factors of columns) if the product is multiplied by both and
-    rounded again; else None."""
+    """(result, factors of rows, of columns) if both multiply the rounded product; else None."""
     scaled = only_reader(node)
     end = only_reader(scaled)
     if scaled is None or end is None or scaled.target is not aten.mul.Tensor:
@@ -162,17 +161,17 @@ class _Factors:
         that undoes its scale. A copy stays if no cast of ours can write its layout."""
         node, transposed, is_copy = _layout(factor)
         q = base(node, lambda n: renames(n) or n.target is aten.clone.default)
-        chain = chain_of(q) if self.record.enabled("fp8_quantize") else None
-        quantized = None if chain is None else self._quantize(chain, fake(node).shape)
+        known = chain_of(q) if self.record.enabled("fp8_quantize") else None
+        quantized = None if known is None else self._quantize(known, fake(node).shape)
         number = base(scale, relaid)
-        if chain is None or quantized is None:
+        if known is None or quantized is None:
             self._refuse(q)
             if is_copy:
                 node, transposed = factor, False
         else:
             (node, inverse), flipped = quantized
             transposed ^= flipped
-            scale = number = inverse if chain.is_undone_by(scale) else scale
+            scale = number = inverse if known.is_undone_by(scale) else scale
         if single(number):
             scale, vector = number, []
         if fake(scale).dim() != len(vector) or (vector and fake(scale).shape[vector.index(1)] != 1):
@@ -214,13 +213,12 @@ class _Factors:
 
 def _layout(node: Node) -> tuple[Node, bool, bool]:
     """(the tensor whose layout ``node`` changes, is it transposed, is it a copy)."""
-    transposed = is_copy = False
-    while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
-        transposed ^= is_transpose(node)
-        is_copy |= node.target is aten.clone.default
-        node = node.all_input_nodes[0]
-    return node, transposed, is_copy
 
+    def changes_layout(node: Node) -> bool:
+        if is_transpose(node) or node.target is aten.clone.default:
+            return True
+        return renames(node) and same(fake(node).shape, fake(node.all_input_nodes[0]).shape)
 
-def _same_view(node: Node) -> bool:
-    return renames(node) and same(fake(node).shape, fake(node.all_input_nodes[0]).shape)
+    *changes, node = chain(node, changes_layout)
+    turns, copies = map(is_transpose, changes), (n.target is aten.clone.default for n in changes)
+    return node, sum(turns) % 2 == 1, any(copies)

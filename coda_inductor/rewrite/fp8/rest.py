@@ -53,8 +53,8 @@ def finish_fp8(graph: Graph, record: Record) -> None:
 def _reads_maxima(scale: Node, x: Node) -> bool:
     """Is ``scale`` computed from maxima that a pass over ``x`` itself computes?"""
     small = closure([scale], lambda n: [] if n.target is aten.amax.default else n.all_input_nodes)
-    found = [n.all_input_nodes[0] for n in small if n.target is aten.amax.default]
-    return any(same(fake(wide).shape, fake(x).shape) for wide in found)
+    reduced = [n.all_input_nodes[0] for n in small if n.target is aten.amax.default]
+    return any(same(fake(wide).shape, fake(x).shape) for wide in reduced)
 
 
 def _cast_rows(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

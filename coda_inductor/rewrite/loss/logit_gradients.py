@@ -42,15 +42,15 @@ Columns = tuple[Node, Node]
 def with_row_terms(gradient: Node, logits: Node) -> tuple[Node, Columns | None, Columns | None]:
     """(total, (a, b), (e, H)) if ``total`` is ``gradient + a * exp(logits - b)`` and the gradient
     ``e`` of the entropies H of the same logits, added in any order. What is not added is None."""
-    found: dict[str, Columns] = {}
+    columns: dict[str, Columns] = {}
     while (total := only_reader(gradient, renames_or_casts)) is not None:
         terms = [_term(x, logits) for x in _addends(total, gradient)]
-        kinds = [*found, *(term[0] for term in terms if term is not None)]
-        if not terms or None in terms or len({*kinds}) < len(found) + len(terms):
+        kinds = [*columns, *(term[0] for term in terms if term is not None)]
+        if not terms or None in terms or len({*kinds}) < len(columns) + len(terms):
             break
-        found |= dict(term for term in terms if term is not None)
+        columns |= dict(term for term in terms if term is not None)
         gradient = total
-    return gradient, found.get("softmax"), found.get("entropy")
+    return gradient, columns.get("softmax"), columns.get("entropy")
 
 
 def _addends(node: Any, but: Node) -> list[Node]:

@@ -48,7 +48,13 @@ from coda_inductor.rewrite.recompute import NO_RECOMPUTE
 def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, scope: Scope) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None if they cannot be distinguished."""
-    if not all(_at_hand(z, scope) for z, _ in products or ()):
+    # Is each product in memory in the backward pass anyway? Queries and keys are not, because
+    # attention reads their rotations.
+    reads = [
+        readers(z, lambda u: renames(u) or u.target is aten.permute.default)
+        for z, _ in products or ()
+    ]
+    if any(all(user in scope.forward for user in users) for _, users in reads):
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
     norm.h.all_input_nodes[0].meta[NO_RECOMPUTE] = products is not None
@@ -80,13 +86,6 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
     prune(old)
 
 
-def _at_hand(z: Node, scope: Scope) -> bool:
-    """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not, because
-    attention reads their rotations."""
-    _, users = readers(z, lambda u: renames(u) or u.target is aten.permute.default)
-    return any(user not in scope.forward for user in users)
-
-
 def _gradients(
     backward: Node, norm: Deferred, early: bool, products: list[Product] | None
 ) -> dict[int, Node]:
@@ -113,8 +112,7 @@ def _gradients(
 
 
 def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | None) -> Node:
-    """rowsum(dn * gamma * nh), shaped like the scale: from the products if they are known, else
-    from p = scale dn * gamma."""
+    """rowsum(dn * gamma * nh), shaped like the scale: from products, or p = scale dn * gamma."""
     if products is None:
         return put.row_sum(put.mul(p, x))
     wide = fake(p).dtype

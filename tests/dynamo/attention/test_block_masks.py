@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.dynamo.attention import block_masks
 from coda_inductor.dynamo.attention.blocks import block_lists
+from coda_inductor.refusal import refuse
 
 T = 300
 sdpa = F.scaled_dot_product_attention
@@ -198,7 +199,7 @@ FORMS = {
 
 #: What is said -> what of the module is otherwise.
 NOT_HERE = {
-    "make_dual uses forward-mode": ("forward_mode", lambda module: "make_dual"),
+    "make_dual": ("forward_mode", lambda module: refuse("idiom-form", "make_dual is called")),
     "in torch.float64 FlexAttention": ("DTYPES", (torch.bfloat16,)),
     "on cpu FlexAttention has no": ("DEVICE", "cuda"),
     "more than 180000 elements": ("INDICES", 2 * T * T),  # they have no index in 32 bits
