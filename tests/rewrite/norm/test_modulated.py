@@ -4,7 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_sizes, randn
+from checking import check, check_sizes, randn, side_by_side
 from harness import Harness
 from torch import nn
 from torch._dynamo.utils import counters
@@ -63,12 +63,16 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", [*TAKEN, *LEFT])
-def test_what_is_taken(name):
-    function = modulated((TAKEN | LEFT)[name])
-    scale = randn(1, 1, D)
-    harness = check(function, randn(2, 6, D), randn(D, D), scale, randn(1, 1, D))
-    assert harness.counts["modulated"] == harness.counts["layer_norm"] == (name in TAKEN)
+@pytest.mark.parametrize("table", [TAKEN, LEFT], ids=["taken", "left"])
+def test_what_is_taken(table):
+    """Each between products of its own, in one graph."""
+    vector = (1, 1, D)
+    function, tensors = side_by_side(
+        map(modulated, table.values()), (2, 6, D), (D, D), vector, vector
+    )
+    harness = check(function, *tensors)
+    number = len(TAKEN) if table is TAKEN else 0
+    assert harness.counts["modulated"] == harness.counts["layer_norm"] == number
 
 
 def one_norm(norm, batch, rows=256, **how):
