@@ -30,12 +30,14 @@ def check(
     *args: Any,
     dynamic: bool | None = None,
     tolerance: float | None = None,
+    strides: bool = False,
     **options: Any,
 ) -> Harness:
     """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes.
 
     Both runs get copies of ``args``, which are compared too: mutations must agree. ``tolerance``
-    replaces the one of the result's dtype, where the inputs' is lower.
+    replaces the one of the result's dtype, where the inputs' is lower; results must have eager's
+    ``strides`` if asked.
     """
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
     harness = Harness(**options)
@@ -43,6 +45,7 @@ def check(
     with torch.no_grad():
         want = function(*theirs)
     assert_same((have, ours), (want, theirs), tolerance)
+    assert not strides or strides_of(have) == strides_of(want)
     return harness
 
 
@@ -51,6 +54,7 @@ def check_gradients(
     *args: Any,
     dynamic: bool | None = None,
     tolerance: float | None = None,
+    strides: bool = False,
     **options: Any,
 ) -> Harness:
     """Run ``function`` forward and backward in eager and through the passes: same outputs, and same
@@ -59,8 +63,13 @@ def check_gradients(
     ours, theirs = copy.deepcopy((function, args)), copy.deepcopy((function, args))
     have = harness.train(ours[0], *ours[1], dynamic=dynamic)
     want = theirs[0](*theirs[1])
+    assert not strides or strides_of(have) == strides_of(want)
     assert_same((have, differentiate(have, ours)), (want, differentiate(want, theirs)), tolerance)
     return harness
+
+
+def strides_of(result: Any) -> list[tuple[int, ...]]:
+    return [t.stride() for t in tree_leaves(result)]
 
 
 def check_sizes(function: Any, *calls: tuple[Any, ...]) -> Harness:

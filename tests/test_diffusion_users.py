@@ -42,7 +42,7 @@ def test_adapters_and_resolutions(regional, dynamic):
     for kind in (Stock, Harness):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model, backend = Blocks(Block, 2).double().eval(), kind()
+        model, backend = Blocks(Block, 1 + regional).double().eval(), kind()
         how = {"backend": backend, "dynamic": dynamic, "fullgraph": True}
         if regional:
             for block in model.blocks:

@@ -275,8 +275,6 @@ def test_what_the_page_says_of_copies_names_and_caches():
     assert counters["coda"]["swiglu"] == GATES
     wrapper = torch.compile(model, backend="coda")
     assert all(name.startswith("_orig_mod.") for name in wrapper.state_dict())
-    without = BLOCKS["blocks"].replace("use_cache = False", "use_cache = True")
-    assert run("blocks", without, SEVERAL)[1]["swiglu"] == SEVERAL
 
 
 #: Block -> norms that fire at least.

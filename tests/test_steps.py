@@ -122,7 +122,7 @@ def passed(family, n: int) -> Counted:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    (stack, (2, 6)), (dense, (6, 15)), (chain, (20, 60)), (wide, (6, 18)),
+    (stack, (2, 5)), (dense, (5, 11)), (chain, (20, 50)), (wide, (5, 13)),
 ])  # fmt: skip
 def test_steps_grow_as_n_log_n(family, sizes):
     passed(family, 2)  # what is loaded once

@@ -3,6 +3,7 @@
 bound. tests/test_inductor.py has processes that find them."""
 
 import dataclasses
+import gzip
 import os
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from coda_inductor import warm
 from coda_inductor.cache_dir import cache_dirs, folder
 from coda_inductor.options import parse
 from coda_inductor.record import Record
-from coda_inductor.report import MemoryReport
+from coda_inductor.report import MemoryReport, reports
 
 RECORD = Record(parse(None, {}))
 
@@ -45,6 +46,15 @@ def test_what_is_written_is_read(folder_of_reports):
         site.shape = tuple(n if isinstance(n, int) else str(n) for n in site.shape)
     assert any(isinstance(site.shape[0], str) for site in report.sites)
     assert read == report
+
+
+def test_a_damaged_file_is_no_report(folder_of_reports):
+    warm._write(path := folder_of_reports / "a.json.gz", RECORD.report)
+    before = len(reports())
+    for text in (path.read_bytes()[:99], gzip.compress(b"{}")):
+        path.write_bytes(text)
+        warm.finish("a", Record(RECORD.options))
+    assert len(reports()) == before
 
 
 def test_a_folder_that_is_only_read_has_reports_too(folder_of_reports, monkeypatch):

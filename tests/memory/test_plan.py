@@ -2,15 +2,17 @@
 """What is kept and what is computed again, under shares, torch's budgets, policies and peaks; of a
 pair of gate and up, one product without the other."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import leave_custom_ops
-from harness import Harness, Stock
+from harness import Harness, Stock, as_it_is
 from programs import kinds, parsed
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
@@ -31,7 +33,7 @@ from coda_inductor.program import EpilogueProgram, verify
 from coda_inductor.runtime.op import OP
 
 D, ROWS, LAYERS = 32, 64, 3
-SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
+SHARES = (1.0, 0.4, 0.2, 0.0)
 
 
 def blocks(dropout=0.0, dtype=torch.float64):
@@ -188,11 +190,10 @@ def policy_of(every):
     return contexts
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_policy_is_a_limit_of_memory(every):
+def test_a_policy_is_a_limit_of_memory():
     model, x = blocks(), inputs()
     want = gradients(model, model, x)
-    wrapped = nn.Sequential(*(checkpoint_wrapper(b, context_fn=policy_of(every)) for b in model))
+    wrapped = nn.Sequential(*(checkpoint_wrapper(b, context_fn=policy_of(2)) for b in model))
     stock, harness = Stock(), Harness(gate="always")
     for each in (stock, harness):
         _, found = planned(wrapped, x, each)
@@ -231,8 +232,9 @@ def test_dropout_draws_the_same_mask_in_both_passes():
 def test_enabled_under_inductor():
     model, x = blocks(dtype=torch.float32)[:1], inputs(torch.float32)
     want = gradients(model, model, x)
+    inductor = functools.partial(compile_fx, inner_compile=as_it_is)
     with coda_inductor.enabled(gate="always", memory=0.2):
-        found = gradients(torch.compile(model), model, x)
+        found = gradients(torch.compile(model, backend=inductor), model, x)
     assert coda_inductor.reports()[-1].memory.again > 0
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
@@ -275,7 +277,7 @@ def test_symbolic_sizes():
 def test_a_peak_is_kept_to_and_more_of_it_is_never_slower():
     before = None
     peak = trained(memory=1.0).report.memory.peak
-    for part in (1.1, 1.0, 0.9, 0.8):
+    for part in (1.0, 0.8):
         said = trained(memory="1 GiB", room=int(part * peak)).report.memory
         assert said.peak <= part * peak
         assert before is None or said.ms >= before

@@ -126,4 +126,3 @@ def test_symbolic_rows_are_chosen_by_their_hint():
         torch.compile(lambda x: x + x.shape[0], backend=backend, dynamic=True)(torch.ones(rows, 4))
     few, many = seen
     assert few.config != many.config
-    assert few.fused_us < many.fused_us

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: what stays with cuBLAS because fusing is expected to lose. Costs are an H100's."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -80,13 +79,6 @@ def test_small_layers_are_bound_by_the_host(gemms, training, bound):
     assert gate.host_bound(gemms, quick, training=training) is None
 
 
-def test_what_is_too_small_takes_less_time_than_its_launches():
-    """Launches were once named without the factor for slow hosts: 1888 us of GEMMs, 1710 us."""
-    said = gate.host_bound(3 * llama(3072), training=True)
-    took, launches = map(int, re.findall(r"(\d+) us", said.text))
-    assert 0.8 * launches < took < launches
-
-
 def test_which_graphs_are_too_small():
     """A joint graph is a training step. CUDA graphs lift the limit. In FP8 GEMMs take half as long,
     launching them does not."""
@@ -161,15 +153,12 @@ def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch):
     assert not plan(graph).compiles
 
 
-def test_scaled_products_are_those_of_a_gpu_and_take_less_time():
+def test_scaled_products_are_those_of_a_gpu():
     """The plan is made before they are raised."""
     graph = graph_of([(8192, 2048, 4096)], (E4M3, E4M3), op=aten._scaled_mm.default)
     assert plan(graph).on_gpu
     assert plan(graph).store is not None
-    graphs = [graph_of([(8192, 2048, 4096)], dtypes) for dtypes in ((BF16, BF16), (E4M3, E4M3))]
-    half, eight = (plan(graph).estimate_plain(gemm_of(graph)) for graph in graphs)
-    assert half.ground == eight.ground == "roofline"
-    assert eight.unfused_us < 0.7 * half.unfused_us
+    assert plan(graph_of([(8192, 2048, 4096)])).estimate_plain(gemm_of(graph)).ground == "roofline"
 
 
 @pytest.mark.parametrize("few", [True, False])

@@ -4,9 +4,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_sizes, randn
+from checking import check, check_sizes, randn, side_by_side
 from harness import Harness
 from torch import nn
+from torch._dynamo.utils import counters
 from zoo.diffusion import WIDTH, Block, Blocks, Picture, Tabled
 from zoo.idioms import rms_by_hand
 
@@ -62,12 +63,16 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", [*TAKEN, *LEFT])
-def test_what_is_taken(name):
-    function = modulated((TAKEN | LEFT)[name])
-    scale = randn(1, 1, D)
-    harness = check(function, randn(2, 6, D), randn(D, D), scale, randn(1, 1, D))
-    assert harness.counts["modulated"] == harness.counts["layer_norm"] == (name in TAKEN)
+@pytest.mark.parametrize("table", [TAKEN, LEFT], ids=["taken", "left"])
+def test_what_is_taken(table):
+    """Each between products of its own, in one graph."""
+    vector = (1, 1, D)
+    function, tensors = side_by_side(
+        map(modulated, table.values()), (2, 6, D), (D, D), vector, vector
+    )
+    harness = check(function, *tensors)
+    number = len(TAKEN) if table is TAKEN else 0
+    assert harness.counts["modulated"] == harness.counts["layer_norm"] == number
 
 
 def one_norm(norm, batch, rows=256, **how):
@@ -140,11 +145,11 @@ def test_a_bias_behind_rms_norm_costs_a_read_of_the_weights():
     assert not waits(16, shifted=True)
 
 
-@pytest.mark.parametrize(("last", "dynamic"), [(True, True), (False, False)])
-def test_a_stream_that_lies_column_by_column(dynamic, last):
+@pytest.mark.parametrize("last", [True, False])
+def test_a_stream_that_lies_column_by_column(last):
     """It is copied once, unless the caller would see other strides."""
     norm = nn.LayerNorm(D) if last else nn.Identity()
-    harness = check(Picture(norm).double(), randn(2, 3, 64, 32), randn(2, D), dynamic=dynamic)
+    harness = check(Picture(norm).double(), randn(2, 3, 64, 32), randn(2, D))
     assert harness.counts["residual"] == 4 * last
     assert harness.counts["layer_norm"] == 3 * last
 
@@ -180,23 +185,18 @@ def test_a_product_that_a_kernel_reads_anyway_is_fused_only_where_that_is_expect
 
 
 def test_vectors_of_a_batch():
-    """All norms but the first wait, and gates are rows of a batch; not of fewer than a tile has."""
-    harness = check(Blocks(Block, 2).double(), randn(2, 256, D), randn(2, D), dynamic=True)
-    assert harness.counts == {"modulated": 4, "layer_norm": 3, "residual": 4}
+    """All norms but the first wait, and gates are rows of a batch, in one graph for all sizes: what
+    runs decides at each call whether a tile has more than two parts. Not of fewer than it has."""
+    sizes = (2, 256), (3, 300), (5, 70)
+    calls = [(randn(batch, rows, D), randn(batch, D)) for batch, rows in sizes]
+    harness = check_sizes(Blocks(Block, 2).double(), *calls)
+    assert counters["coda"] == {"modulated": 4, "layer_norm": 3, "residual": 4}
     kinds = [[o.kind for o in site.program.operands] for site in harness.fused]
     assert kinds[0] == ["row", "batch", "tile", "col", "batch"]  # bias, gate, x, mean, scale
     assert kinds[1] == ["col", "batch", "col", "batch"]  # m, sums of W, rstd, offset
     assert all(len(site.program.stores) <= 2 for site in harness.fused)
-    few = check(Blocks(Block, 1).double(), randn(2, 100, D), randn(2, D), dynamic=True)
+    few = check(Blocks(Block, 1).double(), randn(2, 100, D), randn(2, D))
     assert few.counts["modulated"] == few.counts["layer_norm"] == 0
-
-
-def test_other_sizes_of_a_batch_compile_nothing():
-    """Nor do those of which a tile has more than two parts: what runs decides at each call."""
-    sizes = (2, 256), (3, 300), (5, 70)
-    calls = [(randn(batch, rows, D), randn(batch, D)) for batch, rows in sizes]
-    harness = check_sizes(Blocks(Block, 2).double(), *calls)
-    assert "batch" in [o.kind for site in harness.fused for o in site.program.operands]
 
 
 def test_heads_of_symbolic_sizes():
