@@ -68,7 +68,8 @@ def score_together(graph: Graph, record: Record) -> None:
 def _joined(node: Node) -> list[Node] | None:
     """The tensors that ``node`` joins in their first dimension, or in a new one in front."""
     call = read(node) if op_name(node) in _PARTS else None
-    parts = call["tensors"] if call is not None and call.get("dim") in (None, 0) else None
+    new = call is not None and call.get("dim") in (None, 0) and call.get("out") is None
+    parts = call["tensors"] if call is not None and new else None
     if not isinstance(parts, (list, tuple)) or not parts or plain(*parts) is None:
         return None
     return list(parts)
