@@ -2,8 +2,6 @@
 """A plugin of axolotl's: ``plugins: [coda_inductor.axolotl.Plugin]`` in its YAML gives its trainers
 :class:`coda_inductor.transformers.CodaCallback`, with the options under ``coda_options``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin

@@ -13,8 +13,6 @@ Torch compiles a backward graph when it is first called, which is too late for a
 graph. If it fails there, it runs op by op (``op_by_op.py``).
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 from collections import Counter

@@ -2,8 +2,6 @@
 """Our passes as Inductor runs them, with a ``uuid`` for the keys of torch's caches. The pass on the
 aten graph may run twice on one graph: Inductor calls it more than once for nested regions."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import hashlib
@@ -64,7 +62,7 @@ class HookPass(CustomGraphPass):
             user_pass(graph)
         self.run(graph)
 
-    def __deepcopy__(self, _memo: Any) -> HookPass:
+    def __deepcopy__(self, _memo: Any) -> "HookPass":
         """The same object: ``torch.compile`` makes a deep copy of Inductor's configuration, even
         within a pass, when QuACK is imported and decorates a function with it."""
         return self

@@ -6,8 +6,6 @@ us either, and for a backward graph that torch compiles only when it is called, 
 pass has then run and cannot change. Every op of a graph, ours included, also runs by itself.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ caches and shared by layers: by the memory of the weight, which the graph passes
 is never lost: a weight whose optimizer is gone, or that has hooks, gets it from autograd as usual.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 import weakref
@@ -49,7 +47,7 @@ class Updated(Tensor):
     raises when something reads it, such as ``clip_grad_norm_`` or a ``GradScaler``."""
 
     @staticmethod
-    def of(weight: Tensor) -> Updated:
+    def of(weight: Tensor) -> "Updated":
         """The mark for ``weight``."""
         return make_wrapper_subclass(
             Updated, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device

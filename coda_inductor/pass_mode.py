@@ -19,8 +19,6 @@ The backend runs around Inductor and not inside it. Therefore it differs in this
   replaces ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -6,8 +6,6 @@ in the record. If a pass fails, only its own work is lost, with one warning: the
 were not in the list. ``options["disable"]`` may name any pass, pattern or counter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections import Counter

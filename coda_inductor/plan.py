@@ -2,8 +2,6 @@
 """The plan: decisions about the GEMMs of one graph together, under one set of options: may any be
 fused on its device, for which GPU, by which measurements; and how does a planned site run?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +71,7 @@ class Plan:
     store: Measurements | None = None
     measures: bool = False
 
-    def for_graph(self, graph: Graph) -> Plan:
+    def for_graph(self, graph: Graph) -> "Plan":
         """A copy of this plan, decided for ``graph``."""
         gemms = [node for node in graph.nodes if node.target in TRACED]
         pairs = [(fake(node), fake(gemm_inputs(node)[1])) for node in gemms]
@@ -81,7 +79,7 @@ class Plan:
 
     def for_products(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, training: bool
-    ) -> Plan:
+    ) -> "Plan":
         """A copy of this plan, decided for a graph with these GEMMs: ``pairs`` has a tensor with M
         rows and B (..., K, N) of each. Their total time, compared with that of the launches, tells
         whether the host is the limit. A dry run measures only on a given device."""

@@ -6,8 +6,6 @@ One record belongs to the compilation of one Dynamo graph. A pass reads ``option
 pipeline restores the record together with the graph.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,12 +69,12 @@ class Record:
     name: str = "graph"
     dry: bool = False
     device: torch.device | None = None
-    gpu: Gpu | None = None
+    gpu: "Gpu | None" = None
     later: bool = False
     wraps: bool = True
     report: GraphReport = field(init=False)
     folder: DebugFolder = field(init=False)
-    sites: Sites = field(init=False)
+    sites: "Sites" = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
     stopped: set[str] = field(default_factory=set)
     changed: dict[str, None] = field(default_factory=dict)
@@ -96,7 +94,7 @@ class Record:
         self.report.folder = self.folder.path
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> "Plan":
         """The decisions about the GEMMs of the graph together."""
         return self.sites.plan
 

@@ -6,8 +6,6 @@ at all (dtypes, layout, alignment, generation) is its refusal, which every pass 
 refines the same site with the program of the region that it grows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,7 +83,7 @@ class Sites:
 
     def for_products(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, training: bool
-    ) -> Sites:
+    ) -> "Sites":
         """No sites yet, under the plan of ``pairs``, see :meth:`Plan.for_products`."""
         return Sites(self.plan.for_products(pairs, training=training))
 

@@ -15,8 +15,6 @@ Changes nothing, with a warning, without ``--compile.enable --compile.backend=co
 component ``loss``, under tensor and pipeline parallelism, and for other losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ it has its adapters by then, TRL's too, and is wrapped for several GPUs. Masks s
 because a callback sees no batch and TRL's losses read ``attention_mask``.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

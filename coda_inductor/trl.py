@@ -7,8 +7,6 @@ gives that model the same forward with the head in plain operations, which fuse 
 logits are in memory once, in the model's dtype, and nothing else of their size.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterator

@@ -29,8 +29,6 @@ devices without kernels, unless ``options["reference"]`` is set;
 ``torch._inductor.config.fallback_random``, which asks for eager's masks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import getitem

@@ -25,8 +25,6 @@ this, becomes ``experts_up`` of rows that are already sorted. Leaves alone: prod
 argument; tensors that are changed in place between the steps, with a reason.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

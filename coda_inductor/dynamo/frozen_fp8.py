@@ -21,8 +21,6 @@ a weight that wants a gradient itself. torch then raises its own error: no gradi
 silence.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -17,8 +17,6 @@ differentiation (semantic ops have a reverse mode only), or when a side conditio
 fails; the reason is logged and kept.
 """
 
-from __future__ import annotations
-
 import operator
 import traceback
 from pathlib import Path

@@ -23,8 +23,6 @@ ops that would promote; ops in another mode (``no_grad``, autocast) than their t
 ops that autocast would run in float32.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -21,8 +21,6 @@ columns, and other indices; slices that no loss reads; what is changed in place;
 autocast.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

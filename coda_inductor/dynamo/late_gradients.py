@@ -24,8 +24,6 @@ graph inputs (soft-capped or not), have no other reader, are changed in place, o
 ``LEAST_BYTES``; outputs if a view of them is returned too, which needs its gradient.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

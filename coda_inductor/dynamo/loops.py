@@ -24,8 +24,6 @@ Leaves alone: other ops; parts that something else reads; loops that leave out a
 in another order; parts of different ranks; tensors that are changed in place in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -32,8 +32,6 @@ than an entropy, or over another dimension; several tokens per row; fewer rows o
 logits.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from typing import Any

@@ -26,8 +26,6 @@ that no elementwise op combines, or whose memory is seen; weights that are not K
 plain tensors.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +67,7 @@ def split_packed(graph: Graph, record: Record) -> None:
                 _rewrite(product, sites, hazards, record)
 
 
-def _sites(graph: Graph, record: Record) -> Sites:
+def _sites(graph: Graph, record: Record) -> "Sites":
     """Sites under the plan of the later aten graph, as far as this graph's linear layers tell."""
     linears = [n for body in bodies(graph) for n in body.graph.nodes if op_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
@@ -145,7 +143,7 @@ def _units(product: Node) -> list[Node]:
     return [node for node in units if is_last(arguments(node)["dim"], product)]
 
 
-def _rewrite(product: Node, sites: Sites, hazards: Hazards, record: Record) -> None:
+def _rewrite(product: Node, sites: "Sites", hazards: Hazards, record: Record) -> None:
     for unit in _units(product):
         _expand(product, unit)
     halves = _halves(product)
@@ -161,7 +159,7 @@ def _rewrite(product: Node, sites: Sites, hazards: Hazards, record: Record) -> N
         move(node, parts[index])
 
 
-def _splits(product: Node, halves: dict[Node, int], sites: Sites, record: Record) -> bool:
+def _splits(product: Node, halves: dict[Node, int], sites: "Sites", record: Record) -> bool:
     """May ``product`` be split, and does that pay?"""
     if (pair := _operands(product)) is None or fake(product).dtype not in FLOATS:
         return False

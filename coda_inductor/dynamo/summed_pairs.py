@@ -6,8 +6,6 @@ expert. After the last product, rows are put back in the order of tokens and sum
 added to the row of their token; they are weighted before or after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +45,7 @@ class Pairs:
     experts: int = 0
 
     @staticmethod
-    def of(index: Any) -> Pairs | None:
+    def of(index: Any) -> "Pairs | None":
         """The pairs if ``index`` holds the token of each pair, ``perm // top_k``; else None."""
         perm, top_k = tokens(index)
         ids = _sorted(perm)
@@ -156,7 +154,7 @@ def _sorted(perm: Any) -> Node | None:
     return call["input"]
 
 
-def find_sum(product: Node, pairs: Pairs) -> Sum | None:
+def find_sum(product: Node, pairs: Pairs) -> "Sum | None":
     """How the rows of ``product`` (M, d), sorted by expert, are summed by token, or None."""
     result = Sum(product, pairs)
     return result if result.follow() else None

@@ -11,8 +11,6 @@ After::
     view (residual stream), view (operand of the next GEMM), sum of the partials / N
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

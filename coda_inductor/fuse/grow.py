@@ -17,8 +17,6 @@ A node stays outside, with a reason, when its op is not in the vocabulary, an op
 over part of M, or the limits on tile operands and stores are reached.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Set as AbstractSet
 
@@ -69,7 +67,7 @@ def grow(
             raise Refused(reason.within(f"{label(node)}: {{}}"))
 
 
-def _fewer_tiles(first: Grower) -> Grower:
+def _fewer_tiles(first: "Grower") -> "Grower":
     """``first``, or a region with fewer loads that recomputes values as the backward pass does."""
     region, scope, tiles = first.region, first.scope, first.tiles()
     recomputed = {tile for tile in tiles if scope.recomputed(tile)}

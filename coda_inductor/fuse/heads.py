@@ -17,8 +17,6 @@ Refuses: operands with one value per element of the tile, as the tables of anoth
 reductions in the same kernel; two accumulators, and FP8 products, whose kernels have no heads.
 """
 
-from __future__ import annotations
-
 from torch.fx import Node
 
 from coda_inductor.fuse.region import SWAPPED, Region

@@ -15,8 +15,6 @@ product would have to be stored, and then loading it in the second GEMM's epilog
 Products that only the backward pass reads are stored beside the result.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@
 Nothing here changes a graph: :mod:`coda_inductor.fuse.grow` fills regions, ``emit`` puts them in.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

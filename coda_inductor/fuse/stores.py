@@ -2,8 +2,6 @@
 """Decide which values of a region leave the tile, whether they can and should be stored, and what a
 region gives up if it needs more shared memory than any kernel has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch.fx import Node

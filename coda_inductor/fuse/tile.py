@@ -2,8 +2,6 @@
 """Translate graph ops to steps on the tile of one region, or take them back (see ``grow``), and
 decide which tensors from outside an epilogue can read, and how many."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any

@@ -11,8 +11,6 @@ AOTAutograd places such writes after all reads of the old value, but the backwar
 still: it must not read that input, see ``memory.partition.keep_old_inputs``.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.fx import Graph, Node
 

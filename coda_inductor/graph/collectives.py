@@ -5,8 +5,6 @@ Tracing through DTensor gives local tensors and torch's functional collectives: 
 ``reduce_scatter_tensor`` and ``all_gather_into_tensor``, each followed by ``wait_tensor``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.fx import Node

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Insert nodes into graphs and remove them, in order and with meta."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from graphlib import TopologicalSorter

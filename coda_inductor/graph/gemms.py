@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMMs of an aten graph: their operands, their sums, and the GEMM that computes a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

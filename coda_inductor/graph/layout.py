@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give a tensor other strides, where nobody sees them; compare what is seen before and after."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 from typing import Any

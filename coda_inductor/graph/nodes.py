@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recorded values of aten nodes, and the kinds of nodes."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

@@ -11,8 +11,6 @@ The called function determines the possible signatures; the first one that the a
 The tensor that schemas call ``self`` is ``input``, as in Python.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types
@@ -77,7 +75,7 @@ class Call:
     args: dict[str, Any]
     through: tuple[Node, ...] = ()
 
-    def to(self, op: str, *through: Node, **args: Any) -> Call:
+    def to(self, op: str, *through: Node, **args: Any) -> "Call":
         """The same node's call in another form: ``op`` with ``args``."""
         return Call(self.node, op, args, through)
 

@@ -7,8 +7,6 @@ of a node, not on its position: ``silu'(g)`` depends on forward values only and 
 backward pass, because no output needs it. Inference graphs are all forward.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import operator

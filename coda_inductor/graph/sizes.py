@@ -2,8 +2,6 @@
 """Sizes that may be symbolic: are they equal for certain, about how large are they, and how does a
 shape cover another one?"""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

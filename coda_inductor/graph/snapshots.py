@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save a graph, and restore it."""
 
-from __future__ import annotations
-
 from torch.fx import Graph, Node
 
 

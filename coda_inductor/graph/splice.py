@@ -5,8 +5,6 @@ For equal tensors (dtypes, sizes, strides) a function has equal ops: it is trace
 mode, that is for each graph, and copied afterwards. An FP8 layer has some thirty equal scales.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

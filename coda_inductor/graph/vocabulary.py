@@ -6,8 +6,6 @@ and with all defaults: ``emit(op, *args)`` appends a step and returns its name; 
 name of a value or a Python number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

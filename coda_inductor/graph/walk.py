@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks from a node up to its inputs and sources, and down to its readers."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any

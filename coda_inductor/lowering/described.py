@@ -2,8 +2,6 @@
 """What the report of a GEMM says: its name, the ops that it absorbed, why it ended there, and the
 bytes that it moves."""
 
-from __future__ import annotations
-
 from torch.fx import Node
 
 from coda_inductor.fuse.region import Region

@@ -10,8 +10,6 @@ After::
     z = gemm_epilogue(x, w, [bias, scale], program)       # all but the product is the program's
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ A kernel takes seconds to compile. With ``record.later``, compilation only start
 does its own work meanwhile; :func:`settle` waits for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -95,7 +93,7 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
         warn_once("GEMM", cause, first=names[0] + others)
 
 
-def _exact(call: Node, plan: Plan) -> bool:
+def _exact(call: Node, plan: "Plan") -> bool:
     """Does ``call``, where it runs as plain ops, not round its product before the epilogue? It
     never does under a scale of rows: the operand that waits for the scale is rounded already."""
     args = arguments(call)

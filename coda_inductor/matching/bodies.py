@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graphs inside a Dynamo graph, above all checkpointed regions, which run as if inlined."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +18,7 @@ class Body:
     these are the same at every call; it is empty for the outermost graph."""
 
     module: GraphModule
-    around: Body | None = None
+    around: "Body | None" = None
     outer: dict[Node, Node] = field(default_factory=dict)
 
     @property

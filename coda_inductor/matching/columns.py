@@ -8,8 +8,6 @@
 is a ``cat``. The nodes between are skipped, and listed in ``Call.through``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

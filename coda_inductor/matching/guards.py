@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Side effects of a node of Dynamo's graph: changes of memory, or of a mode."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ another mode that begins and ends between two nodes. Models that call other func
 nodes of an idiom, such as products with quantized weights, have both.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Iterable
 from typing import Any

@@ -7,8 +7,6 @@ casts are skipped, because a cast changes only the rounding of an intermediate (
 the result's dtype).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

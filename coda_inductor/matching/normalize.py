@@ -7,8 +7,6 @@ In-place spellings (``operator.iadd``, ``mul_``) are never normalized, because t
 memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

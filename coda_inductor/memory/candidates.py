@@ -9,8 +9,6 @@ A tensor that would not be the same bit by bit is no candidate: results of rando
 collectives, and of ops that change their inputs.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -91,7 +89,7 @@ class Drop:
     proxies: frozenset[Node] = frozenset()
     halves: frozenset[Node] = frozenset()
 
-    def __or__(self, other: Drop) -> Drop:
+    def __or__(self, other: "Drop") -> "Drop":
         return Drop(
             self.nodes | other.nodes, self.proxies | other.proxies, self.halves | other.halves
         )
@@ -119,7 +117,7 @@ class Stash:
     halves: dict[Node, Node] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: Graph, outputs: int, names: Collection[str]) -> Stash:
+    def of(graph: Graph, outputs: int, names: Collection[str]) -> "Stash":
         """The stash if ``names`` are kept, and ``outputs`` outputs are the forward pass's."""
         roots = [n for n in graph.output_node().args[0][:outputs] if isinstance(n, Node)]
         forward = closure(roots, lambda n: n.all_input_nodes)

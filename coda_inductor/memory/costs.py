@@ -6,8 +6,6 @@ and nothing for elementwise ops. So model FLOP utilization is the same with and 
 prices of ``torch._functorch.partitioners`` see a fused GEMM as its products.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

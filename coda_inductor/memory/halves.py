@@ -15,8 +15,6 @@ Added, so that the planner can let the backward pass read u' instead of u::
     u' = gemm_epilogue([x], [Wu], ...)
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection
 from dataclasses import replace

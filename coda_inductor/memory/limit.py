@@ -24,8 +24,6 @@ their process group: with collectives, a rank that finds its graph in a cache, o
 again, would leave the others waiting.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 from dataclasses import dataclass
 from typing import Any

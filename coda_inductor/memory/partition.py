@@ -9,8 +9,6 @@ solver chooses among single nodes whose price it cannot know, and recomputes che
 layers at once (docs/memory.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,7 +73,7 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, record: Callable[[], Record | None], key: Callable[[], Any]):
         self.record, self.key = record, key
 
-    def __deepcopy__(self, _memo: Any) -> Partitioner:
+    def __deepcopy__(self, _memo: Any) -> "Partitioner":
         return self  # as a pass
 
     def __reduce__(self) -> Any:

@@ -11,8 +11,6 @@ zeros if the caller computes none. An elementwise kernel overwrites an operand i
 reader, also a saved tensor that AOTAutograd donates. Gradients stay.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ that no other combination beats in bytes and time. Between two of them the layer
 the earliest first: it is recomputed last, when the others' tensors are gone.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

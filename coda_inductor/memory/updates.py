@@ -18,8 +18,6 @@ torch's partitioner drops ops without results. So the joint graph holds the grad
 one, which also makes it keep the weight for the backward pass; it is replaced after the split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch.fx import Graph, GraphModule, Node

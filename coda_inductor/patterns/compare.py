@@ -6,8 +6,6 @@ wherever both are finite. That takes milliseconds. It can refute a claim but not
 -m coda_inductor check`` proves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Side conditions that several patterns share, and the numbers that they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

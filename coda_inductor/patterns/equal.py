@@ -7,8 +7,6 @@ quotient of polynomials in exponentials and roots, whose numerator must vanish. 
 decide, ``sympy.simplify`` is tried. If this fails too, nothing is proven.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

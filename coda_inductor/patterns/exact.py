@@ -6,8 +6,6 @@ operation has a formula for one element (``formulas``), or only moves elements (
 their indices in a list), or is in ``specials``. Torch decomposes composite operations.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,7 +148,7 @@ class Exact(Tensor):
         dtype = torch.complex128 if torch.complex128 in dtypes else (dtypes or [torch.int64])[0]
         return cls.of(items, shape, dtype)
 
-    def write(self, new: Any) -> Exact:
+    def write(self, new: Any) -> "Exact":
         """Replace the tensor's elements by the elements of ``new``."""
         spread = type(self).exactly(new).expand(self.shape)
         for i, item in zip(self.at.flatten().tolist(), spread.elements, strict=True):

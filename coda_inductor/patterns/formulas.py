@@ -6,8 +6,6 @@ formulas are the real functions; where torch switches formulas for floating poin
 its threshold), the exact one is used.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

@@ -8,8 +8,6 @@ The places, in the order in which patterns are tried: ``options["patterns"]`` (o
 are not compared: tests prove them.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -12,8 +12,6 @@ keys, and two files never share one by accident. The gradient is torch's own gra
 meaning, unless the author defines one. A norm's author writes its scale (``Pattern.norm``).
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class that pattern files define: an idiom in its spellings, and its meaning."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +78,7 @@ class Pattern:
         scale: Callable[..., Any],
         idioms: tuple[Callable[..., Any], ...],
         **how: Any,
-    ) -> Pattern:
+    ) -> "Pattern":
         """The pattern of a norm ``x * scale * weight`` over the last dimension; its op, gradient
         and deferral past GEMMs follow from ``scale``.
 

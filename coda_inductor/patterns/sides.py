@@ -4,8 +4,6 @@
 Both are plain torch functions. ``compare`` runs them on numbers, ``prove`` on symbols.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

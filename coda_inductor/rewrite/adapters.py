@@ -22,8 +22,6 @@ that is scaled late may overflow; sums whose terms of full rank stand first alre
 sides of a checkpoint's border.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.fx import Graph, Node
 

@@ -19,8 +19,6 @@ recomputation, torch never computes the call twice, but saves its outputs.
 Leaves alone tensors that no later checkpoint reads, or that the user's policy saves.
 """
 
-from __future__ import annotations
-
 import operator
 
 from torch.fx import Graph, Node

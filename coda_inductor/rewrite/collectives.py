@@ -29,8 +29,6 @@ is a graph output; a term with other readers; reductions other than sums and mea
 Inductor's asynchronous tensor parallelism, which needs one product per collective.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

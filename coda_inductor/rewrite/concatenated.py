@@ -23,8 +23,6 @@ epilogue computes and is expected to win by; products that are no narrower; part
 be read in place. ``rewrite.fp8`` handles concatenations that are quantized as a whole.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
@@ -75,7 +73,7 @@ def columns_of(a: Node) -> list[Node]:
     return list(args["tensors"]) if fits and last and fixed and whole_rows else []
 
 
-def in_epilogue(parts: list[Node], scope: Scope, sites: Sites) -> bool:
+def in_epilogue(parts: list[Node], scope: Scope, sites: "Sites") -> bool:
     """Does an epilogue, in a kernel that is expected to win, compute one of ``parts``?"""
     return any(
         maker is not None

@@ -10,8 +10,6 @@ After::
     pow, mean, add, rsqrt, mul, mul            as the definition of the op says
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

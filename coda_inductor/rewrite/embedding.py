@@ -24,8 +24,6 @@ token; something else reads the gradient before it is added, or reads ``other``,
 have to be copied.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -17,8 +17,6 @@ products is a product over all of their K. Gathers and products are still those 
 ``semantic.experts``.
 """
 
-from __future__ import annotations
-
 import operator
 
 from torch.fx import Graph, Node

@@ -23,8 +23,6 @@ differ between heads; results whose readers rely on another layout (``torch.cat`
 of part of a head contiguous by heads; attention takes any layout); projections that are not fused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

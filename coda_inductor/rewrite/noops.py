@@ -6,8 +6,6 @@ Inductor removes full slices and clones too, but after our hook. A product that 
 weight's dtype, can run on the tile. A tensor that is cut into slices and concatenated again (FLUX's
 text and image) is read directly for the same reason."""
 
-from __future__ import annotations
-
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import remove_noop_ops

@@ -23,8 +23,6 @@ nearly zero; others of which a row's log-sum-exp is subtracted; and values that 
 equality, as in the gradient of a maximum (``x == x.amax(-1)``).
 """
 
-from __future__ import annotations
-
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import stable_topological_sort

@@ -20,8 +20,6 @@ Leaves alone: tensors that fewer than two norms read, because a copy would not p
 that are written to. Refuses streams whose strides somebody sees.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

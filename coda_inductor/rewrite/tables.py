@@ -18,8 +18,6 @@ and copies apart. Rotations of heads that an epilogue may absorb (``rewrite.head
 tables: one that is not absorbed is decomposed, and the pass, which then runs again, sees its reads.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node

@@ -5,8 +5,6 @@ Only :func:`define` creates ops, built-in ones and those in pattern files (``pat
 registers the schema, the fake, the kernel, which runs the definition, and the derivative.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -16,8 +16,6 @@ A mask has 16 bits of Philox 4x32-7 (Salmon et al., "Parallel random numbers: as
 seed. A counter (k // 8, m, number of the mask) has the bits of eight elements of row m.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -16,8 +16,6 @@ A group of rows may be empty. Pairs of no expert (an id outside of 0 ... E - 1) 
 groups; their values are never read, and they add nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 quantization, and one product of two quantized tensors. Neither has a gradient: both are created
 after AOTAutograd."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -10,8 +10,6 @@ On CUDA each is one Triton kernel (``mainloop/fp8_casts.py``), elsewhere plain t
 same bits as torchao's own chains of ops; only the sign of a NaN may differ.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

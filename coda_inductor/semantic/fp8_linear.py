@@ -15,8 +15,6 @@ Every row has a scale here, also a row of zeros, which torchao's own inference m
 has such rows wherever a token has no loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ with a cast, which makes a float32 copy of the largest tensor of a training step
 per row are float32.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -2,8 +2,6 @@
 """Rotary embeddings in the semantic vocabulary: by tables of cosines and sines, or, for neighboring
 pairs, by complex numbers, for which Inductor generates no code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -26,8 +26,6 @@ a multiple of 8; other devices and dtypes than ``DEVICE`` and ``DTYPES``; and le
 calls of one mask, than ``LEAST``, unless the gate is "always".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

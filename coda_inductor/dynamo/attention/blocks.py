@@ -16,8 +16,6 @@ blocks the mask is not read. ``flex_attention`` is torch's own operator as Dynam
 functions as graphs, and a ``BlockMask`` as a tuple of its parts.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence

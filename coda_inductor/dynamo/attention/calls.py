@@ -27,8 +27,6 @@ after the repetition may change the repeated tensor, or gradients or autocast ar
 the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

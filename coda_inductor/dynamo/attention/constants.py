@@ -9,8 +9,6 @@ Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; r
 results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one tensor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ MAX_BYTES = 2**30
 class Constants:
     """Constant nodes of ``body``, a Dynamo graph or its region; ``around``: the outer constants."""
 
-    def __init__(self, body: Body, around: Constants | None = None):
+    def __init__(self, body: Body, around: "Constants | None" = None):
         self._outer, self._outer_constants = body.outer, around
         self._why: dict[Node, Refusal | None] = {}
         #: The nodes that in-place ops of this graph may write to.
@@ -47,7 +45,7 @@ class Constants:
         for node in body.graph.nodes:
             self._why[node] = self._check(node)
 
-    def home(self, node: Node) -> tuple[Node, Constants]:
+    def home(self, node: Node) -> "tuple[Node, Constants]":
         """(node, its graph's constants) for ``node``, or for the outer node passed in for it."""
         if node in self._outer and self._outer_constants is not None and node not in self.changed:
             return self._outer_constants.home(self._outer[node])

@@ -27,8 +27,6 @@ computes both in one kernel. A tensor that no epilogue computes is also left whe
 scaled, by no power of two (frozen weights): Inductor computes it, its maxima and the cast in one.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from typing import TYPE_CHECKING, Any
@@ -82,7 +80,7 @@ def _quantizations(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=quantize))
 
 
-def _expand(nodes: list[Node], source: Source, scope: Scope, sites: Sites) -> None:
+def _expand(nodes: list[Node], source: Source, scope: Scope, sites: "Sites") -> None:
     x, gemm = source.x, producer(source.x)
     absorbed = gemm is not None and sites.absorbs(gemm, x, scope)
     calls = {node: arguments(node) for node in nodes}

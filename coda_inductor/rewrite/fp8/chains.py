@@ -5,8 +5,6 @@ another eps or maximum does not match. Its input is read separately: ``abs(x)``,
 over ``dims``.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ are quantized.
 Refuses, besides what ``rewrite.norm`` refuses: another reader in the forward pass.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -22,8 +22,6 @@ Refuses: a cast to FP8 by another chain (a maximum over all ranks; bounds for it
 argument), although its product is still raised; a product with a scale for its result.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +134,7 @@ def _outer_scales(node: Node) -> tuple[Node, Node, Node] | None:
     return (end, rows, columns) if fit else None
 
 
-def _raise(node: Node, product: _Product, factors: _Factors) -> None:
+def _raise(node: Node, product: _Product, factors: "_Factors") -> None:
     """Replace ``node``, whose parts are ``product``, by the semantic op."""
     put, out = Put(node, product.end), fake(node).dtype
     a, rows = factors(put, product.a, product.rows, [-1, 1])

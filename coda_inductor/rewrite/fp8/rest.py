@@ -18,8 +18,6 @@ A cast by rows of a gradient of a frozen layer (``semantic.fp8_linear``) becomes
 epilogue took its maxima: one kernel of Inductor's then computes gradient, maxima and cast.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node

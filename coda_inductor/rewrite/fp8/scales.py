@@ -6,8 +6,6 @@ If a GEMM's epilogue computes the tensor, a maximum over its rows or columns is 
 for all its maxima. A tensor's own maximum is the maximum of its rows' or its columns' maxima.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

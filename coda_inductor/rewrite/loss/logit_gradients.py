@@ -21,8 +21,6 @@ they need no other tensor of the logits' size. Casts (of 16-bit tensors) and vie
 the steps.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -27,8 +27,6 @@ logits that are no output, which Inductor overwrites with their gradient; a grad
 readers; ops between it and the linear layer that ``logit_gradients`` does not read.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

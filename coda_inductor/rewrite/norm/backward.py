@@ -30,8 +30,6 @@ then), or if no GEMM makes dz, the dot is the row sum of s * gamma * x. It is kn
 GEMM, so that a kernel of Inductor computes dx.
 """
 
-from __future__ import annotations
-
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune, reorder

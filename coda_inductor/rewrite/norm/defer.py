@@ -17,8 +17,6 @@ options["fp16_norms"]); a LayerNorm that ``pivot`` refuses; a LayerNorm in train
 sums for its gradient cost more than is saved (gotchas.md).
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -24,8 +24,6 @@ m is passed, not rstd * m: the kernel that adds up the partials and stores rstd 
 product too, which Triton 3.6 fails to compile in some orders (gotchas.md).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

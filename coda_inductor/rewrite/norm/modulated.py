@@ -21,8 +21,6 @@ and norms with a weight, that no GEMM reads (``gate * norm(x)`` after a projecti
 batch with fewer rows than a kernel's tile (``program.ir``).
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -16,8 +16,6 @@ Hence the refusals:
 - a product that is rounded before the epilogue, as plain ops do on a CPU: it cancels in 16 bits.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 

@@ -6,8 +6,6 @@ pass ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or ``mm
 gradient of W. All of n's readers must be of these kinds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
