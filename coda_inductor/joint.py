@@ -101,8 +101,7 @@ class JointPass(HookPass):
 
 
 def rewrite(graph: Graph, record: Record, *, plans: bool = True) -> None:
-    """Run the passes on the aten graph. ``plans``: does our partitioner plan its memory? Then the
-    limit is read before them."""
+    """Run the passes on the aten graph. ``plans``: does our partitioner plan its memory?"""
     record.rewritten = True
     record.limit = limit(graph, record.options.memory, record.room) if plans else None
     if not plans and record.options.memory is not None:

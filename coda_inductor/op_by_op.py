@@ -36,9 +36,8 @@ def _no_caches() -> AbstractContextManager[None]:
 
 
 def _share_draws(graph: Graph) -> None:
-    """Compile ops by themselves, in place, if they draw from a seed that the forward pass and the
-    backward pass have in common: both must draw the same numbers, and in eager an op ignores its
-    seed."""
+    """Compile ops by themselves, in place, if they draw from a seed that forward and backward pass
+    share: both must draw the same numbers, and in eager an op ignores its seed."""
     for node in graph.nodes:
         if op_name(node) in ("inductor_random", "inductor_randint"):
             origins = closure([arguments(node)["seed"]], lambda n: n.all_input_nodes)

@@ -121,9 +121,8 @@ class Plan:
         return self.fuses and self.on_gpu and possible
 
     def rounds(self, a: torch.Tensor) -> bool:
-        """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
-        that. Plain ops on a CPU do, because a 16-bit product without rounding takes twice as long.
-        """
+        """Is the product of the left operand ``a`` rounded before the epilogue? Never in kernels,
+        but in plain ops on a CPU, where a 16-bit product without rounding takes twice as long."""
         return a.device.type != "cuda" and not (self.options.reference or self.dry)
 
     def refusal(self, device: torch.device) -> Refusal | None:
@@ -153,8 +152,8 @@ class Plan:
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
         """The reason if splitting a packed projection of ``a`` (M, K) costs more than it saves, or
-        None. In training a copy joins its weight's gradient, (2F, K); at least one read of the
-        product (M, 2F) is saved."""
+        None. In training a copy joins its weight's gradient, (2F, K); one read of (M, 2F) is
+        saved."""
         if self.options.gate != "auto" or not self.on_kernels(a.device) or not training:
             return None
         m, k = a.shape

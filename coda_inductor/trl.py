@@ -61,9 +61,9 @@ class Head:
         outputs: tuple[str, ...] = (),
     ) -> tuple[Tensor | None, ...]:
         """Of ``hidden`` (N, H), ``weight`` (V, H) and ``targets`` (N,): log-probabilities of the
-        targets; and, or None where ``outputs`` does not name it, entropies, ``log(sum(p * p))``,
-        mean logits, and whether the target is the first of the largest. Each is (N,), in float32
-        but for the last."""
+        targets; and, if ``outputs`` names them, entropies, ``log(sum(p * p))``, mean logits, and
+        whether the target is the first of the largest. Each is (N,), in float32 but for the
+        last."""
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)

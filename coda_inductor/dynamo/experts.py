@@ -209,9 +209,8 @@ def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
 def _add_bias_by_columns(
     product: Node, route: _Route, ends: Node, hazards: Hazards, *, whole: bool
 ) -> None:
-    """Add each expert's bias after the columns of ``product`` are selected, as rows of its groups,
-    and not to ``product`` itself. Then a gate that reads both halves can be in one tile. ``whole``
-    as in :func:`_raise_up`."""
+    """Add each expert's bias, as rows of its groups, after the columns of ``product`` are selected.
+    Then a gate that reads both halves can be in one tile. ``whole`` as in :func:`_raise_up`."""
     call = called(only_reader(product), "add")
     if call is None:
         return

@@ -53,8 +53,7 @@ _BETWEEN = ("names", "parts")
 
 
 def split_packed(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Only pairs that later
-    share a tile are counted."""
+    """Apply the rewrite to ``graph`` and its regions, in place. Only pairs in one tile count."""
     sites = None
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if op_name(n) == "linear"]

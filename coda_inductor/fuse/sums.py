@@ -111,9 +111,8 @@ def _is_elementwise(node: Node) -> bool:
 def factors(region: Region, before: Node) -> tuple[list[Node], list[Node]]:
     """The A and B operands of a region's GEMM, inserted before ``before``. Operands that cannot be
     read in place are concatenated. If an elementwise kernel writes a left operand, its other
-    readers then read a slice of the concatenation, to avoid a second copy. The exceptions are
-    operands whose strides are seen, such as graph outputs, and readers that another left operand
-    depends on."""
+    readers then read a slice of the concatenation, to avoid a second copy. Exceptions are operands
+    whose strides are seen (outputs), and readers that another left operand depends on."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:

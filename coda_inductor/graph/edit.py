@@ -193,9 +193,8 @@ def replace(old: Node, new: Node, keeps: Callable[[Node], bool] = Node.is_impure
 
 
 def separate_results(graph: Graph) -> None:
-    """Give each result that ``graph`` returns again a tensor of its own, for a graph that runs op
-    by op. Autograd marks tensors, not positions: ``[y.detach(), y]``, which a pass made one tensor,
-    would have no gradient."""
+    """Give each result that ``graph`` returns again a tensor of its own, to run op by op. Autograd
+    marks tensors, not positions: ``[y.detach(), y]``, made one tensor, would have no gradient."""
     output = graph.output_node()
     results: dict[int, Any] = dict(enumerate(output.args[0]))
     seen: set[Node] = set()

@@ -97,8 +97,8 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
 
 def _fuse_measured(graph: Graph, record: Record) -> _Fused:
     """Fuse with the best plan. With ``tune`` "always", sites are measured and the graph is planned
-    again: where a pair loses, its GEMMs become sites of their own. Without, they are noted for the
-    command ``tune``."""
+    again: GEMMs of a pair that loses become sites of their own. Else the command ``tune`` gets
+    them."""
     plan, copy = record.plan, snapshot(graph) if record.plan.measures else None
     result, left = _fuse_all(graph, record)
     if not left or plan.store is None:
@@ -290,9 +290,8 @@ class _Planner:
         return _SitePlan(report, (region, site), absorbed)
 
     def _later_reads(self, region: Region) -> frozenset[str]:
-        """The stores of the region that an elementwise kernel of the same pass reads and no other
-        GEMM will absorb: the last GEMM before that kernel is in the region, or the region reads it.
-        """
+        """The stores that an elementwise kernel of the same pass reads and no other GEMM will
+        absorb: the last GEMM before that kernel is in the region, or the region reads it."""
         inside = {*region.values, *region.reduces}
         last = {*region.anchors, *filter(None, (producer(x) for x, _ in region.operands))}
         return frozenset(

@@ -45,8 +45,7 @@ def _plain(call: Call) -> Call | None:
 
 def literal_call(node: Node, normal: Call | None) -> Call | None:
     """``node``, whose normal form is ``normal``, without the steps that :func:`normalize` skips. An
-    idiom may have only the last of several ops, or write dimensions in another way. None if there
-    is no difference."""
+    idiom may have only the last of several ops, or other dimensions. None if nothing differs."""
     if normal is None or not normal.through or (call := read(node)) is None:
         return None
     if normal.op == "rsqrt":

@@ -215,9 +215,8 @@ def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
 
 def _plane(mask: Any, tensor: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, with the fake value ``tensor``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
-    the batch. ``as_strided`` makes Inductor write it to memory: otherwise Inductor would compute it
-    inside the kernels, which cannot do what ``cat`` and ``pad`` become there. Repeated dimensions
-    are not written."""
+    the batch. ``as_strided`` makes Inductor write it to memory: inside the kernels it could not
+    compute what ``cat`` and ``pad`` become there. Repeated dimensions are not written."""
     once = mask
     for dim in range(tensor.dim()):
         once = once if tensor.stride(dim) else once.narrow(dim, 0, 1)

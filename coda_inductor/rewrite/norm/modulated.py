@@ -93,8 +93,7 @@ def _wide(put: Put, vector: Node) -> Node:
 
 
 def _is_vector(v: Any, y: torch.Tensor) -> bool:
-    """Does ``v`` have one value per column of ``y``, or one for each batch, and no more bits than
-    the norm computes in?"""
+    """Does ``v`` have one value per column of ``y`` (and batch), and no more bits than the norm?"""
     if not isinstance(v, torch.Tensor) or not v.is_floating_point():
         return False
     narrow = v.dtype == y.dtype or v.dtype != torch.float64

@@ -171,8 +171,7 @@ def _gradient(norm: Node, statistics: list[Node], result: Uses) -> Refusal | Non
 def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
     """The reason why no epilogue computes the statistics of ``norm``, or None. An epilogue that
     does computes the GEMMs' operand as well, and the norm has no kernel. A kernel of Inductor's
-    that computes x would stay, and move as many bytes with that operand as with the norm's
-    result."""
+    that computes x would stay, and move as many bytes."""
     x, sites = arguments(norm)["x"], record.sites
     source = producer(x)
     if source is None:
