@@ -3,6 +3,7 @@
 those of the weights that the FP8 numbers stand for."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harness import Harness
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import float8 as fp8
+from zoo.layers import Gated, Lora
 
 from coda_inductor.semantic.fp8_linear import FP8_LINEAR
 
@@ -20,38 +22,19 @@ E4M3 = torch.float8_e4m3fn
 M, D, HIDDEN = 32, 64, 128
 
 
-class Adapted(nn.Module):
-    """A linear layer and an adapter of rank 4 beside it, as peft computes them."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base = base.requires_grad_(requires_grad=False)
-        self.a = nn.Linear(base.in_features, 4, bias=False)
-        self.b = nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x)) * 2.0
-
-
-class Block(nn.Module):
-    """A gated MLP behind a norm, all of its layers with adapters."""
-
-    def __init__(self, bias: bool = False):
-        super().__init__()
-        shapes = ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))
-        self.norm = nn.RMSNorm(D, eps=1e-6).requires_grad_(requires_grad=False)
-        gate, up, down = (Adapted(nn.Linear(*shape, bias=bias)) for shape in shapes)
-        self.gate, self.up, self.down = gate, up, down
-
-    def forward(self, x):
-        n = self.norm(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+def block(bias: bool = False) -> Gated:
+    """A gated MLP behind a norm, all of its layers with adapters of rank 4."""
+    norm = functools.partial(nn.RMSNorm, eps=1e-6)
+    made = Gated(D, HIDDEN, bias=bias, norm=lambda width: norm(width).requires_grad_(False))
+    for name in ("gate", "up", "down"):
+        setattr(made, name, Lora(getattr(made, name), 4, 2.0))
+    return made
 
 
 class Blocks(nn.Module):
     def __init__(self, count: int = 2, checkpointed: bool = False, **given):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(**given) for _ in range(count))
+        self.blocks = nn.ModuleList(block(**given) for _ in range(count))
         self.checkpointed = checkpointed
 
     def forward(self, x):
@@ -65,9 +48,9 @@ def pair(how: str = "row", **given) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Blocks(**given).bfloat16()
     wide = copy.deepcopy(model).float()
-    fp8.serve(nn.ModuleList(m.base for m in model.modules() if isinstance(m, Adapted)), how)
+    fp8.serve(nn.ModuleList(m.base for m in model.modules() if isinstance(m, Lora)), how)
     for ours, theirs in zip(model.modules(), wide.modules(), strict=True):
-        if isinstance(ours, Adapted):
+        if isinstance(ours, Lora):
             weight = ours.base.weight
             exact = weight.qdata.float() * weight.scale
             theirs.base.weight = nn.Parameter(exact, requires_grad=False)

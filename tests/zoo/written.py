@@ -6,6 +6,7 @@ computes that again in the backward pass reads the new value, and trains with wr
 ``python tools/writes.py`` prints a table of both.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,230 +17,184 @@ from torch import nn
 D, N = 16, 24
 
 
-class Written(nn.Module):
-    """``state``: what is written to. Calls are ``forward(x)``, x (N, D)."""
+#: Name -> a module.
+ALL: dict[str, Callable[[], nn.Module]] = {}
 
-    def __init__(self, *shape: int):
+
+class Written(nn.Module):
+    """Calls ``function`` of itself and of x (N, D). ``state``: what is written to."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *shape: int):
         super().__init__()
-        self.linear = nn.Linear(D, D)
+        self.function, self.linear = function, nn.Linear(D, D)
         self.register_buffer("state", torch.rand(*shape) + 0.5)
 
     def write(self, new: torch.Tensor) -> None:
         with torch.no_grad():
             self.state.copy_(new)
 
+    def forward(self, x):
+        return self.function(self, x)
 
-class Queue(Written):
+
+def writes(*shape: int) -> Callable[..., Any]:
+    """Make the function a module with a state of this shape."""
+
+    def decorate(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        ALL[function.__name__] = made = functools.partial(Written, function, *shape)
+        made.__doc__ = function.__doc__
+        return function
+
+    return decorate
+
+
+@writes(D, N)
+def queue(model, x):
     """Contrast with a queue of keys that takes the newest (MoCo, arXiv 1911.05722, algorithm 1)."""
-
-    def __init__(self):
-        super().__init__(D, N)
-
-    def forward(self, x):
-        logits = self.linear(x) @ self.state.clone().detach()
-        self.write(torch.cat([x.detach().t()[:, :8], self.state[:, :-8]], 1))
-        return F.cross_entropy(logits, torch.arange(N, device=x.device))
+    logits = model.linear(x) @ model.state.clone().detach()
+    model.write(torch.cat([x.detach().t()[:, :8], model.state[:, :-8]], 1))
+    return F.cross_entropy(logits, torch.arange(N, device=x.device))
 
 
-class Codebook(Written):
+@writes(N, D)
+def codebook(model, x):
     """Nearest codes, and their moving average (VQ-VAE, arXiv 1711.00937, appendix A.1)."""
-
-    def __init__(self):
-        super().__init__(N, D)
-
-    def forward(self, x):
-        x = self.linear(x)
-        nearest = torch.cdist(x.detach(), self.state).argmin(-1)
-        loss = (x - self.state[nearest]).pow(2).mean()
-        hits = F.one_hot(nearest, N).to(x.dtype)
-        self.write(self.state * 0.9 + 0.1 * hits.t() @ x.detach())
-        return loss
+    x = model.linear(x)
+    nearest = torch.cdist(x.detach(), model.state).argmin(-1)
+    loss = (x - model.state[nearest]).pow(2).mean()
+    hits = F.one_hot(nearest, N).to(x.dtype)
+    model.write(model.state * 0.9 + 0.1 * hits.t() @ x.detach())
+    return loss
 
 
-class Head(Written):
+@writes(D, D)
+def head(model, x):
     """A product with a moving average of the layer's own weight, in the layer's dtype."""
-
-    def __init__(self):
-        super().__init__(D, D)
-
-    def forward(self, x):
-        y = F.silu(F.linear(self.linear(x), self.state.to(torch.float64).clone()))
-        self.write(torch.lerp(self.state, self.linear.weight, 0.1))
-        return y
+    y = F.silu(F.linear(model.linear(x), model.state.to(torch.float64).clone()))
+    model.write(torch.lerp(model.state, model.linear.weight, 0.1))
+    return y
 
 
-class Cast(Written):
+@writes(D, D)
+def cast(model, x):
     """The same under another dtype: the cast is a copy."""
-
-    def __init__(self):
-        super().__init__(D, D)
-
-    def forward(self, x):
-        y = F.silu(self.linear(x).float() @ self.state.float())
-        self.write(self.state * 0.5)
-        return y
+    y = F.silu(model.linear(x).float() @ model.state.float())
+    model.write(model.state * 0.5)
+    return y
 
 
-class Center(Written):
+@writes(1, D)
+def center(model, x):
     """A teacher's scores less their moving average (DINO, arXiv 2104.14294, algorithm 1)."""
-
-    def __init__(self):
-        super().__init__(1, D)
-
-    def forward(self, x):
-        teacher = ((x - self.state) / 0.04).softmax(-1)
-        loss = -(teacher * self.linear(x).log_softmax(-1)).sum(-1).mean()
-        self.write(self.state * 0.9 + x.mean(0, keepdim=True) * 0.1)
-        return loss
+    teacher = ((x - model.state) / 0.04).softmax(-1)
+    loss = -(teacher * model.linear(x).log_softmax(-1)).sum(-1).mean()
+    model.write(model.state * 0.9 + x.mean(0, keepdim=True) * 0.1)
+    return loss
 
 
-class Renorm(Written):
+@writes(2, D)
+def renorm(model, x):
     """Batch renormalization by running statistics (arXiv 1702.03275, algorithm 1)."""
-
-    def __init__(self):
-        super().__init__(2, D)
-
-    def forward(self, x):
-        x = self.linear(x)
-        mean, std = x.mean(0), x.std(0)
-        r, d = std.detach() / self.state[1], (mean.detach() - self.state[0]) / self.state[1]
-        y = (x - mean) / std * r + d
-        self.write(torch.lerp(self.state, torch.stack([mean, std]).detach(), 0.1))
-        return y.sigmoid()
+    x = model.linear(x)
+    mean, std = x.mean(0), x.std(0)
+    r, d = std.detach() / model.state[1], (mean.detach() - model.state[0]) / model.state[1]
+    y = (x - mean) / std * r + d
+    model.write(torch.lerp(model.state, torch.stack([mean, std]).detach(), 0.1))
+    return y.sigmoid()
 
 
-class Warmup(Written):
+@writes(1)
+def warmup(model, x):
     """A factor that depends on the number of calls."""
-
-    def __init__(self):
-        super().__init__(1)
-
-    def forward(self, x):
-        y = self.linear(x) * (1 - (-self.state).exp())
-        self.write(self.state + 1)
-        return y
+    y = model.linear(x) * (1 - (-model.state).exp())
+    model.write(model.state + 1)
+    return y
 
 
-class Temperature(Written):
+@writes(1)
+def temperature(model, x):
     """Attention whose temperature anneals."""
-
-    def __init__(self):
-        super().__init__(1)
-
-    def forward(self, x):
-        y = (self.linear(x) / self.state.exp()).softmax(-1)
-        self.write(self.state * 0.9)
-        return y
+    y = (model.linear(x) / model.state.exp()).softmax(-1)
+    model.write(model.state * 0.9)
+    return y
 
 
-class Observer(Written):
+@writes(2)
+def observer(model, x):
     """Quantization with a straight-through gradient, in the range that was seen before."""
-
-    def __init__(self):
-        super().__init__(2)
-
-    def forward(self, x):
-        x = self.linear(x)
-        scale = (self.state[0] + self.state[1]) / 255
-        low = x / scale
-        y = (low + (low.round() - low).detach()) * scale
-        self.write(torch.stack([x.detach().abs().amax(), x.detach().abs().mean()]))
-        return y.sin()
+    x = model.linear(x)
+    scale = (model.state[0] + model.state[1]) / 255
+    low = x / scale
+    y = (low + (low.round() - low).detach()) * scale
+    model.write(torch.stack([x.detach().abs().amax(), x.detach().abs().mean()]))
+    return y.sin()
 
 
-class PopArt(Written):
+@writes(2)
+def pop_art(model, x):
     """Targets that running moments normalize."""
-
-    def __init__(self):
-        super().__init__(2)
-
-    def forward(self, x):
-        y = self.linear(x)
-        loss = ((y - self.state[0]) / self.state[1].sqrt()).pow(3).mean()
-        self.write(torch.stack([x.mean(), x.var()]))
-        return loss
+    y = model.linear(x)
+    loss = ((y - model.state[0]) / model.state[1].sqrt()).pow(3).mean()
+    model.write(torch.stack([x.mean(), x.var()]))
+    return loss
 
 
-class State(Written):
+@writes(N, D)
+def state(model, x):
     """A recurrent state that the next call reads."""
-
-    def __init__(self):
-        super().__init__(N, D)
-
-    def forward(self, x):
-        h = torch.tanh(self.linear(x) * self.state.sigmoid())
-        self.write(h.detach())
-        return h
+    h = torch.tanh(model.linear(x) * model.state.sigmoid())
+    model.write(h.detach())
+    return h
 
 
-class ClassWeights(Written):
+@writes(D)
+def class_weights(model, x):
     """A loss weighted by how often each class was seen."""
-
-    def __init__(self):
-        super().__init__(D)
-
-    def forward(self, x):
-        labels = x.detach().argmax(-1)
-        loss = F.cross_entropy(self.linear(x), labels, reduction="none") / (1 + self.state)[labels]
-        self.write(self.state + F.one_hot(labels, D).sum(0))
-        return loss.mean()
+    labels = x.detach().argmax(-1)
+    loss = F.cross_entropy(model.linear(x), labels, reduction="none") / (1 + model.state)[labels]
+    model.write(model.state + F.one_hot(labels, D).sum(0))
+    return loss.mean()
 
 
-class Slices(Written):
+@writes(N, D)
+def slices(model, x):
     """A buffer that is read by columns: what ``cat`` joins again is a copy."""
-
-    def __init__(self):
-        super().__init__(N, D)
-
-    def forward(self, x):
-        whole = torch.cat([self.state[:, :8], self.state[:, 8:]], 1)
-        y = self.linear(x) * whole
-        self.write(y.detach())
-        return y
+    whole = torch.cat([model.state[:, :8], model.state[:, 8:]], 1)
+    y = model.linear(x) * whole
+    model.write(y.detach())
+    return y
 
 
-class Rows(Written):
+@writes(2 * N, D)
+def rows(model, x):
     """A part of a buffer, which alone is written to."""
-
-    def __init__(self):
-        super().__init__(2 * N, D)
-
-    def forward(self, x):
-        y = self.linear(x) * self.state[:N].cos()
-        with torch.no_grad():
-            self.state[:N].mul_(2)
-        return y
+    y = model.linear(x) * model.state[:N].cos()
+    with torch.no_grad():
+        model.state[:N].mul_(2)
+    return y
 
 
-class Zeroed(Written):
+@writes(D)
+def zeroed(model, x):
     """An accumulator that is used and zeroed."""
-
-    def __init__(self):
-        super().__init__(D)
-
-    def forward(self, x):
-        y = self.linear(x) * (self.state * 3)
-        self.state.zero_()
-        return y
+    y = model.linear(x) * (model.state * 3)
+    model.state.zero_()
+    return y
 
 
-class Refilled(Written):
+@writes(1)
+def refilled(model, x):
     """An input without gradient that is filled again for the next call."""
-
-    def __init__(self):
-        super().__init__(1)
-
-    def forward(self, x):
-        y = torch.tanh(self.linear(x.exp()))
-        x.zero_()
-        return y
+    y = torch.tanh(model.linear(x.exp()))
+    x.zero_()
+    return y
 
 
 class Frozen(Written):
     """A frozen layer in front of a parameter; its input is scaled in place."""
 
     def __init__(self):
-        super().__init__(1)
+        super().__init__(lambda *_: None, 1)
         self.frozen = nn.Linear(D, 2 * D).requires_grad_(False)
         self.scale = nn.Parameter(torch.rand(2 * D))
         self.out = nn.Linear(2 * D, D)
@@ -250,59 +205,43 @@ class Frozen(Written):
         return y
 
 
-class Residual(Written):
+ALL["frozen"] = Frozen
+
+
+@writes(1)
+def residual(model, x):
     """A stream that a block adds to in place, from a copy of it."""
-
-    def __init__(self):
-        super().__init__(1)
-
-    def forward(self, x):
-        y = self.linear(torch.cat([x[:3], x[3:]]).sigmoid() * 2)
-        x.add_(y.detach())
-        return y * y
+    y = model.linear(torch.cat([x[:3], x[3:]]).sigmoid() * 2)
+    x.add_(y.detach())
+    return y * y
 
 
-class Gate(Written):
+@writes(D)
+def gate(model, x):
     """A bias of a router, moved by the load (arXiv 2408.15664); the gates read the old one."""
-
-    def __init__(self):
-        super().__init__(D)
-
-    def forward(self, x):
-        scores = self.linear(x).sigmoid() * self.state.tanh()
-        top = (scores + self.state).topk(2, -1).indices
-        load = F.one_hot(top, D).sum((0, 1)).to(x.dtype)
-        y = scores.gather(-1, top) * 2
-        self.write(self.state + 0.1 * (load.mean() - load).sign())
-        return y
+    scores = model.linear(x).sigmoid() * model.state.tanh()
+    top = (scores + model.state).topk(2, -1).indices
+    load = F.one_hot(top, D).sum((0, 1)).to(x.dtype)
+    y = scores.gather(-1, top) * 2
+    model.write(model.state + 0.1 * (load.mean() - load).sign())
+    return y
 
 
-class Norm(Written):
+@writes(D)
+def norm(model, x):
     """A norm whose weight is a moving average."""
-
-    def __init__(self):
-        super().__init__(D)
-
-    def forward(self, x):
-        y = self.linear(F.rms_norm(self.linear(x), (D,)) * (1 + self.state))
-        self.write(self.state * 0.5)
-        return y
+    y = model.linear(F.rms_norm(model.linear(x), (D,)) * (1 + model.state))
+    model.write(model.state * 0.5)
+    return y
 
 
-class Loop(Written):
+@writes(N, D)
+def loop(model, x):
     """A table of an earlier call, which this call replaces and also returns."""
-
-    def __init__(self):
-        super().__init__(N, D)
-
-    def forward(self, x):
-        old = self.state * 1
-        y = self.linear(x) * old.exp()
-        self.write(x.detach())
-        return y + self.state
-
-
-ALL = {kind.__name__: kind for kind in Written.__subclasses__()}
+    old = model.state * 1
+    y = model.linear(x) * old.exp()
+    model.write(x.detach())
+    return y + model.state
 
 
 def step(name: str, compile_: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
