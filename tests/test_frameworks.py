@@ -26,11 +26,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = "".join((DOCS / f"{name}.md").read_text() for name in PAGES)
 BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 SAID = {
-    "trainer_inductor": """
-import coda_inductor
-coda_inductor.enable()
-""" + BLOCKS["trainer"].replace(", callbacks=[CodaCallback()]", "").replace(
-        'report_to="none"', 'report_to="none", torch_compile=True'),
     "accelerate": """
 from accelerate import Accelerator
 accelerator = Accelerator()
@@ -196,7 +191,6 @@ SHARED = {"rms_norm": 1, "swiglu": 1, "swiglu_backward": 1}
 #: Block -> what it needs, the block that runs without us as it does, what fires, what is compared.
 BLOCKS_THAT_TRAIN = {
     "trainer": ("accelerate", "trainer", {**TRAINED, "cross_entropy": 1}, weights),
-    "trainer_inductor": ("accelerate", "trainer", TRAINED, weights),
     "accelerate": ("accelerate", "accelerate", TRAINED, weights),
     "lightning": ("pytorch_lightning", "lightning", TRAINED, weights),
     "peft": ("peft", "peft", TRAINED, gradients),
@@ -320,7 +314,7 @@ def test_export():
     assert not fired["rms_norm"], "torch asserts the dtypes of its casts"
 
 
-def test_inductor_and_accelerate_regions():
+def test_inductor():
     want = given()
     loss = want["model"](**want["batch"]).loss
     loss.backward()
@@ -328,7 +322,9 @@ def test_inductor_and_accelerate_regions():
     assert {n: fired[n] for n in TRAINED} == TRAINED
     same(ours["loss"], loss, 1e-5)
     same(gradients(ours), gradients(want), 1e-5)
-    coda_inductor.disable()
+
+
+def test_regions_of_accelerates():
     pytest.importorskip("accelerate")
     ours, fired = run("accelerate_regions", layers=SEVERAL)
     same(ours["loss"], (want := given(SEVERAL))["model"](**want["batch"]).loss, 1e-5)
