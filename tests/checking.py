@@ -126,6 +126,13 @@ def side_by_side(functions: Any, *shapes: tuple[int, ...]) -> tuple[Any, list[to
     return all_of_them, [randn(*shape) for _ in functions for shape in shapes]
 
 
+class SideBySide(nn.ModuleList):
+    """Models in one graph, each of an input of its own."""
+
+    def forward(self, *inputs: torch.Tensor) -> list[Any]:
+        return [model(x) for model, x in zip(self, inputs, strict=True)]
+
+
 class Weights(nn.Module):
     """``function(x, *weights)`` as a module: parameters keep static sizes when x is dynamic."""
 

@@ -5,7 +5,7 @@ halves are taken out of it, or left as it is."""
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, check_gradients, leave_custom_ops, randn
+from checking import Weights, check, check_gradients, leave_custom_ops, randn, side_by_side
 from harness import Harness
 from passes import codes
 from torch import nn
@@ -162,12 +162,11 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*OTHERS, "not K-major"])
-def test_what_else_is_taken_stays(name):
-    def function(x, w):
-        w = w.reshape(D, 2 * H).t() if name == "not K-major" else w
-        return OTHERS.get(name, slices)(F.linear(x, w))
-
-    harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
+def test_what_else_is_taken_stays():
+    """Each of a product of its own, in one graph; one weight is not K-major."""
+    each = [lambda x, w, f=f: f(F.linear(x, w)) for f in OTHERS.values()]
+    each.append(lambda x, w: slices(F.linear(x, w.reshape(D, 2 * H).t())))
+    function, tensors = side_by_side(each, (2, 6, D), (2 * H, D))
+    harness = check_gradients(function, *(t.requires_grad_(t.dim() == 3) for t in tensors))
     assert not divided(harness)
     assert not any(site.program.paired for site in harness.fused)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, randn, reasons
+from checking import check, check_gradients, randn, reasons, side_by_side
 from harness import Harness, Stock
 from torch.utils.checkpoint import checkpoint
 
@@ -79,11 +79,12 @@ CAUSAL = {
 }
 
 
-@pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
-def test_constant_causal_masks_become_a_flag(mask):
-    harness = check_gradients(masked(mask), *[heads().requires_grad_() for _ in range(3)])
-    assert harness.counts["constant_mask"] == 1
-    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+def test_constant_causal_masks_become_a_flag():
+    """Each beside heads of its own, in one graph."""
+    function, tensors = side_by_side(map(masked, CAUSAL.values()), *3 * [(2, 4, T, 8)])
+    harness = check_gradients(function, *(t.requires_grad_() for t in tensors))
+    assert harness.counts["constant_mask"] == len(CAUSAL)
+    assert {(c["attn_mask"], c["is_causal"]) for c in calls(harness)} == {(None, True)}
 
 
 @pytest.mark.parametrize("full", [True, False])

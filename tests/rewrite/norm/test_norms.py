@@ -13,7 +13,15 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, check_gradients, check_sizes, leave_custom_ops, randn
+from checking import (
+    SideBySide,
+    Weights,
+    check,
+    check_gradients,
+    check_sizes,
+    leave_custom_ops,
+    randn,
+)
 from harness import Harness
 from passes import aten_graph, codes, run_pass
 
@@ -103,17 +111,19 @@ def case(name: str) -> tuple[Weights, torch.Tensor, int]:
     return Weights(function, *weights), x.requires_grad_(), norms
 
 
-def tried(names, tiled):
-    """(name, with the op itself?)."""
-    return [*((name, False) for name in names), *((name, True) for name in tiled)]
+def cases(names) -> tuple[SideBySide, tuple[torch.Tensor, ...], int]:
+    """All of them in one graph."""
+    models, inputs, norms = zip(*map(case, names), strict=True)
+    return SideBySide(models), inputs, sum(norms)
 
 
-@pytest.mark.parametrize(("name", "custom"), tried(CASES, TILED))
-def test_gradients_are_eagers(name, custom, monkeypatch):
+@pytest.mark.parametrize("custom", [False, True])
+def test_gradients_are_eagers(custom, monkeypatch):
+    """Also with the op itself."""
     if custom:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
-    function, x, norms = case(name)
-    harness = check_gradients(function, x)
+    models, inputs, norms = cases(TILED if custom else CASES)
+    harness = check_gradients(models, *inputs)
     assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == norms
     assert harness.report.near_misses == []
     # What is left of a norm are vectors: rstd, made of partials.
@@ -257,18 +267,18 @@ LAYER_NORMS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "custom"), tried(LAYER_NORMS, ["layer: one GEMM", "layer: two norms"])
+    "names", [LAYER_NORMS, ["layer: one GEMM", "layer: two norms"]], ids=["all", "with the op"]
 )
-def test_values_of_layer_norms_are_eagers(name, custom, monkeypatch):
-    if custom:
+def test_values_of_layer_norms_are_eagers(names, monkeypatch):
+    if names is not LAYER_NORMS:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
-    function, x, norms = case(name)
-    harness = check(function, x.detach())
+    models, inputs, norms = cases(names)
+    harness = check(models, *(x.detach() for x in inputs))
     assert harness.counts["layer_norm"] == norms
-    assert harness.ops()["aten.rsqrt.default"] == norms + 1  # and the one in front
-    if name == "layer: one GEMM":
+    assert harness.ops()["aten.rsqrt.default"] == norms + len(names)  # and those in front
+    if names is not LAYER_NORMS:
         # In front: h = (x - pivot) gamma and two sums; behind: scale, shift and offset.
-        first, second = (site.program for site in harness.fused)
+        first, second = (site.program for site in harness.fused[:2])
         assert len(first.stores) == 1  # nothing else reads the stream
         assert [r.axis for r in first.reduces] == ["row", "row"]
         assert sorted(o.kind for o in second.operands) == ["col", "col", "row", "row"]
