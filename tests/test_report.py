@@ -12,14 +12,7 @@ import pytest
 from coda_inductor.compat import counters
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.remedies import REMEDIES
-from coda_inductor.report import (
-    Choice,
-    GraphReport,
-    SiteReport,
-    forget,
-    record,
-    reports,
-)
+from coda_inductor.report import Choice, GraphReport, SiteReport, forget, record, reports
 from coda_inductor.table import fold, main_reason, sites_table
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")

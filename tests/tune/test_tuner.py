@@ -94,8 +94,7 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
-    [(LateError(), "hangs"), (EndedError("fault"), "ends its process: fault")],
+    ("error", "why"), [(LateError(), "hangs"), (EndedError("fault"), "ends its process: fault")]
 )
 def test_a_candidate_that_ends_its_process_ends_nothing_else(error, why, machine, tmp_path):
     good, bad, other = wanted()

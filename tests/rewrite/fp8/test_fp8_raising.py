@@ -17,11 +17,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.rewrite.fp8 import rest
 from coda_inductor.rewrite.fp8.raising import raise_fp8
-from coda_inductor.semantic.fp8 import (
-    quantize,
-    quantize_definition,
-    scaled_mm,
-)
+from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
 from coda_inductor.sites import Sites
 
 aten = torch.ops.aten
