@@ -85,11 +85,9 @@ def alive(pid: int) -> bool:
     return bool(fields) and fields[0] not in "ZX"
 
 
-def until(condition, seconds: float = 60):
-    """Wait for ``condition()`` to hold, and return it."""
-    deadline = time.monotonic() + seconds
+def until(condition):
+    """Wait for ``condition()`` to hold, and return it. The deadline is CI's."""
     while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
     return value
 

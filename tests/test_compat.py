@@ -12,8 +12,6 @@ from processes import python
 from coda_inductor import compat
 from coda_inductor.mainloop import availability
 
-pytestmark = pytest.mark.timeout(600)
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "coda_inductor"
 

@@ -41,12 +41,12 @@ def test_another_process_is_waited_for_so_long(path, holder):
     start = time.monotonic()
     with lock_file(path, 0.3) as got:
         assert not got
-    assert 0.3 <= time.monotonic() - start < 30
+    assert time.monotonic() - start >= 0.3
     threading.Timer(0.3, holder.kill).start()
     start = time.monotonic()
     with lock_file(path, 60.0) as got:
         assert got
-    assert 0.2 < time.monotonic() - start < 30
+    assert time.monotonic() - start > 0.2
 
 
 def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):

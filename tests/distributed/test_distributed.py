@@ -9,13 +9,9 @@ import cases
 import pytest
 import ranks
 
-#: Several times what a machine takes that has nothing else to do.
-SECONDS = 540
-pytestmark = pytest.mark.timeout(600)
-
 
 def both() -> ranks.Group:
-    return ranks.group("cases", 2, SECONDS)
+    return ranks.group("cases", 2)
 
 
 @pytest.mark.parametrize("check", cases.CHECKS)

@@ -26,7 +26,6 @@ launched = functools.partial(gemm_epilogue, strict=True)
 NEEDS_KERNELS = [
     pytest.mark.gpu,
     pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 import cuda_cases
 import ranks
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 
 
 def group() -> ranks.Group:
-    return ranks.group("cuda_cases", 2, 400)
+    return ranks.group("cuda_cases", 2)
 
 
 @pytest.mark.parametrize("check", cuda_cases.CHECKS)

