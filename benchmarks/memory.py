@@ -4,9 +4,10 @@
 ``python -m benchmarks memory OUT.json --case NAME --setting BACKEND:WHAT ...`` compiles one model
 under each setting and times all in turn, there and back, sustained. BACKEND is compile, coda, or
 solver: coda's graph, split by torch's own solver with coda's milliseconds as its prices;
-WHAT is ``none``, a number (``torch._functorch.config.activation_memory_budget``), ``ckpt`` (a
-checkpoint a layer), ``ckpt2`` (every second layer), ``op`` (selective checkpoints as torchtitan has
-them: attention and every second product are kept) or, for coda, the option ``memory`` ("20 GiB").
+WHAT is ``none``, a number (the option ``memory`` for coda, for the others
+``torch._functorch.config.activation_memory_budget``), ``ckpt`` (a checkpoint a layer), ``ckpt2``
+(every second layer), ``op`` (selective checkpoints as torchtitan has them: attention and every
+second product are kept) or, for coda, a peak ("20 GiB"). ``coda:1.0`` is ``none``, predicted.
 SDPA is told to be causal. Beside the milliseconds: the peak over weights and batch, what the
 forward pass keeps, and the peak that was predicted. ``python -m benchmarks memory PICTURE.svg
 --draw OUT.json ...`` draws milliseconds against peaks, a panel a case; PICTURE_dark.svg is
@@ -62,9 +63,13 @@ def rows_of(count: int) -> worth_models.Workload:
     return workload
 
 
+#: With how many layers.
 FAMILIES = (
     ("qwen3", 6), ("olmoe", 8), ("olmo2", 6), ("phi3", 8), ("qwen2", 6), ("qwen3_moe", 4),
+    ("gemma3", 8), ("mistral", 6), ("gptneox", 8), ("starcoder2", 6), ("modernbert", 8), ("t5", 8),
 )  # fmt: skip
+#: Their masks say more than "causal", or less.
+MASKED = ("gemma3", "modernbert", "t5")
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
     **{f"8B x{n}": functools.partial(worth_models.stock, "8B-32", n) for n in (4, 8, 32)},
     **{f"8B x32, {n} rows": functools.partial(rows_of, n) for n in (2, 4)},
@@ -90,7 +95,8 @@ def main(arguments: list[str]) -> None:
     workload = CASES[options.case]()
     stock = getattr(workload.model, "get_base_model", lambda: workload.model)()
     stock.config.use_cache = False  # a checkpoint would fill the cache twice
-    models.make_causal(stock)
+    if not options.case.startswith(MASKED):
+        models.make_causal(stock)
     rows, steps = found["results"].setdefault(options.case, {}), {}
     for setting in options.setting or SETTINGS:
         steps[setting], rows[setting] = prepared(workload, *setting.split(":", 1))
@@ -109,7 +115,9 @@ def main(arguments: list[str]) -> None:
 #: What pictures call cases (layers are said behind them) and settings.
 NAMES = {"8B": "Llama 8B", "lora 8B": "LoRA of Llama 8B", "qwen3": "Qwen3 1.7B", "olmoe": "OLMoE",
          "olmo2": "OLMo 2", "phi3": "Phi-3 mini", "qwen2": "Qwen2.5 7B",
-         "qwen3_moe": "Qwen3 30B-A3B"}  # fmt: skip
+         "qwen3_moe": "Qwen3 30B-A3B", "gemma3": "Gemma 3 1B", "mistral": "Mistral 7B",
+         "gptneox": "Pythia 1.4B", "starcoder2": "StarCoder2 3B", "modernbert": "ModernBERT",
+         "t5": "T5 v1.1 large"}  # fmt: skip
 LABELS = {"none": "no limit", "op": "selective", "ckpt": "every layer", "ckpt2": "every 2nd layer"}
 #: Behind a picture's name -> its colors: text, torch.compile's points, ours.
 THEMES = {"": ("#1f2328", "#656d76", "#0969da"), "_dark": ("#e6edf3", "#9198a1", "#58a6ff")}
@@ -174,8 +182,11 @@ def prepared(workload: worth_models.Workload, backend: str, what: str) -> tuple[
     """The step under one setting, compiled, and its memory."""
     gc.collect()
     torch.cuda.empty_cache()
-    budget = float(what) if what.replace(".", "", 1).isdigit() else 1.0
-    options = {"memory": what} if what.endswith("GiB") else {}
+    number = what.replace(".", "", 1).isdigit()
+    budget = float(what) if number and backend != "coda" else 1.0
+    options: dict[str, Any] = {"memory": what} if what.endswith("GiB") else {}
+    if number and backend == "coda":
+        options = {"memory": float(what)}
     layers = worth_models.blocks(workload.model)
     plain, mine = list(layers), checkpointed(layers, what)
 

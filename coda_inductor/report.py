@@ -135,6 +135,7 @@ class MemoryReport:
         again: tensors that are computed again.
         ms: the expected time of that.
         peak: the expected peak of memory in bytes, beyond the step's inputs.
+        held: the same if the caller holds the forward pass's outputs until the backward pass ends.
     """
 
     kept: int
@@ -142,12 +143,16 @@ class MemoryReport:
     again: int
     ms: float
     peak: int
+    held: int
 
     def __str__(self) -> str:
-        kept, before, peak = map(size_text, (self.kept, self.before, self.peak))
+        kept, before = map(size_text, (self.kept, self.before))
+        peak = f"peak about {size_text(self.peak)} over its inputs"
+        if self.held > 1.01 * self.peak:
+            peak += f", {size_text(self.held)} while the caller holds its outputs (logits)"
         note = f" in place of {before}, computes {self.again} tensors again" if self.again else ""
         time = f" (about {self.ms:.1f} ms)" if self.again else ""
-        return f"keeps {kept} for the backward pass{note}{time}; peak about {peak} over its inputs"
+        return f"keeps {kept} for the backward pass{note}{time}; {peak}"
 
 
 def size_text(number: int) -> str:

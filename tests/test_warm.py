@@ -33,7 +33,7 @@ def test_what_is_written_is_read(folder_of_reports):
     harness = Harness(strict=False)
     harness.train(whole(), torch.randn(5, D), dynamic=True).sum().backward()
     report = harness.report
-    report.memory = MemoryReport(1, 2, 3, 4.5, 6)
+    report.memory = MemoryReport(1, 2, 3, 4.5, 6, 7)
     harness.record.refuse("rms_norm", "norm", report.sites[-1].refusal)
     assert any(site.program for site in report.sites)
     warm._write(folder_of_reports / "a.json.gz", report)

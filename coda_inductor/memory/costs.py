@@ -101,10 +101,9 @@ def flops(node: Node) -> int:
 def _attention(node: Node) -> int:
     """FLOP of attention, half of it if causal. torch's formula does not know groups of heads."""
     call = read(node)
-    tensors = dict(
-        zip(("query", "key"), (*node.all_input_nodes, *node.all_input_nodes), strict=False)
-    )
-    args = tensors if call is None else call.args
+    args = {} if call is None else call.args
+    if "query" not in args:  # flex attention's have no names
+        args = dict(zip(("query", "key"), node.args, strict=False))
     scores = hint(fake(args["query"]).numel()) * hint(fake(args["key"]).shape[-2])
     return (2 if args.get("is_causal") else 4) * scores
 

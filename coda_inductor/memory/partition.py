@@ -184,9 +184,9 @@ def mark(
     for node, alone in stash.halves.items():
         if node in drop.halves:
             node.replace_all_uses_with(alone)
-    peak = timeline.peak(drop)
+    peaks = timeline.peak(drop), timeline.peak(drop, held=True)
     graph.eliminate_dead_code()  # halves that nothing reads
-    report = MemoryReport(choice.kept, choice.before, len(drop.nodes), choice.ms, peak)
+    report = MemoryReport(choice.kept, choice.before, len(drop.nodes), choice.ms, *peaks)
     record.report.memory = report
     logger.info("%s: memory: %s", record.name, report)
 

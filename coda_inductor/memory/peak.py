@@ -5,8 +5,8 @@ Kernels run in the graph's order; a node that is computed again runs right befor
 as torch's partitioner orders it. A *stored* value has memory of its own: results and inputs of
 heavy nodes, kept tensors, and outputs. All others exist only inside kernels: their readers read the
 stored values that they are computed from. Memory is freed after the last reader. This also holds
-for outputs of the forward pass that the backward pass reads (logits): a caller that holds them
-needs more memory. A gradient of an output is an input of the backward pass that autograd makes, of
+for outputs of the forward pass that the backward pass reads (logits), unless the caller holds them.
+A gradient of an output is an input of the backward pass that autograd makes, of
 zeros if the caller computes none. An elementwise kernel overwrites an operand if it is the last
 reader, also a saved tensor that AOTAutograd donates. Gradients stay.
 """
@@ -61,20 +61,22 @@ class Timeline:
         self._read_cache: dict[Node, tuple[Node, ...]] = {}
         self._stored: dict[Node, bool] = {}
 
-    def peak(self, drop: Drop) -> int:
-        """The peak of memory in bytes, beyond the graph's inputs, under ``drop``."""
+    def peak(self, drop: Drop, *, held: bool = False) -> int:
+        """The peak of memory in bytes, beyond the graph's inputs, under ``drop``. ``held``: the
+        caller holds all outputs of the forward pass until the backward pass has ended."""
+        stay = self.results if held else self._stay
         kernels = self._kernels(drop)
         last = {value: i for i, kernel in enumerate(kernels) for value in kernel.reads}
         frees: dict[int, list[_Value]] = {}
         for i, kernel in enumerate(kernels):
             for value in kernel.writes:
                 frees.setdefault(max(i, last.get(value, 0)), []).append(value)
-        held = most = 0
+        alive = most = 0
         for i, kernel in enumerate(kernels):
-            held += bytes_of(*(node for node, _ in kernel.writes))
+            alive += bytes_of(*(node for node, _ in kernel.writes))
             over = frees.get(i, [])
-            most = max(most, held + kernel.workspace - self._overwritten(kernel, over))
-            held -= bytes_of(*(node for node, _ in over if node not in self._stay))
+            most = max(most, alive + kernel.workspace - self._overwritten(kernel, over))
+            alive -= bytes_of(*(node for node, _ in over if node not in stay))
         return most
 
     def _overwritten(self, kernel: _Kernel, over: Sequence[_Value]) -> int:

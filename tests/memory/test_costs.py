@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from harness import Harness
 from programs import parsed
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from coda_inductor.gpu import H100
@@ -53,6 +54,15 @@ def test_attention_costs_half_where_it_is_causal():
         (node,) = [n for n in graph.nodes if "attention" in str(n.target)]
         found[causal] = costs.flops(node)
     assert found[False] == 2 * found[True] == 4 * q.numel() * 64
+
+
+def test_flex_attention_costs_what_attention_costs():
+    """A regression: under the option ``memory`` a graph with masks (ModernBERT) fell back."""
+    q = torch.randn(1, 2, 128, 16)
+    graph = graph_of(lambda q: flex_attention(q, q, q), q)
+    (node,) = [n for n in graph.nodes if "flex_attention" in str(n.target)]
+    assert costs.flops(node) == 4 * q.numel() * 128
+    assert costs.milliseconds(node, H100) > 0
 
 
 def test_a_product_takes_longer_than_moving_its_bytes():

@@ -309,6 +309,27 @@ def test_a_gradient_takes_the_place_of_what_ends_with_its_kernel(donated, monkey
     assert tensors <= harness.report.memory.peak / (rows * columns * 2) < tensors + 0.2
 
 
+def test_what_the_caller_holds_is_said(monkeypatch):
+    """Logits that are held are alive when the weight's gradient is made, and where that is more
+    than what is alive before."""
+    leave_custom_ops(monkeypatch)
+    size = 512
+    x, weight = (torch.randn(size, size).bfloat16().requires_grad_() for _ in range(2))
+    labels = torch.randint(size, (size,))
+
+    def function(x, w):
+        logits = x @ w.t()
+        return F.cross_entropy(logits, labels), logits.detach()
+
+    harness = Harness(gate="always", memory=1.0)
+    harness.train(function, x, weight)
+    said = harness.report.memory
+    tensor = size * size * 2
+    assert 2 * tensor <= said.peak < 3.1 * tensor
+    assert said.held == pytest.approx(said.peak + tensor, rel=0.01)
+    assert "while the caller holds its outputs" in str(said)
+
+
 class Behind(nn.Module):
     """Ten layers, whose norms are behind their products (OLMo 2)."""
 

@@ -13,7 +13,8 @@ After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
     dgamma = colsum(s * x)                                (partials)
     dW = h.T @ zs                                         h: as the forward stored it
 
-and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * scale, zs only for dW.
+and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * scale, zs only for dW. A
+caller's dz, which no kernel makes here, stays if h is no wider (logits): dW = (h * scale).T @ dz.
 
 Why it is valid: with nh = x scale and p = dn gamma, ``norm_backward`` says
 dx = scale (p - nh rowmean(p nh) bend), bend being a statistic of the norm's, or one (RMSNorm).
@@ -34,9 +35,9 @@ from torch.fx import Node
 
 from coda_inductor.graph.edit import Put, prune, reorder
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
+from coda_inductor.graph.nodes import arguments, aten, bytes_of, fake, is_transpose, renames
 from coda_inductor.graph.read import change
-from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sides import Scope, is_tangent
 from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
@@ -69,8 +70,10 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
     old = [n for gemm in (*uses.wgrads, *uses.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in uses.wgrads.items():  # n.T @ dz, or dz.T @ n
         a, b = gemm_inputs(wgrad)
-        zs = scale(b if n_is_left else base(a, is_transpose), wgrad)
-        left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
+        dz = b if n_is_left else base(a, is_transpose)
+        whole = is_tangent(base(dz)) and bytes_of(dz) >= bytes_of(norm.h)
+        h, zs = (scale(norm.h, wgrad), dz) if whole else (norm.h, scale(dz, wgrad))
+        left, right = (h, zs) if n_is_left else (zs, h)
         change(wgrad, input=Put(wgrad).transpose(left), mat2=right)
     early = uses.early
     for dgrad in uses.dgrads if early else ():

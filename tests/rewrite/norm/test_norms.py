@@ -216,6 +216,17 @@ def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
     assert check(function, x[0], *weights, randn(HIDDEN)).counts == {"rms_norm": 1}
 
 
+def test_gradients_of_the_callers_logits_are_not_copied():
+    """Where the loss is the caller's, a scaled copy of them would be the largest tensor of a step:
+    2 GiB of Llama's."""
+    function, x, _ = case("head wider than 4 d")
+    harness = check_gradients(function, x)
+    assert harness.counts["rms_norm_backward"] == 1
+    products = [n for n in harness.parts[1].nodes if n.target is torch.ops.aten.mul.Tensor]
+    assert products
+    assert not any(n.meta["val"].shape[-1] == WIDE for n in products)
+
+
 def test_float16_needs_the_option():
     function, x, _ = case("one GEMM")
     args = copy.deepcopy(function).half(), x.detach().half().requires_grad_()
