@@ -350,22 +350,6 @@ def same_model() -> list[tuple[str, ...]]:
     return [tuple(names) for names in found.values()]
 
 
-#: What looks at all of a graph, and has one of its own.
-WHOLE = ("noops", "rows", "recompute")
-
-
-class Together(nn.Module):
-    """The models of all other cases, of one x."""
-
-    def __init__(self):
-        super().__init__()
-        cases = [CASES[names[0]] for names in same_model() if names[0] not in WHOLE]
-        self.models = nn.ModuleList(model(case)[0] for case in cases)
-
-    def forward(self, x):
-        return [each(x) for each in self.models]
-
-
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("names", same_model(), ids="+".join)
 def test_as_often_as_it_should_with_eagers_gradients(names, question, monkeypatch):
