@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import fake, plain
+from coda_inductor.graph.nodes import DYNAMO, fake, plain
 from coda_inductor.graph.read import Call, kind, op_name, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Hazards, bodies, replace
@@ -144,5 +144,7 @@ class _Loop:
             if source is None:
                 args, kwargs = map_arg((node.args, node.kwargs), whole.__getitem__)
                 source = put(node.target, *args, **kwargs)
+                if fake(source).dtype != (dtype := fake(node).dtype):  # recorded under autocast
+                    source.meta[DYNAMO] = fake(source).to(dtype)
             whole[node] = source
         return whole[result]

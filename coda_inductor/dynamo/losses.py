@@ -42,9 +42,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, is_cast, is_view, plain, renames
-from coda_inductor.graph.read import Call, kind, op_name, read
+from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, closure
+from coda_inductor.graph.walk import base, chain, closure
 from coda_inductor.matching import Hazards, bodies, normalize, replace
 from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
@@ -74,7 +74,9 @@ def respell_losses(graph: Graph, record: Record) -> None:
 def _respell_gather(gather: Call, hazards: Hazards) -> Node | None:
     """Replace a gather of a log-softmax by a cross entropy. Returns it; None for other gathers."""
     node, softmax, index = gather.node, gather["input"], gather["index"]
-    if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
+    difference = called(softmax, "sub")
+    sums = chain(difference["other"]) if difference is not None else ()
+    if (logits := _under_softmax(gather)) is None or hazards.between((*sums, softmax, node)):
         return None
     return _minus_loss(node, logits, index, fake(softmax).dtype)
 
@@ -88,15 +90,17 @@ def _minus_loss(
     put, options = Put(node), {"ignore_index": _NOTHING, "reduction": "none"}
     loss = _all_rows(put, logits, put("flatten", index), dtype, options)
     result = put("view_as", put("neg", loss) if minus else loss, index)
-    columns = fake(node).dim() == fake(index).dim()
-    replace(node, result if columns else put("squeeze", result, -1))
+    if fake(node).dim() < fake(index).dim():
+        result = put("squeeze", result, -1)
+    # Autocast makes the loss float32, but not on every device the log-softmax, and nodes here are
+    # recorded without autocast: Put.cast would see nothing to do.
+    replace(node, put("to", result, fake(node).dtype))
     return loss
 
 
 def _respell_difference(difference: Call, hazards: Hazards) -> Node | None:
     """Replace a gathered logit minus its row's log-sum-exp, or the opposite, by a cross entropy.
-    Returns it, or None. Logits minus their log-sum-exps, of which some are gathered, become a
-    log-softmax."""
+    Returns it, or None."""
     node, sides = difference.node, (difference["input"], difference["other"])
     if difference.get("alpha") not in (None, 1) or plain(*sides, node) is None:
         return None
@@ -108,14 +112,12 @@ def _respell_difference(difference: Call, hazards: Hazards) -> Node | None:
         logits = sums["input"]
         if hazards.between((picked, total, node)):
             return None
-        if gather is not None and gather.op in _GATHERS and gather["input"] is logits:
-            if _is_one_a_row(gather, logits) and _has_shape_of(node, gather["index"]):
-                dtype, minus = fake(node).dtype, picked is left
-                return _minus_loss(node, logits, gather["index"], dtype, minus=minus)
-        elif logits is sides[0] and any(op_name(user) in _GATHERS for user in node.users):
-            column = (*fake(logits).shape[:-1], 1)
-            if same(tuple(fake(sides[1]).shape), column):
-                replace(node, Put(node)(F.log_softmax, logits, -1))
+        read_here = gather is not None and gather.op in _GATHERS and gather["input"] is logits
+        if gather is None or not read_here or not _is_one_a_row(gather, logits):
+            continue
+        if _has_shape_of(node, gather["index"]):
+            dtype, minus = fake(node).dtype, picked is left
+            return _minus_loss(node, logits, gather["index"], dtype, minus=minus)
     return None
 
 
@@ -149,16 +151,31 @@ def _is_column(node: Any) -> bool:
 def _under_softmax(gather: Call) -> Node | None:
     """The logits whose log-softmax is gathered, one element per row; None for other gathers."""
     softmax = gather["input"]
-    call = normalize(softmax)
-    if call is None or call.op != "log_softmax_last" or not _leaves_entropy(gather.node, softmax):
+    if (logits := _logits_of(softmax)) is None or not _leaves_entropy(gather.node, softmax):
         return None
-    logits = call["input"]
     tensors = plain(logits, softmax)
     if tensors is None or not _is_one_a_row(gather, softmax):
         return None
     x, rows = tensors
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
     return logits if same(x.shape, rows.shape) and x.is_floating_point() and not narrowed else None
+
+
+def _logits_of(softmax: Node) -> Node | None:
+    """The logits whose log-softmax over the last dimension this is, in one op or as a difference;
+    None for others."""
+    call = normalize(softmax)
+    if call is not None and call.op == "log_softmax_last":
+        return call["input"]
+    minus = called(softmax, "sub")
+    total = minus and normalize(base(minus["other"]))
+    if minus is None or total is None or not total.op.startswith("logsumexp_"):
+        return None
+    tensors = plain(minus["input"], minus["other"])
+    if tensors is None or total["input"] is not minus["input"]:
+        return None
+    x, lse = tensors
+    return minus["input"] if same(tuple(lse.shape), (*x.shape[:-1], 1)) else None
 
 
 def _leaves_entropy(gather: Node, softmax: Node) -> bool:

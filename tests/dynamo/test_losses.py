@@ -96,6 +96,15 @@ def test_in_16_bits(loss):
     assert raised(check_gradients(model, *inputs(dtype), **how), cross_entropy) == 1
 
 
+@pytest.mark.parametrize("name", ["gathered", "difference", "opposite", "all of them"])
+def test_the_dtype_under_autocast(name):
+    """A CPU's autocast makes cross entropies float32, and not log-softmaxes."""
+    x, labels = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        harness = check(Head(LOSSES[name], torch.float32), x.detach(), labels, tolerance=0.05)
+    assert raised(harness, cross_entropy) == 1
+
+
 @pytest.mark.parametrize("loss", [transposed, hugging_face])
 def test_dynamic_sizes(loss):
     """One more row a sequence would ask how long it is; the head reads one less."""
@@ -121,7 +130,15 @@ def changed_between(z, t):
     return F.cross_entropy(rows, t[:, 1:].reshape(-1)), chances.gather(-1, t[..., None])
 
 
+def changed_before_the_difference(z, t):
+    z = z.detach().clone()
+    sums = z.logsumexp(-1, keepdim=True)
+    z.mul_(2)
+    return (z - sums).gather(-1, t[..., None])
+
+
 OTHERS = {
+    "changed before the difference": changed_before_the_difference,
     "without the first": lambda z, t: rows_of(z[:, 1:], t[:, 1:]),
     "without the last class": lambda z, t: rows_of(z[..., :-1], t % (V - 1)),
     "without the last sequence": lambda z, t: rows_of(z[:-1], t[:-1]),

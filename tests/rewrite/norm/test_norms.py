@@ -216,6 +216,15 @@ def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
     assert check(function, x[0], *weights, randn(HIDDEN)).counts == {"rms_norm": 1}
 
 
+def test_a_norm_whose_gradient_is_disabled_stays():
+    """Its gradient is rewritten with it or not at all."""
+    function, x, _ = case("SwiGLU")
+    harness = check_gradients(function, x, disable=["rms_norm_backward"])
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
+    assert "disabled" in codes(harness)
+    assert check(function, x.detach(), disable=["rms_norm_backward"]).counts["rms_norm"] == 1
+
+
 def test_gradients_of_the_callers_logits_are_not_copied():
     """Where the loss is the caller's, a scaled copy of them would be the largest tensor of a step:
     2 GiB of Llama's."""
@@ -293,6 +302,13 @@ def test_values_of_layer_norms_are_eagers(names, monkeypatch):
         assert len(first.stores) == 1  # nothing else reads the stream
         assert [r.axis for r in first.reduces] == ["row", "row"]
         assert sorted(o.kind for o in second.operands) == ["col", "col", "row", "row"]
+
+
+def test_in_training_layer_norms_stay_with_eagers_gradients():
+    function, x, _ = case("layer: two norms")
+    harness = check_gradients(function, x)
+    assert "layer-norm-training" in codes(harness)
+    assert harness.counts["layer_norm"] == 0
 
 
 def test_in_training_no_spelling_of_a_layer_norms_weight_is_to_blame():
