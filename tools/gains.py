@@ -101,8 +101,8 @@ def row(who: str, case: str, place: str, variants: str, do: str = "nothing", **m
 
 
 WHOLE, MEMORY = "h200_whole/results/{}", "h200_memory_8B/results/8B x8/{}"
-FULL = row("full fine-tuning, bf16", "Llama 3.1 8B, 32 layers, AdamW, H200",
-           WHOLE, "bf16 causal 1x8192 adamw, bf16 coda 1x8192 adamw")  # fmt: skip
+FULL = row("full fine-tuning, bf16", "Llama 3.1 8B, 32 layers, AdamW, H200 (2)",
+           "h200_whole_torch215/results/new: 8B bf16 {} 1x8192 adamw", "causal, coda")
 ROWWISE, TENSORWISE = (f"8B {recipe} {{}} 1x8192 {optimizer}" for recipe, optimizer in
                        (("rowwise", "adamw"), ("tensorwise", "adamw8")))  # fmt: skip
 FLOAT8, TENSORS = (
@@ -115,8 +115,12 @@ SHORT = row("short of memory", "8B widths, 8 layers, beside selective checkpoint
 EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
               "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
               "[grouped products](docs/experts.md)", weights=6.64)  # fmt: skip
-LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW, H200",
-           "h200_whole/results/8B lora {} 2x4096 adamw", "causal, coda")  # fmt: skip
+ADAPTERS = "h200_whole_torch215_more/results/new: 8B {} 2x4096 adamw"
+LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW, H200 (2)",
+           ADAPTERS, "lora causal, lora coda")  # fmt: skip
+LORA_FP8 = row("LoRA in FP8", "the same, beside torch.compile in bf16 (2)",
+               ADAPTERS, "lora causal, lora_fp8 coda",
+               "[FP8 weights](docs/fp8.md#lora-on-fp8-weights)")  # fmt: skip
 FLEX = "h200_masks_flex/families/{}-8192-training-bf16/variants/{{}}"
 
 
@@ -128,11 +132,12 @@ def table() -> list[Row]:
         SHORT,
         EXPERTS,
         LORA,
+        LORA_FP8,
         row("torchtitan in FP8", "Llama 3 8B, rowwise, FSDP2, AdamW, two H200s",
             "h200x2_torchtitan/results/2:{}", "f8i:llama3:8B:inductor:none:1:fp8, "
             "f8c:llama3:8B:coda:none:1:fp8,head", "[one import](docs/frameworks.md#torchtitan)"),
-        row("long prompts", "Llama 1B, prefill of 8192 tokens, H200",
-            "h200_headline/results/Llama 1B prefill/{}", "compile_causal, coda", weights=2.30),
+        row("long prompts", "Llama 1B, prefill of 8192 tokens, H200 (2)",
+            "h200_prefill_torch215/results/Llama 1B prefill/{}", "compile_causal, coda", weights=2.30),
         row("packed documents (1)", "1B widths, 8 layers, 8 documents a row, H200",
             FLEX.format("packed"), "compile_flex, coda", "`use_cache=False`", weights=1.40),
         row("padded batches (1)", "the same, 4 x 2048, padded on the left",
@@ -176,7 +181,8 @@ AdamW), {best:.2f}x from best to best (no AdamW).
 tokens fit ({faster:,.0f} tokens a second) where torch.compile fits {two} ({slower:,.0f}). Where
 torch.compile has to recompute to fit, coda hardly does, and is {SHORT.gain} as fast.
 
-- **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory.
+- **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory; on frozen weights in
+FP8 {LORA_FP8.gain}.
 
 - **bfloat16** without any of these: {FULL.gain}, because the GPU runs at its power limit, and GEMMs
 need the same power under both.
