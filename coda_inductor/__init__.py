@@ -6,11 +6,11 @@
 Rooms, from the top down; imports only point down (``pyproject.toml`` has the contract), and
 ``docs/architecture.md`` says what each is for::
 
-    cli; explanation, axolotl; backend, torchtitan, transformers; trl; pass_mode, op_by_op; tracing
-    falls, joint; notice, warm; pipeline; memory; dynamo, rewrite, lowering; record; sites; plan
-    fuse; kernels; tune; runtime, debug; select; mainloop, report; codegen, patterns, table
-    matching; graph; optim; semantic; gpu, program, options, locks; arch; refusal; remedies
-    log, cache_dir, processes; compat; errors
+    cli; explanation, axolotl; backend, torchtitan, transformers; trl; head; pass_mode, op_by_op
+    tracing; falls, joint; notice, warm; pipeline; memory; dynamo, rewrite, lowering; record
+    sites; plan; fuse; kernels; tune; runtime, debug; select; mainloop, report
+    codegen, patterns, table; matching; graph; optim; semantic; gpu, program, options, locks
+    arch; refusal; remedies; log, cache_dir, processes; compat; errors
 """
 
 import importlib
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ProgramError,
     )
     from coda_inductor.explanation import explain
+    from coda_inductor.head import token_log_probs
     from coda_inductor.matching import Match, value
     from coda_inductor.pass_mode import disable, enable, enabled
     from coda_inductor.patterns import Pattern, load_patterns
@@ -38,11 +39,12 @@ __version__ = "0.2.0"
 __all__ = [
     "CodaError", "EpilogueProgram", "ExplainError", "FallbackError", "GraphReport", "KernelError",
     "Match", "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "disable",
-    "enable", "enabled", "explain", "load_patterns", "reports", "value",
+    "enable", "enabled", "explain", "load_patterns", "reports", "token_log_probs", "value",
 ]  # fmt: skip
 
 _MODULES = {
     "explanation": ("explain",),
+    "head": ("token_log_probs",),
     "matching": ("Match", "value"),
     "pass_mode": ("disable", "enable", "enabled"),
     "patterns": ("Pattern", "load_patterns"),

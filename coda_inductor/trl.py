@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from coda_inductor.head import entropies, head_logits, log_probs, widened
 
 #: TRL's autograd function, as its forward names it.
 _CHUNKED = "_ChunkedLogProbFunction"
@@ -67,16 +68,9 @@ class Head:
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
-        logits = F.linear(hidden, weight, bias)
-        if scale != 1.0:
-            logits = logits * scale
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        if temperature != 1.0:
-            logits = logits / temperature
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_probs = -F.cross_entropy(wide, targets, reduction="none")
-        return (log_probs, *_more(wide, logits.detach(), targets, outputs))
+        logits = head_logits(hidden, weight, bias, temperature, softcap, scale)
+        found = _more(widened(logits), logits.detach(), targets, outputs)
+        return (log_probs(logits, targets), *found)
 
 
 def _more(
@@ -86,8 +80,7 @@ def _more(
         if name not in outputs:
             yield None
         elif name == "entropy":
-            logs = F.log_softmax(wide, -1)
-            yield -(torch.exp(logs) * logs).sum(-1)
+            yield entropies(wide)
         elif name == "log_sum_sq_probs":
             seen = wide.detach()
             yield torch.logsumexp(2 * seen, -1) - 2 * torch.logsumexp(seen, -1)

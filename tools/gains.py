@@ -101,8 +101,12 @@ def row(who: str, case: str, place: str, variants: str, do: str = "nothing", **m
 
 
 WHOLE, MEMORY = "h200_whole/results/{}", "h200_memory_8B/results/8B x8/{}"
-FULL = row("full fine-tuning, bf16", "Llama 3.1 8B, 32 layers, AdamW, H200 (2)",
-           "h200_whole_torch215/results/new: 8B bf16 {} 1x8192 adamw", "causal, coda")
+FULL = row(
+    "full fine-tuning, bf16",
+    "Llama 3.1 8B, 32 layers, AdamW, H200 (2)",
+    "h200_whole_torch215/results/new: 8B bf16 {} 1x8192 adamw",
+    "causal, coda",
+)
 ROWWISE, TENSORWISE = (f"8B {recipe} {{}} 1x8192 {optimizer}" for recipe, optimizer in
                        (("rowwise", "adamw"), ("tensorwise", "adamw8")))  # fmt: skip
 FLOAT8, TENSORS = (
@@ -137,7 +141,8 @@ def table() -> list[Row]:
             "h200x2_torchtitan/results/2:{}", "f8i:llama3:8B:inductor:none:1:fp8, "
             "f8c:llama3:8B:coda:none:1:fp8,head", "[one import](docs/frameworks.md#torchtitan)"),
         row("long prompts", "Llama 1B, prefill of 8192 tokens, H200 (2)",
-            "h200_prefill_torch215/results/Llama 1B prefill/{}", "compile_causal, coda", weights=2.30),
+            "h200_prefill_torch215/results/Llama 1B prefill/{}",
+            "compile_causal, coda", weights=2.30),
         row("packed documents (1)", "1B widths, 8 layers, 8 documents a row, H200",
             FLEX.format("packed"), "compile_flex, coda", "`use_cache=False`", weights=1.40),
         row("padded batches (1)", "the same, 4 x 2048, padded on the left",
@@ -181,8 +186,8 @@ AdamW), {best:.2f}x from best to best (no AdamW).
 tokens fit ({faster:,.0f} tokens a second) where torch.compile fits {two} ({slower:,.0f}). Where
 torch.compile has to recompute to fit, coda hardly does, and is {SHORT.gain} as fast.
 
-- **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory; on frozen weights in
-FP8 {LORA_FP8.gain}.
+- **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory; on
+frozen weights in FP8 {LORA_FP8.gain}.
 
 - **bfloat16** without any of these: {FULL.gain}, because the GPU runs at its power limit, and GEMMs
 need the same power under both.

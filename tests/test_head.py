@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``token_log_probs``: values and gradients against float64, in eager, in a graph and compiled by
+itself; and inputs that it refuses."""
+
+import pytest
+import torch
+from checking import count_as_large
+from torch._dynamo.utils import counters
+
+from coda_inductor import head, token_log_probs
+
+V, K = 300, 16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, without_code):
+    count_as_large(monkeypatch)
+    torch._dynamo.reset()
+    head._compiled.cache_clear()
+    counters.clear()
+
+
+def inputs(dtype=torch.float64, *shape):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(*(shape or (2, 6)), K), torch.randn(V, K) / 4
+    tensors = [x.to(dtype).requires_grad_() for x in (hidden, weight, torch.randn(V))]
+    return *tensors, torch.randint(V, hidden.shape[:-1])
+
+
+def exact(hidden, weight, bias, targets, temperature=1.0, softcap=None):
+    z = hidden.double() @ weight.double().T + bias.double()
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    p = torch.exp(z) / torch.exp(z).sum(-1, keepdim=True)
+    chosen = torch.log(p).gather(-1, targets[..., None])[..., 0]
+    return chosen, -(p * torch.log(p)).sum(-1)
+
+
+def gradients(found, tensors):
+    factors = torch.arange(found[0].numel()).view(found[0].shape)
+    return torch.autograd.grad((found[0] * factors - 0.5 * found[1]).mean(), tensors)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 2.0}])
+@pytest.mark.parametrize("way", ["eager", "in a graph", "by itself"])
+def test_values_and_gradients(way, how, monkeypatch):
+    *tensors, targets = inputs()
+    call = token_log_probs
+    if way == "in a graph":
+        call = torch.compile(call, backend="coda", fullgraph=True)
+    elif way == "by itself":
+        monkeypatch.setattr(head, "_has_kernels", lambda _: True)
+    found = call(*tensors[:2], targets, bias=tensors[2], entropy=True, **how)
+    want = exact(*tensors, targets, **how)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(gradients(found, tensors), gradients(want, tensors))
+    fused = way != "eager"
+    assert (counters["coda"]["cross_entropy"], counters["coda"]["entropy"]) == (fused, fused)
+
+
+def test_any_number_of_tokens_is_one_graph(monkeypatch):
+    """From the second number on. Without entropies the result is one tensor, in float32."""
+    monkeypatch.setattr(head, "_has_kernels", lambda _: True)
+    for n in (5, 7, 9, 12):
+        hidden, weight, _, targets = inputs(torch.bfloat16, n)
+        with torch.no_grad():
+            found = token_log_probs(hidden, weight, targets)
+        want, _ = exact(hidden, weight, torch.zeros(V), targets)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), want, rtol=0.03, atol=0.03)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_under_autocast_the_weight_may_be_wider():
+    hidden, weight, _, targets = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = token_log_probs(hidden.bfloat16(), weight, targets)
+    torch.testing.assert_close(
+        found, token_log_probs(hidden, weight, targets), rtol=0.03, atol=0.05
+    )
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"targets": torch.zeros(2, 5, dtype=torch.long)}, "targets (2, 5): give (..., K)"),
+    ({"weight": torch.ones(V, K + 1)}, "weight (300, 17), targets"),
+    ({"bias": torch.ones(K)}, "bias (16,): give"),
+    ({"weight": torch.ones(V, K).half()}, "weight torch.float16, targets"),
+    ({"targets": torch.zeros(2, 6)}, "targets torch.float32: give hidden"),
+    ({"temperature": 0.0}, "temperature 0.0, softcap None: give numbers above 0"),
+    ({"softcap": -1.0}, "softcap -1.0: give"),
+])  # fmt: skip
+def test_what_does_not_fit_is_named(change, says):
+    hidden, weight, _, targets = inputs(torch.float32)
+    given = {"hidden": hidden, "weight": weight, "targets": targets} | change
+    with pytest.raises(ValueError, match="token_log_probs: ") as raised:
+        token_log_probs(**given)
+    assert says in str(raised.value)
