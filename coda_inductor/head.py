@@ -3,6 +3,7 @@
 policy gradients, distances of two policies, metrics."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,14 @@ def token_log_probs(
 
     The logits are ``z = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature``, or
     without the cap, and a result is ``z[target] - log(sum(exp(z)))``. The function compiles itself:
-    on a GPU its first call takes seconds, as does the first one with another number of tokens. The
-    logits are in memory once, in the dtype of ``hidden``; their gradient never is as a whole. In a
-    graph that torch.compile captures, and where there is no GPU, the ops are PyTorch's own.
+    on a GPU the first call takes seconds, also of another temperature or cap. The logits are in
+    memory once, in the dtype of ``hidden``; their gradient never is as a whole. In a graph that
+    torch.compile captures, and where there is no GPU, the ops are PyTorch's own.
 
     Args:
         hidden: the head's input (..., K), in a floating dtype.
         weight: of the head, (V, K), in the same dtype, but under autocast.
-        targets: classes (...), from 0 to V - 1, in an integer dtype.
+        targets: classes (...), from 0 to V - 1, in an integer dtype; for -100 the result is 0.
         bias: of the head, (V,).
         temperature: above 0.
         softcap: above 0, as Gemma 2 has it.
@@ -66,7 +67,9 @@ def token_log_probs(
     how = temperature, softcap, entropy
     plain = torch.compiler.is_compiling() or not _has_kernels(hidden)
     call = functools.partial(_scores, *how) if plain else _compiled(*how)
-    chosen, spread = call(hidden.flatten(0, -2), weight, bias, targets.flatten().long())
+    chosen, spread = call(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.flatten().long()
+    )
     chosen = chosen.view(targets.shape)
     return (chosen, spread.view(targets.shape)) if spread is not None else chosen
 
@@ -80,7 +83,9 @@ def _compiled(*how: Any) -> Callable[..., Any]:
     def call(*tensors: Tensor | None) -> Any:
         return _scores(*how, *tensors)
 
-    return torch.compile(call, backend="coda")
+    # Dynamo compiles a code object a few times only, so each setting has one of its own.
+    own = types.FunctionType(call.__code__.replace(), globals(), None, None, call.__closure__)
+    return torch.compile(own, backend="coda")
 
 
 def _scores(

@@ -70,6 +70,18 @@ def test_any_number_of_tokens_is_one_graph(monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.parametrize("lead", [(), (0,), (2, 1, 3)])
+def test_any_leading_sizes_many_settings_and_targets_without_a_class(lead, monkeypatch):
+    """More temperatures than Dynamo compiles one function for."""
+    monkeypatch.setattr(head, "_has_kernels", lambda _: True)
+    hidden, weight, bias, _ = inputs()
+    hidden, targets = hidden.new_ones(*lead, K), torch.full(lead, -100, dtype=torch.int32)
+    for i in range(10 if lead else 1):
+        found = token_log_probs(hidden, weight, targets, bias=bias, temperature=1 + i / 8)
+        torch.testing.assert_close(found, torch.zeros(lead, dtype=torch.float64))
+    assert counters["stats"]["unique_graphs"] == (10 if lead else 1)
+
+
 def test_under_autocast_the_weight_may_be_wider():
     hidden, weight, _, targets = inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
