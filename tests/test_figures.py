@@ -58,7 +58,7 @@ def test_a_baseline_is_the_least_time_of_its_run_or_its_row_names_it():
         "mixtures of experts": gains.results("h100_experts")["results"][
             "olmoe, 8 layers, training"
         ],
-        "long prompts": gains.results("h200_headline")["results"]["Llama 1B prefill"],
+        "long prompts": gains.results("h200_prefill_torch215")["results"]["Llama 1B prefill"],
         "packed documents (1)": flex["packed-8192-training-bf16"]["variants"],
         "padded batches (1)": flex["padded-8192-training-bf16"]["variants"],
     }

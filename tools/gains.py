@@ -120,11 +120,11 @@ EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
               "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
               "[grouped products](docs/experts.md)", weights=6.64)  # fmt: skip
 ADAPTERS = "h200_whole_torch215_more/results/new: 8B {} 2x4096 adamw"
-LORA = row("LoRA", "the same 8B, rank 16, dropout 0.1, 2 x 4096 tokens, AdamW, H200 (2)",
-           ADAPTERS, "lora causal, lora coda")  # fmt: skip
-LORA_FP8 = row("LoRA in FP8", "the same, beside torch.compile in bf16 (2)",
-               ADAPTERS, "lora causal, lora_fp8 coda",
-               "[FP8 weights](docs/fp8.md#lora-on-fp8-weights)")  # fmt: skip
+LORA = row("LoRA", "in bf16", ADAPTERS, "lora causal, lora coda")
+LORA_FP8 = row("LoRA in FP8",
+               "the same 8B, rank 16, 2 x 4096 tokens, beside torch.compile in bf16 (2)", ADAPTERS,
+               "lora causal, lora_fp8 coda", "[FP8 weights](docs/fp8.md#lora-on-fp8-weights)",
+               )  # fmt: skip
 FLEX = "h200_masks_flex/families/{}-8192-training-bf16/variants/{{}}"
 
 
@@ -135,7 +135,6 @@ def table() -> list[Row]:
         FLOAT8,
         SHORT,
         EXPERTS,
-        LORA,
         LORA_FP8,
         row("torchtitan in FP8", "Llama 3 8B, rowwise, FSDP2, AdamW, two H200s",
             "h200x2_torchtitan/results/2:{}", "f8i:llama3:8B:inductor:none:1:fp8, "
