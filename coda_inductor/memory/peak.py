@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from coda_inductor.compat import functorch_config
-from coda_inductor.graph.nodes import bytes_of
+from coda_inductor.graph.nodes import aten, bytes_of, is_cast
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
 from coda_inductor.memory.costs import workspace
 
+#: Reductions whose kernel casts what it reads.
+_REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, aten.amax.default}
 #: A stored value, and whether the backward pass computes it (again).
 _Value = tuple[Node, bool]
 
@@ -146,7 +148,7 @@ class Timeline:
                 heavy(maker(node))
                 or node in self.stash.tensors
                 or node in self.results
-                or any(map(heavy, self.stash.readers(node)))
+                or any(heavy(n) and not _inlined(node, n) for n in self.stash.readers(node))
             )
         return self._stored[node]
 
@@ -166,3 +168,8 @@ class Timeline:
                     todo += sorted(new)
             self._read_cache[node] = tuple(values)
         return self._read_cache[node]
+
+
+def _inlined(node: Node, reader: Node) -> bool:
+    """Is ``node`` a cast within the kernel of ``reader``, as of a norm's input to float32?"""
+    return is_cast(node) and reader.target in _REDUCTIONS

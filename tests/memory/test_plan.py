@@ -25,9 +25,11 @@ from coda_inductor.compat import (
     min_cut_rematerialization_partition,
 )
 from coda_inductor.errors import OptionError
+from coda_inductor.graph.nodes import is_cast
 from coda_inductor.log import forget_warnings
 from coda_inductor.memory import partition, planner
 from coda_inductor.memory.halves import half_of
+from coda_inductor.memory.peak import Timeline
 from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, verify
 from coda_inductor.runtime.op import OP
@@ -356,6 +358,25 @@ def test_gradients_of_outputs_count():
     wide = nn.Linear(D, 64 * D, bias=False, dtype=torch.float64)
     result, weight = (8 * ROWS * 64 * D, 8 * D * 64 * D)
     assert trained(wide, memory=1.0).report.memory.peak == 2 * result + weight
+
+
+def test_a_norm_casts_its_input_within_its_kernel(monkeypatch):
+    """In 16 bits no float32 copy of what a LayerNorm reads is in memory, forward or again."""
+    seen = []
+
+    class Seen(Timeline):
+        def __init__(self, *given):
+            super().__init__(*given)
+            seen.append(self)
+
+    monkeypatch.setattr(partition, "Timeline", Seen)
+    layers = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
+    harness = Harness(gate="always", memory=0.0)
+    harness.train(nn.Sequential(*layers).bfloat16(), torch.ones(ROWS, D, dtype=torch.bfloat16))
+    stored = [node for node, is_stored in seen[0]._stored.items() if is_stored]
+    (norm,) = (n for n in stored if n.target == torch.ops.aten.var_mean.correction)
+    assert is_cast(norm.args[0])
+    assert norm.args[0] not in stored
 
 
 def test_prices_do_not_depend_on_a_compilation_before():
