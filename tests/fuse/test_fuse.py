@@ -136,34 +136,38 @@ STORED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "readers", "dtype"), STORED.values(), ids=STORED)
-def test_a_value_is_stored_as_its_readers_have_it(function, readers, dtype):
-    """Unrounded if one reads it so, and no wider than the value is."""
-    a, b = randn(M, K, dtype=torch.bfloat16), randn(K, N, dtype=torch.bfloat16)
-    program = fused(lambda a, b: readers(function(a @ b)), a, b, tolerance=3e-2)
-    assert [s.dtype for s in program.stores] == [dtype]
+def test_a_value_is_stored_as_its_readers_have_it():
+    """Unrounded if one reads it so, and no wider than the value is. Each of its own product."""
+    each = [lambda a, b, f=f, of=of: of(f(a @ b)) for f, of, _ in STORED.values()]
+    function, tensors = side_by_side(each, (M, K), (K, N))
+    sites = check(function, *(t.bfloat16() for t in tensors), tolerance=3e-2).fused
+    stored = [[store.dtype for store in site.program.stores] for site in sites]
+    assert stored == [[dtype] for _, _, dtype in STORED.values()]
 
 
-REDUCTIONS = {
-    "sum": lambda z, keep: z.sum(-1, keepdim=keep),
-    "mean, positive dim": lambda z, keep: z.mean(z.dim() - 1, keepdim=keep),
-    "amax": lambda z, keep: z.amax(-1, keepdim=keep),
-}
+#: What combines partials -> a reduction.
+REDUCTIONS = (
+    ("add", lambda z, keep: z.sum(-1, keepdim=keep)),
+    ("add", lambda z, keep: z.mean(z.dim() - 1, keepdim=keep)),
+    ("max", lambda z, keep: z.amax(-1, keepdim=keep)),
+)
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_row_reductions_leave_as_partials(name, tiles, monkeypatch):
+def test_row_reductions_leave_as_partials(tiles, monkeypatch):
     if tiles > 1:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
 
-    def function(x, w):
+    def reduced(x, w, reduce):
         z = F.linear(x, w) - 3.0  # mostly negative: a maximum of 0 would be wrong
         squares = z.flatten(0, 1) * z.flatten(0, 1)
-        return z, REDUCTIONS[name](z, True), REDUCTIONS[name](squares, False)
+        return z, reduce(z, True), reduce(squares, False)
 
-    program = fused(function, randn(2, 35, K), randn(70, K))
-    assert [r.combine for r in program.reduces] == ["max" if name == "amax" else "add"] * 2
+    each = [lambda x, w, r=reduce: reduced(x, w, r) for _, reduce in REDUCTIONS]
+    function, tensors = side_by_side(each, (2, 35, K), (70, K))
+    sites = check(function, *tensors).fused
+    combined = [[r.combine for r in site.program.reduces] for site in sites]
+    assert combined == [[how] * 2 for how, _ in REDUCTIONS]
 
 
 def test_one_sum_serves_all_its_readers():

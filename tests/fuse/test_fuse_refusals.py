@@ -22,6 +22,10 @@ B, T, N, K = 2, 3, 10, 8
 LINEAR = ((B, T, K), (N, K))
 
 
+def linear(*more):
+    return [randn(*shape) for shape in (*LINEAR, *more)]
+
+
 def of_their_own(table):
     """What :func:`check` takes."""
     function, tensors = side_by_side([each for each, *_ in table.values()], *LINEAR)
@@ -64,6 +68,11 @@ NOTHING_ABSORBED = {
     "addmm with beta": (
         lambda x, w: torch.addmm(w[:, 0], x[0], w.t(), beta=2).relu(), "alpha/beta",
     ),
+    # atan is no epilogue op; Inductor fuses exp with it.
+    "a store": (lambda x, w: torch.atan((z := F.linear(x, w)).exp()) - z, "only adds a store"),
+    # A maximum's gradient compares so: in a tile, of unrounded values, it would hold nowhere.
+    "equal": (lambda x, w: torch.where((z := F.linear(x, w)) == w[:, 0], z, -z), "vocabulary"),
+    "unequal": (lambda x, w: torch.where((z := F.linear(x, w)) != w[:, 0], z, -z), "vocabulary"),
 }  # fmt: skip
 
 
@@ -105,47 +114,22 @@ def test_a_part_stays_outside_but_the_rest_fuses():
         assert outside not in site.absorbed, name
 
 
-def test_nothing_is_absorbed_that_only_adds_a_store():
-    def function(x, w):
-        z = F.linear(x, w)
-        return torch.atan(z.exp()) - z  # atan is no epilogue op; Inductor fuses exp with it
-
-    harness = check(function, *(randn(*shape) for shape in LINEAR))
-    assert harness.fused == []
-    assert "only adds a store" in reasons(harness)
-
-
 def test_at_most_three_tiles_are_stored():
     def function(x, w):
         z = F.linear(x, w)
         return [value.cumsum(0) for value in (z, z.sin(), z.cos(), z.tanh(), z.exp())]
 
-    harness = check(function, *(randn(*shape) for shape in LINEAR))
-    (site,) = harness.fused
+    (site,) = check(function, *linear()).fused
     assert len(site.program.stores) == 3
-
-
-@pytest.mark.parametrize("compare", [torch.eq, torch.ne])
-def test_equality_of_tensors_is_not_tested_on_unrounded_values(compare):
-    """A maximum's gradient does so: in a tile x == amax(x) would hold nowhere."""
-
-    def function(x, w, t):
-        z = F.linear(x, w)
-        return torch.where(compare(z, t), z, -z)
-
-    harness = check(function, *(randn(*shape) for shape in (*LINEAR, (B, T, N))))
-    assert "not in the epilogue vocabulary" in reasons(harness)
-    assert all("eq" not in site.absorbed and "ne" not in site.absorbed for site in harness.fused)
 
 
 def test_a_gemm_with_nothing_to_absorb_is_no_failure(monkeypatch):
     """Weight gradients of a ragged number of rows: no kernel, and none wanted."""
     odd = refuse("unaligned", "an odd shape", failure=True)
     monkeypatch.setattr(Sites, "refusal", lambda *_: odd)
-    harness = check(F.linear, *(randn(*shape) for shape in LINEAR))
-    assert reasons(harness) == "nothing to absorb, and an odd shape"
+    assert reasons(check(F.linear, *linear())) == "nothing to absorb, and an odd shape"
     with pytest.raises(Exception, match="an odd shape"):
-        check(lambda x, w: F.linear(x, w).relu(), *(randn(*shape) for shape in LINEAR))
+        check(lambda x, w: F.linear(x, w).relu(), *linear())
 
 
 def test_scalar_on_another_device_is_no_operand():
@@ -153,6 +137,10 @@ def test_scalar_on_another_device_is_no_operand():
     x, w = torch.empty(4, K, device="meta"), torch.empty(N, K, device="meta")
     harness.run(lambda x, w, s: F.linear(x, w) * s, x, w, torch.tensor(2.0))
     assert "is on cpu, the GEMM on meta" in reasons(harness)
+
+
+def two_layers(x, w):
+    return F.linear(F.linear(x, w).relu(), w.t()).tanh()
 
 
 def test_failure_while_planning_costs_that_site_alone(monkeypatch):
@@ -164,11 +152,7 @@ def test_failure_while_planning_costs_that_site_alone(monkeypatch):
         return grow(anchors, *how)
 
     monkeypatch.setattr(driver, "grow", broken)
-    harness = check(
-        lambda x, w: F.linear(F.linear(x, w).relu(), w.t()).relu(),
-        *(randn(*shape) for shape in LINEAR),
-        strict=False,
-    )
+    harness = check(two_layers, *linear(), strict=False)
     assert [site.how for site in harness.report.sites] == ["unfused", "reference"]
     assert "IndexError in our own passes: a bug of ours" in reasons(harness)
 
@@ -179,17 +163,12 @@ def test_kernel_that_does_not_compile_costs_that_site_alone(monkeypatch):
         lower.pool, "wait",
         lambda requests: {r: "ptxas said no" if "relu" in r.program else None for r in requests},
     )  # fmt: skip
-
-    def function(x, w):
-        return F.linear(F.linear(x, w).relu(), w.t()).tanh()
-
-    args = [randn(*shape) for shape in LINEAR]
-    harness = check(function, *args, strict=False)
+    harness = check(two_layers, *linear(), strict=False)
     assert [site.how for site in harness.report.sites] == ["reference", "kernel"]
     assert "ptxas said no" in harness.report.sites[0].reason
     assert harness.ops()["coda_inductor.gemm_epilogue.default"] == 1
     with pytest.raises(Exception, match="ptxas said no"):
-        Harness().run(function, *args)
+        Harness().run(two_layers, *linear())
 
 
 AWKWARD = (
@@ -241,8 +220,7 @@ def test_the_operand_that_is_one_too_many_stays(shape, most, more):
             y = y.sigmoid() * other  # in turn: a sum of them could be made elsewhere
         return y
 
-    harness = check(function, *(randn(*s) for s in (*LINEAR, *[shape] * (most + more))))
-    (site,) = harness.fused
+    (site,) = check(function, *linear(*[shape] * (most + more))).fused
     assert len(site.program.operands) == most
     assert any("operands" in stop.text for stop in site.stops) == bool(more)
 
@@ -251,8 +229,7 @@ def test_a_pair_reads_no_tile():
     def function(x, gate, up, tile):
         return F.silu(F.linear(x, gate)) * F.linear(x, up) + tile
 
-    harness = check(function, *(randn(*s) for s in (*LINEAR, (N, K), (B, T, N))))
-    (site,) = harness.fused
+    (site,) = check(function, *linear((N, K), (B, T, N))).fused
     assert site.program.paired
     assert not site.program.operands
     assert any("a paired tile reads only" in stop.text for stop in site.stops)
@@ -269,12 +246,11 @@ def test_convolution_and_batched_products_have_no_gemm_site():
 def test_that_the_next_gemm_adds_this_result_is_said():
     """Of a fused GEMM what follows was fused before it."""
 
-    def chain(x, z, w):
+    def chain(x, w, z):
         return torch.relu(torch.relu(F.linear(z, w)) + F.linear(x, w))
 
-    harness = check(chain, *(randn(*s) for s in ((B, T, K), *LINEAR)), reference=True)
-    reasons = [why for site in harness.report.sites for why in (*site.stops, site.refusal) if why]
-    texts = [why.text for why in reasons]
+    sites = check(chain, *linear((B, T, K)), reference=True).report.sites
+    texts = [why.text for site in sites for why in (*site.stops, site.refusal) if why]
     assert any("an operand of that epilogue" in text for text in texts), texts
     assert not any("gemm_epilogue" in text and "elementwise" in text for text in texts)
 
@@ -318,8 +294,7 @@ def room(monkeypatch):
 )
 def test_the_heaviest_tile_leaves_first(bytes_, absorbed, cut, room):
     room(bytes_)
-    harness = check(function, *arguments(torch.bfloat16))
-    (site,) = harness.report.sites
+    (site,) = check(function, *arguments(torch.bfloat16)).report.sites
     assert (site.absorbed if site.fused else ()) == absorbed
     codes = [stop.code for stop in site.stops] if site.fused else [site.refusal.code]
     assert ("shared-memory" in codes) == (cut > 0)
@@ -329,8 +304,7 @@ def test_the_heaviest_tile_leaves_first(bytes_, absorbed, cut, room):
 def test_without_tiles_to_load_the_last_store_leaves(bytes_, room):
     room(bytes_)
     check(function, *arguments(torch.float64))
-    harness = check(stores, *arguments(torch.float64))
-    (site,) = harness.report.sites
+    (site,) = check(stores, *arguments(torch.float64)).report.sites
     assert len(site.program.stores) == bytes_ // 8
     assert ("shared-memory" in [stop.code for stop in site.stops]) == (bytes_ < 24)
 

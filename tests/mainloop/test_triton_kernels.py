@@ -27,9 +27,12 @@ def types_of(x: str, q: str, qt: str) -> dict[str, str]:
 FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.e5m2x2.f32"}
 
 
-def test_kernels_compute_what_plain_torch_does():
-    done = python(Path(__file__).parent / "interpreted_casts.py")
-    assert done.stdout == "36 tensors agree\n", done.stderr
+@pytest.mark.parametrize(("kernels", "number"), [("casts", 36), ("dropouts", 35)])
+def test_kernels_compute_what_plain_torch_does(kernels, number):
+    if kernels == "dropouts":
+        pytest.importorskip("triton", minversion="3.9")  # the loops of 3.6's need an older NumPy
+    done = python(Path(__file__).parent / "interpreted.py", kernels)
+    assert done.stdout == f"{number} tensors agree\n", done.stderr
 
 
 def compiled(kernel, types: Mapping[str, str], constants: Mapping[str, object], **options) -> str:
@@ -101,12 +104,6 @@ def test_maxima_compile(wanted):
     constants = {"FACTOR": 2, "ROWS": wanted[0], "COLUMNS": wanted[1], "TILE": TILE}
     warps = _WARPS[wanted[1]]
     assert "ld" in moved(compiled(_amax_kernel, types, constants, num_warps=warps))
-
-
-def test_dropouts_kernels_compute_what_plain_torch_does():
-    pytest.importorskip("triton", minversion="3.9")  # the loops of 3.6's need an older NumPy
-    done = python(Path(__file__).parent / "interpreted_dropout.py")
-    assert done.stdout == "35 tensors agree\n", done.stderr
 
 
 @pytest.mark.parametrize(("count", "rank", "dtype"), [

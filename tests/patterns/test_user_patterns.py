@@ -180,23 +180,22 @@ def l2_behind_a_weight(x, gamma):
     return l2_bare(x * gamma)
 
 
-CASES = {
-    "l2": (L2, l2, "l2_norm"),
-    "bare": (L2, l2_behind_a_weight, "l2_norm"),
-    "bounded": (BOUNDED, bounded, "bounded_norm"),
-}
-
-
 @pytest.mark.parametrize("custom", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_it_waits_and_its_gradients_are_eagers(name, custom, tmp_path, monkeypatch):
-    text, norm, counted = CASES[name]
+def test_it_waits_and_its_gradients_are_eagers(custom, tmp_path, monkeypatch):
+    """Each between products of its own, in one graph."""
     if custom:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
-    harness = check_gradients(mlp(norm), *tensors(), patterns=[write(tmp_path, text)])
-    assert harness.counts[counted] == harness.counts[f"{counted}_backward"] == 1
+    mlps = [mlp(norm) for norm in (l2, l2_behind_a_weight, bounded)]
+    paths = [write(tmp_path, text, f"{i}.py") for i, text in enumerate((L2, BOUNDED))]
+    harness = check_gradients(
+        lambda given: [f(*args) for f, args in zip(mlps, given, strict=True)],
+        [tensors() for _ in mlps],
+        patterns=paths,
+    )
+    for name, number in (("l2_norm", 2), ("bounded_norm", 1)):
+        assert harness.counts[name] == harness.counts[f"{name}_backward"] == number
+        assert not any(name in op for op in harness.ops())
     assert harness.report.near_misses == []
-    assert not any(counted in name for name in harness.ops())
 
 
 def test_the_gradient_equals_autograds_to_1e_10(tmp_path):

@@ -44,11 +44,11 @@ def part(turn):
 
 
 ALL = part(rotate_half)  # where tables are as wide as heads
-#: Spelling -> the function, and how many columns of a head it turns.
+#: Spelling -> the function, how many columns of a head it turns, and whether there is a bias.
 SPELLINGS = {
-    "halves": (whole(rotate_half), D),
-    "partial pairs": (part(rotate_every_two), D // 2),
-    "all of a part": (ALL, D),
+    "halves": (whole(rotate_half), D, True),
+    "partial pairs": (part(rotate_every_two), D // 2, False),
+    "all of a part": (ALL, D, False),
 }
 
 
@@ -72,9 +72,11 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("apply", "width"), SPELLINGS.values(), ids=SPELLINGS)
-def test_values_and_gradients(apply, width):
-    harness = check_gradients(Model(2, apply), *inputs(width))
+@pytest.mark.parametrize(("apply", "width", "bias"), SPELLINGS.values(), ids=SPELLINGS)
+def test_values_and_gradients(apply, width, bias):
+    """With a bias and behind a deferred norm: one value a column is permuted outside the kernel,
+    one value a row is its own."""
+    harness = check_gradients(Model(2, apply, bias), *inputs(width))
     assert harness.counts["rotary"] == 4
     assert not count(harness.graph, rotate_heads)
     heads = [site.program for site in harness.fused if site.program.head]
@@ -83,15 +85,8 @@ def test_values_and_gradients(apply, width):
     assert count(harness.graph, KEEP) == 2  # they are made once, in the forward pass
     forward, backward = harness.parts
     assert (count(forward, KEEP), count(backward, KEEP)) == (2, 0)
-
-
-def test_a_bias_and_a_deferred_norm_are_rotated_with_it():
-    """One value a column is permuted outside the kernel, one value a row is its own."""
-    harness = check_gradients(Model(2, whole(rotate_half), bias=True), *inputs())
-    assert harness.counts["rotary"] == 4
-    second = [site.program for site in harness.fused if site.program.head][2:]
-    kinds = [sorted(o.kind for o in program.operands) for program in second]
-    assert kinds == [["col", "row", "row", "table", "table"]] * 2
+    kinds = [sorted(o.kind for o in program.operands) for program in heads[2:]]
+    assert kinds == [["col", *["row"] * 2 * bias, "table", "table"]] * 2
 
 
 def test_infinities_beside_what_is_rotated():

@@ -34,6 +34,7 @@ ACTIVATIONS = {
     "GELU": F.gelu,
     "ReLU squared": lambda z: F.relu(z).square(),
     "scaled": lambda z: (z * 0.5).tanh() * z,
+    "sigmoid": torch.sigmoid,  # whose derivative reads nothing else: it is what is saved
 }
 
 
@@ -42,16 +43,12 @@ def test_activation_is_computed_again_and_not_saved(name, monkeypatch):
     leave_custom_ops(monkeypatch)
     harness = check_gradients(mlp(ACTIVATIONS[name]), randn(2, 5, D).requires_grad_())
     assert saved_widths(harness).count(HIDDEN) == 1
+    if name == "sigmoid":
+        return
     # Its gradient, bias gradient and the copy that the weight's gradient reads leave one epilogue.
     (site,) = [s for s in harness.fused if s.shape[1] == HIDDEN and len(s.program.stores) == 2
                and any(r.axis == "col" for r in s.program.reduces)]  # fmt: skip
     assert [o.kind for o in site.program.operands] == ["tile"]
-
-
-def test_activation_whose_derivative_reads_nothing_else_is_what_is_saved(monkeypatch):
-    leave_custom_ops(monkeypatch)
-    harness = check_gradients(mlp(torch.sigmoid), randn(2, 5, D).requires_grad_())
-    assert saved_widths(harness).count(HIDDEN) == 1
 
 
 # A maximum's gradient is found by x == amax(x): a copy of x that is rounded otherwise is not equal

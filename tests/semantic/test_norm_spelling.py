@@ -117,29 +117,38 @@ def test_layer_norm(dtype):
 @pytest.mark.parametrize("lead", [(1,), (1, 1)], ids=str)
 def test_weights_with_leading_dimensions_of_one(lead):
     """Megatron's and lucidrains' shapes; the gradient has the weight's own."""
-    x, residual, w = randn(4, 6, D).requires_grad_(), randn(D, D), randn(*lead, D).requires_grad_()
+    x, w = randn(4, 6, D).requires_grad_(), randn(*lead, D).requires_grad_()
+    residual = [randn(D, D) for _ in range(3)]
     up = randn(2 * D, D)
     ways = (
-        (lambda x, w: x * rstd(x) * w, rms_norm),
-        (lambda x, w: x * rstd(x) * (1 + w), rms_norm),
-        (lambda x, w: squared_by_hand(x, w, w), layer_norm),
+        lambda x, w: x * rstd(x) * w,
+        lambda x, w: x * rstd(x) * (1 + w),
+        lambda x, w: squared_by_hand(x, w, w),
     )
-    for norm, op in ways:
-        harness = check_gradients(
-            lambda x, r, w, up, norm=norm: F.linear(norm(x @ r, w), up), x, residual, w, up
-        )
-        (found,) = (n for n in harness.raised.nodes if n.target is op)
-        assert found.args[1].meta["example_value"].shape == (D,)
-        assert harness.counts["rms_norm"] == (op is rms_norm)
+    harness = check_gradients(
+        lambda x, rs, w, up: [
+            F.linear(norm(x @ r, w), up) for norm, r in zip(ways, rs, strict=True)
+        ],
+        x,
+        residual,
+        w,
+        up,
+    )
+    norms = [n for n in harness.raised.nodes if n.target in (rms_norm, layer_norm)]
+    assert [n.target for n in norms] == [rms_norm, rms_norm, layer_norm]
+    assert all(n.args[1].meta["example_value"].shape == (D,) for n in norms)
+    assert harness.counts["rms_norm"] == 2
 
 
-@pytest.mark.parametrize("shape", [(4, 1, D), (1, 6, D), (1, 6, 1), (1, 1), (1,)], ids=str)
-def test_weights_that_vary_by_row_are_none(shape):
-    given = randn(4, 6, D).requires_grad_(), randn(*shape)
-    harness = check_gradients(lambda x, w: x * rstd(x) * w, *given)
-    (norm,) = (n for n in harness.raised.nodes if n.target is rms_norm)
-    assert norm.args[1] is None
-    assert "the weight is not one value per column" in reasons(harness)
+def test_weights_that_vary_by_row_are_none():
+    shapes = (4, 1, D), (1, 6, D), (1, 6, 1), (1, 1), (1,)
+    given = [randn(4, 6, D).requires_grad_() for _ in shapes], [randn(*shape) for shape in shapes]
+    harness = check_gradients(
+        lambda xs, ws: [x * rstd(x) * w for x, w in zip(xs, ws, strict=True)], *given
+    )
+    norms = [n for n in harness.raised.nodes if n.target is rms_norm]
+    assert [n.args[1] for n in norms] == [None] * len(shapes)
+    assert reasons(harness).count("the weight is not one value per column") == len(shapes)
 
 
 def test_bias_of_another_shape_is_no_bias():

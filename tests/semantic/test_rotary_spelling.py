@@ -9,18 +9,13 @@ from checking import check, check_gradients, raised, randn, reasons
 from passes import codes
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
-from zoo.idioms import rotate_half
+from zoo.idioms import rotate_every_two, rotate_half
 
 from coda_inductor.graph.nodes import aten
 from coda_inductor.semantic.rotary import rotate, rotate_definition, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
 HEADS = (B, T, H, D)
-
-
-def rotate_every_two(x):
-    first, second = x[:, :, :, ::2], x[:, :, :, 1::2]
-    return torch.stack((-second, first), dim=-1).flatten(-2)
 
 
 def llama(x, cos, sin):
@@ -150,22 +145,28 @@ CASES = [
 ]  # fmt: skip
 
 
-def inputs(shape, tables, dtype=torch.float64):
-    """Tables that are no rotations: what holds is to hold whatever they are."""
-    given = (randn(*tables, dtype=dtype) for _ in range(2))
-    return randn(*shape, dtype=dtype).requires_grad_(), *given
+def tables(*shape, dtype=torch.float64):
+    """No rotations: what holds is to hold whatever they are."""
+    return randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+
+
+def inputs(shape, of_tables, dtype=torch.float64):
+    return randn(*shape, dtype=dtype).requires_grad_(), *tables(*of_tables, dtype=dtype)
+
+
+def check_all(functions, how):
+    """All in one graph, each of tensors of its own."""
+
+    def function(*given):
+        return [f(*given[3 * i : 3 * i + 3]) for i, f in enumerate(functions)]
+
+    return check_gradients(function, *(t for each in how for t in inputs(*each)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_fires_and_agrees(dtype):
-    """All in one graph, each of tensors of its own."""
     cases = [case for case in CASES if case[-1] == dtype]
-
-    def function(*given):
-        return [f(*given[3 * i : 3 * i + 3]) for i, (f, *_) in enumerate(cases)]
-
-    given = [t for _, _, *how in cases for t in inputs(*how)]
-    harness = check_gradients(function, *given)
+    harness = check_all([f for f, *_ in cases], [how for _, _, *how in cases])
     made = [n.target for n in harness.raised.nodes if n.target in (rotate, rotate_pairs)]
     assert made == [op for _, op, *_ in cases]
     left = {getattr(n.target, "__name__", n.target) for n in harness.raised.nodes}
@@ -234,13 +235,8 @@ def found(harness):
 
 
 def test_what_only_looks_like_one_stays():
-    """All in one graph, each of tensors of its own."""
-
-    def function(*given):
-        return [f(*given[3 * i : 3 * i + 3]) for i, (f, *_) in enumerate(OTHERS.values())]
-
-    given = [t for _, *shapes, _ in OTHERS.values() for t in inputs(*shapes)]
-    harness = check_gradients(function, *given)
+    others = OTHERS.values()
+    harness = check_all([f for f, *_ in others], [shapes for _, *shapes, _ in others])
     assert not found(harness)
     assert {code for *_, code in OTHERS.values()} - {""} <= codes(harness)
     assert "it multiplies torch.float64 and torch.float64" in reasons(harness)
@@ -267,15 +263,10 @@ def test_indices_that_take_no_columns(index):
     assert not check(function, randn(2, 3), randn(1, 3)).report.near_misses
 
 
-def tables(width, rows=(1, T), dtype=torch.float64):
-    """No rotations: what holds is to hold whatever they are."""
-    return randn(*rows, width, dtype=dtype), randn(*rows, width, dtype=dtype)
-
-
 def test_unfused_it_is_inductors_own_kernel():
     """Strides too: a caller may look at them."""
     function, width = WHOLE["phi3"]
-    given = randn(B, T, H, D), *tables(width)
+    given = randn(*HEADS), *tables(1, T, width)
     kernels, results = [], []
     for backend in ("coda", "inductor"):
         torch._dynamo.reset()
@@ -291,7 +282,7 @@ def test_unfused_it_is_inductors_own_kernel():
 def test_no_cast_to_float32_has_two_readers(distance):
     """Inductor stored it, where a norm's result is rotated: twice the bytes, 2 % of HunyuanDiT."""
     function = lambda *x: rotate_definition(*x, distance, False, False, True, x[0].dtype)  # noqa: E731
-    given = randn(T, H, D).bfloat16(), *tables(D, (T, 1), torch.bfloat16)
+    given = randn(T, H, D).bfloat16(), *tables(T, 1, D, dtype=torch.bfloat16)
     casts = [n for n in make_fx(function)(*given).graph.nodes if n.target is aten._to_copy.default]
     readers = [len(n.users) for n in casts if n.meta["val"].shape == (T, H, D)]
     assert readers == [1, 1, 1]
@@ -303,7 +294,7 @@ def test_no_cast_to_float32_has_two_readers(distance):
                          (8, 2, False), (4, 2, True), (4, 1, True), (8, 4, True)])  # fmt: skip
 def test_gradient_is_the_transposed_map(width, distance, joined, paired, inverse):
     width = width // 2 if paired else width
-    x, (cos, sin) = randn(T, H, D).requires_grad_(), tables(width, (T, 1))
+    x, (cos, sin) = randn(T, H, D).requires_grad_(), tables(T, 1, width)
     run = lambda x: rotate(x, cos, sin, distance, paired, inverse, joined, x.dtype)  # noqa: E731
     assert torch.autograd.gradcheck(run, (x,))
     dy = randn(T, H, D)
@@ -322,7 +313,7 @@ def test_gradient_of_complex_turns_is_the_rotation_back():
 
 def test_complex_numbers_through_inductor():
     """Which has no code for them."""
-    given = [t.float() for t in (randn(B, T, H, D), *tables(D // 2, (T,)))]
+    given = [t.float() for t in (randn(*HEADS), *tables(T, D // 2))]
     ours, (code,) = run_and_get_code(torch.compile(torchtitan, backend="coda"), *given)
     torch.testing.assert_close(ours, torchtitan(*given))
     assert "view_as_complex" not in code

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 V, D, B, T = 300, 16, 2, 6
+ROWS = B * T
+
+
+def wide(logits):
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Head(nn.Module):

@@ -62,6 +62,14 @@ def sites(harness, name):
     return [s for s in harness.report.sites if s.site.endswith(name)]
 
 
+def scales(program):
+    """(kind, dtype) of what both accumulators are multiplied with first."""
+    kinds = {o.name: (o.kind, o.dtype) for o in program.operands}
+    steps = [step for step in program.steps if {"acc0", "acc1"} & set(step.args)]
+    assert [step.op for step in steps] == ["mul", "mul"]
+    return {kinds[arg] for step in steps for arg in step.args if arg in kinds}
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_epilogues_scale_first_and_make_the_maxima(recipe):
     harness = compiled(recipe)
@@ -76,11 +84,7 @@ def test_epilogues_scale_first_and_make_the_maxima(recipe):
     gradient = next(s for s in down if s.role == "input gradient")
     assert gradient.absorbed.count("amax") == 2 * rows_and_columns  # of gate's gradient and of up's
     assert sum(s.role == "weight gradient" for s in harness.report.sites) == 6
-    kinds = {o.name: o.kind for o in forward.program.operands}
-    scales = [step for step in forward.program.steps if {"acc0", "acc1"} & set(step.args)]
-    assert [step.op for step in scales] == ["mul", "mul"]
-    first = "scalar" if recipe == "tensorwise" else "col"
-    assert {kinds[arg] for step in scales for arg in step.args if arg in kinds} == {first}
+    assert scales(forward.program) == {("scalar" if recipe == "tensorwise" else "col", "float32")}
     backward = [s.program for s in harness.fused if s.role != "forward"]
     assert backward
     assert not any(program.fast for program in backward)
@@ -165,10 +169,7 @@ def test_counts_of_inference_follow_the_layers(how, layers, rows):
         assert pair.program.paired
         assert pair.program.fast
         assert pair.absorbed.count("amax") == 1
-        kinds = {o.name: (o.kind, o.dtype) for o in pair.program.operands}
-        scales = [s for s in pair.program.steps if {"acc0", "acc1"} & set(s.args)]
-        first = ("col" if how == "row" else "scalar", "float32")
-        assert {kinds[a] for s in scales for a in s.args if a in kinds} == {first}
+        assert scales(pair.program) == {("col" if how == "row" else "scalar", "float32")}
     down = [s for s in harness.fused if s.site.endswith("down")]
     assert [s.absorbed.count("amax") for s in down] == [1] * (layers - 1) + [0]
     assert len(harness.fused) == 2 * layers

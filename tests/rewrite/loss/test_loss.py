@@ -11,23 +11,18 @@ import torch.nn.functional as F
 from checking import check, check_gradients, leave_custom_ops, raised, randn, reasons, slice_logits
 from harness import Harness, Stock
 from passes import codes
+from test_tokens import cold, policy
 from zoo import edges
-from zoo.heads import B, D, Head, Several, T, V, inputs
+from zoo.heads import ROWS, B, D, Head, Several, T, V, inputs, wide
 
 from coda_inductor.compat import functorch_config
 from coda_inductor.semantic.loss import cross_entropy
-
-ROWS = B * T
 
 
 @pytest.fixture
 def slices(monkeypatch):
     """Let logits count as large, 16 bits too: three slices of the vocabulary, one ragged."""
     slice_logits(monkeypatch, ROWS * 2 * 128)
-
-
-def wide(logits):
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def rows(logits):
@@ -367,15 +362,15 @@ def test_evaluation_and_all_rows_ignored(monkeypatch):
         assert harness.counts["cross_entropy"] == harness.ops()["aten.exp.default"] == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "bias"),
-    [("hugging_face", True), ("scaled and capped", True), ("scaled, z-loss", False)],
-)
-def test_bfloat16_is_no_less_accurate_than_eager(name, bias, slices):
+@pytest.mark.parametrize(("loss", "bias", "body_bias"), [
+    (hugging_face, True, True), (SLICED["scaled and capped"], True, True),
+    (SLICED["scaled, z-loss"], False, True), (policy, True, False), (cold, True, False),
+])  # fmt: skip
+def test_bfloat16_is_no_less_accurate_than_eager(loss, bias, body_bias, slices):
     """Nor than torch.compile; no factor is rounded into the gradient of the loss."""
     backends = [backend.train for backend in (Stock(), Harness(reference=True))]
     compilers = [functools.partial(functools.partial, train) for train in backends]
-    edges.hold(Head(SLICED[name], torch.bfloat16, bias), inputs(), compilers)
+    edges.hold(Head(loss, torch.bfloat16, bias, body_bias=body_bias), inputs(), compilers)
 
 
 def test_sliced_op_obeys_torchs_rules():

@@ -4,27 +4,14 @@ in the head's epilogue, alone and with gradients of both."""
 
 import functools
 
-import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, leave_custom_ops, raised, randn, reasons, slice_logits
-from harness import Harness, Stock
+from harness import Harness
 from passes import codes
-from zoo import edges
-from zoo.heads import B, D, Head, Several, T, V, inputs
+from zoo.heads import ROWS, B, D, Head, Several, V, inputs, wide
 
 from coda_inductor.semantic.loss import cross_entropy, entropy
-
-ROWS = B * T
-
-
-@pytest.fixture
-def slices(monkeypatch):
-    slice_logits(monkeypatch, ROWS * 2 * 128)
-
-
-def wide(z):
-    return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
 def picked(z, y):
@@ -90,8 +77,9 @@ FORMS = {
 }
 
 
-def test_both_leave_one_epilogue_and_one_sliced_gradient(slices):
+def test_both_leave_one_epilogue_and_one_sliced_gradient(monkeypatch):
     """Each form has a head of its own, in one graph."""
+    slice_logits(monkeypatch, ROWS * 2 * 128)
     models, number = Several(Head(form, bias=True) for form in FORMS.values()), len(FORMS)
     harness = check_gradients(models, *inputs())
     assert raised(harness, cross_entropy) == raised(harness, entropy) == number
@@ -148,14 +136,6 @@ def test_other_sums_are_left_alone():
     harness = check_gradients(Several(Head(loss) for loss, _ in OTHERS.values()), *inputs())
     assert raised(harness, entropy) == 0
     assert {code for _, code in OTHERS.values() if code} <= codes(harness), reasons(harness)
-
-
-@pytest.mark.parametrize("loss", [policy, cold])
-def test_bfloat16_is_no_less_accurate_than_eager(loss, slices):
-    backends = [backend.train for backend in (Stock(), Harness(reference=True))]
-    compilers = [functools.partial(functools.partial, train) for train in backends]
-    model = Head(loss, torch.bfloat16, bias=True, body_bias=False)
-    edges.hold(model, inputs(), compilers)
 
 
 def test_tokens_without_a_chance():

@@ -92,6 +92,7 @@ CASES = {
         behind(lambda n, a: ((z := F.linear(n, a)).sin() * z.cumsum(0), z)), (UP,), 1,
     ),
     "head wider than 4 d": (behind(F.linear), ((WIDE, D),), 1),
+
     "residual": (residual, (SQUARE,), 1),
     "scaled rows": (scaled_rows, ((1, D), UP), 1),
     "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
@@ -169,13 +170,17 @@ def test_frozen_parameters_cost_nothing(frozen, monkeypatch):
 def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     """Partials of rowsum(dz * z) come with the activation's gradient, if z is at hand; a bias hides
     it. Reading 80 columns of a wide head's z costs more than another pass over 16 of dx: it is not
-    kept for the backward pass."""
+    kept for the backward pass. Nor is its gradient copied to be scaled, which where the loss is the
+    caller's would be the largest tensor of a step: 2 GiB of Llama's."""
     leave_custom_ops(monkeypatch)
     function, x, _ = case(name)
     harness = check_gradients(function, x)
     wide = [s for s in harness.fused if s.shape[1] == HIDDEN]
     assert any(r.axis == "row" for s in wide for r in s.program.reduces) == early
     assert WIDE not in [n.meta["val"].shape[-1] for n in harness.saved]
+    products = [n for n in harness.parts[1].nodes if n.target is torch.ops.aten.mul.Tensor]
+    assert products
+    assert not any(n.meta["val"].shape[-1] == WIDE for n in products)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -197,23 +202,11 @@ def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
     assert check(Weights(deep, *weights), randn(2, 5, D)).counts["rms_norm"] == 2 * layers
 
 
-def norm_gemm(x, w, gamma, w2):
-    """The smallest case: GEMM, norm, GEMM."""
-    return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
-
-
-def arguments():
-    return tuple(randn(*s) for s in ((2, 4, D), (D, D), (D,), (HIDDEN, D)))
-
-
 @pytest.mark.parametrize(("alpha", "beta"), [(1, -3), (0.5, 0.25)])
 def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
-    def function(x, w, gamma, w2, bias):
-        n = F.rms_norm(x @ w, (D,), gamma, EPS)
-        return torch.addmm(bias, n, w2.t(), alpha=alpha, beta=beta)
-
-    x, *weights = arguments()
-    assert check(function, x[0], *weights, randn(HIDDEN)).counts == {"rms_norm": 1}
+    function = behind(lambda n, a, bias: torch.addmm(bias, n, a.t(), alpha=alpha, beta=beta))
+    shapes = (4, D), SQUARE, (D,), UP, (HIDDEN,)
+    assert check(function, *(randn(*s) for s in shapes)).counts == {"rms_norm": 1}
 
 
 def test_a_norm_whose_gradient_is_disabled_stays():
@@ -223,17 +216,6 @@ def test_a_norm_whose_gradient_is_disabled_stays():
     assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
     assert "disabled" in codes(harness)
     assert check(function, x.detach(), disable=["rms_norm_backward"]).counts["rms_norm"] == 1
-
-
-def test_gradients_of_the_callers_logits_are_not_copied():
-    """Where the loss is the caller's, a scaled copy of them would be the largest tensor of a step:
-    2 GiB of Llama's."""
-    function, x, _ = case("head wider than 4 d")
-    harness = check_gradients(function, x)
-    assert harness.counts["rms_norm_backward"] == 1
-    products = [n for n in harness.parts[1].nodes if n.target is torch.ops.aten.mul.Tensor]
-    assert products
-    assert not any(n.meta["val"].shape[-1] == WIDE for n in products)
 
 
 def test_float16_needs_the_option():
@@ -304,23 +286,19 @@ def test_values_of_layer_norms_are_eagers(names, monkeypatch):
         assert sorted(o.kind for o in second.operands) == ["col", "col", "row", "row"]
 
 
-def test_in_training_layer_norms_stay_with_eagers_gradients():
-    function, x, _ = case("layer: two norms")
-    harness = check_gradients(function, x)
-    assert "layer-norm-training" in codes(harness)
-    assert harness.counts["layer_norm"] == 0
+def weight_behind(x, w, gamma):
+    """x-transformers multiplies by ``gamma + 1``, which inference takes for a weight."""
+    return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
 
 
-def test_in_training_no_spelling_of_a_layer_norms_weight_is_to_blame():
-    """x-transformers multiplies by ``gamma + 1`` behind it, which inference takes for a weight."""
-
-    def function(x, w, gamma):
-        return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
-
-    args = [randn(6, D), randn(D, D), randn(D)]
-    harness = check_gradients(function, *(t.requires_grad_() for t in args))
+@pytest.mark.parametrize("make", [
+    lambda: case("layer: two norms")[0], lambda: Weights(weight_behind, randn(D, D), randn(D)),
+])  # fmt: skip
+def test_in_training_layer_norms_stay_for_that_reason_alone(make):
+    harness = check_gradients(make(), randn(2, 5, D).requires_grad_())
     assert "layer-norm-training" in codes(harness)
     assert "norm-read-elsewhere" not in codes(harness)
+    assert harness.counts["layer_norm"] == 0
 
 
 @pytest.mark.parametrize("term", [torch.bfloat16, torch.float32])
@@ -371,29 +349,18 @@ NORMS = {
     "rms": lambda x, w: F.rms_norm(x, x.shape, w, 1e-6),
     "layer": lambda x, w: F.layer_norm(x, x.shape, w, w),
 }
-BETWEEN = {
-    "gate": lambda h, other: F.silu(h) * other,
-    "residual": lambda h, other: other + F.gelu(h),
-}
+BETWEEN = (lambda h, other: F.silu(h) * other, lambda h, other: other + F.gelu(h))
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("norm", NORMS)
-def test_one_token_without_a_dimension_of_tokens(norm, between):
-    def chain(x, first, gate, up, second, down):
-        normed = NORMS[norm](x, first)
-        return NORMS[norm](BETWEEN[between](normed @ gate, normed @ up), second) @ down
-
-    shapes = (8,), (8,), (8, 2), (8, 2), (2,), (2, 4)
-    check_gradients(chain, *(randn(*shape).requires_grad_() for shape in shapes))
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_block_of_one_token_has_eagers_gradients(norm):
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_one_token_without_a_dimension_of_tokens(norm):
     """Gamma's gradient is summed over rows, of which there are none."""
 
-    def block(x, w, b, gamma, out):
-        return F.linear(NORMS[norm](x + F.linear(x, w, b), gamma), out, b)
+    def function(x, first, gate, up, second, down, y, w, b, gamma, out):
+        z = norm(x, first)
+        mlps = [norm(f(z @ gate, z @ up), second) @ down for f in BETWEEN]
+        return *mlps, F.linear(norm(y + F.linear(y, w, b), gamma), out, b)
 
-    shapes = (40,), (40, 40), (40,), (40,), (40, 40)  # torch has other ops for smaller ones
-    check_gradients(block, *(randn(*shape).requires_grad_() for shape in shapes))
+    shapes = (8,), (8,), (8, 2), (8, 2), (2,), (2, 4)
+    shapes += (40,), (40, 40), (40,), (40,), (40, 40)  # torch has other ops for smaller ones
+    check_gradients(function, *(randn(*shape).requires_grad_() for shape in shapes))

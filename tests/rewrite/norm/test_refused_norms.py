@@ -6,12 +6,21 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, raised, randn
 from passes import codes
-from test_norms import EPS, HIDDEN, D, arguments, behind, norm, norm_gemm
+from test_norms import EPS, HIDDEN, D, behind, norm
 
 from coda_inductor import FallbackError
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.norms import rms_norm
 from coda_inductor.sites import Sites
+
+
+def norm_gemm(x, w, gamma, w2):
+    """The smallest case: GEMM, norm, GEMM."""
+    return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
+
+
+def arguments():
+    return tuple(randn(*s) for s in ((2, 4, D), (D, D), (D,), (HIDDEN, D)))
 
 
 class Own(torch.autograd.Function):

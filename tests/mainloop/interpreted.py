@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of ``mainloop/fp8_casts.py`` in Triton's interpreter, against plain torch.
+"""The Triton kernels of ``mainloop/fp8_casts.py`` and of ``mainloop/dropout.py`` in Triton's
+interpreter, against plain torch: ``casts`` or ``dropouts``, which the command names.
 
 A script: ``TRITON_INTERPRET`` counts when a kernel is defined. The interpreter rounds wrongly to
 FP8 (a carry into the exponent doubles it), so the kernels write float32 here, and torch casts.
@@ -9,6 +10,7 @@ Triton 3.6's rounds a fused multiply and add twice: float64 stands for it.
 import functools
 import itertools
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -17,7 +19,9 @@ import torch
 from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 from triton.runtime import interpreter
 
+from coda_inductor.mainloop import dropout as kernels
 from coda_inductor.mainloop import fp8_casts
+from coda_inductor.semantic import dropout as plain
 from coda_inductor.semantic.fp8_casts import AMAX, CAST, TURN
 
 #: Shapes that are tried in every layout, and others.
@@ -95,7 +99,7 @@ def patch_once() -> None:
     interpreter._patch_lang = patch_and_keep
 
 
-def main() -> None:
+def casts() -> int:
     interpreter.InterpreterBuilder.create_fma = fma
     patch_once()
     count = 0
@@ -112,8 +116,40 @@ def main() -> None:
                 check_casts(how, factor)
                 check_maxima(how, factor)
                 count += 1
-    print(f"{count} tensors agree")  # noqa: T201 (what the test reads)
+    return count
+
+
+HALF, SINGLE = torch.float16, torch.float32
+#: Leading sizes, K, rank, masks, p, dtypes of x and of the weights.
+DROPOUTS = (
+    ((2, 35), 200, 8, 3, 0.1, SINGLE, SINGLE),
+    ((140,), 600, 16, 1, 0.05, SINGLE, SINGLE),
+    ((70,), 301, 24, 2, 0.5, HALF, HALF),
+    ((1, 1), 64, 1, 4, 0.7, SINGLE, HALF),
+    ((0, 4), 64, 8, 2, 0.7, HALF, HALF),
+)
+
+
+def dropouts() -> int:
+    count = 0
+    for lead, k, rank, masks, p, of_x, of_weights in DROPOUTS:
+        x = torch.randn(*lead, 2 * k, dtype=of_x)[..., :k]
+        weight = torch.randn(masks * rank, k, dtype=of_weights) / k**0.5
+        others = weight, torch.tensor([-3]), 5, masks, p
+        t = plain.dropout_linear(x, *others)
+        dt = torch.randn_like(t)
+        pairs = [(t, kernels.dropout_linear(x, *others))]
+        for needs in ([True, True], [True, False], [False, True]):
+            want = plain.dropout_linear_backward(dt, x, *others, needs)
+            pairs += zip(want, kernels.dropout_linear_backward(dt, x, *others, needs), strict=True)
+        for want, got in pairs:
+            bound = 2e-3 if want.dtype == HALF else 2e-6
+            most = want.abs().max().item() if want.numel() else 0.0
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound * most)
+            count += 1
+    return count
 
 
 if __name__ == "__main__":
-    main()
+    number = {"casts": casts, "dropouts": dropouts}[sys.argv[1]]()
+    print(f"{number} tensors agree")  # noqa: T201 (what the test reads)
