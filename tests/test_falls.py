@@ -24,7 +24,6 @@ TEXT = "Assertion: no such kernel\nFound from:\n  out = torch.nn.functional.line
 
 @torch.library.custom_op("coda_tests::refused", mutates_args=())
 def refused(x: torch.Tensor) -> torch.Tensor:
-    """An op that Inductor cannot compile."""
     return x.clone()
 
 

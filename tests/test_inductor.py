@@ -179,7 +179,6 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
 
 
 def another_version(folder: Path) -> Path:
-    """A copy of our package that says that it is 9.9."""
     for name in ("coda_inductor", "patterns"):
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / "other" / name, ignore=skipped)
