@@ -32,7 +32,6 @@ def scale_of(x: Tensor, dims: list[int], dtype: torch.dtype, *, power: bool = Fa
 
 
 def cast_of(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as torchao casts it."""
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) * scale).clamp(min=-largest, max=largest).to(dtype)
 

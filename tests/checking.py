@@ -164,15 +164,16 @@ def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
     monkeypatch.setattr(lower.pool, "submit", len)
 
 
-def replace_pass(monkeypatch: Any, name: str, run: Any) -> Any:
-    """Let ``run(function)`` take the place of the function of the pass ``name``; returns it."""
+def replace_pass(monkeypatch: Any, name: str, run: Any, **how: Any) -> Any:
+    """Let ``run(function)`` take the place of the function of the pass ``name``, with ``how`` in
+    place of what else it has; returns it."""
     made = None
     for stage in ("ON_DYNAMO", "ON_ATEN"):
         passes = list(getattr(pipeline, stage))
         for i, each in enumerate(passes):
             if each.name == name:
                 made = run(each.run)
-                passes[i] = dataclasses.replace(each, run=made)
+                passes[i] = dataclasses.replace(each, run=made, **how)
         monkeypatch.setattr(pipeline, stage, tuple(passes))
     assert made is not None, "a pass has that name"
     return made

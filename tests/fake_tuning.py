@@ -55,11 +55,9 @@ class Machine:
 
     @property
     def started(self) -> int:
-        """How many processes were."""
         return len({number for number, _ in self.said})
 
     def tuner(self, folder: Path, seconds: float = 60.0) -> tuner.Tuner:
-        """One whose store is in ``folder``."""
         store = Measurements(HOPPER, folder)
         return tuner.Tuner(store, CUDA, seconds, self.process, self)
 

@@ -20,17 +20,14 @@ HOPPER = Gpu("NVIDIA H900", (9, 0), 132, 1e6)
 
 
 def site(kind: str = "scale", m: int = 8192, n: int = 2048, k: int = 2048, **others) -> Site:
-    """A site with the program of ``kind``."""
     return Site(kinds()[kind], m, n, k, TERMS[kind], b_major=B_MAJOR[kind], name=kind, **others)
 
 
 def configs(of: Site) -> list[str]:
-    """All legal configs of a site, in order."""
     return [str(config) for config in legal_configs(of.program, of.arch, of.terms)]
 
 
 def figures(us: Mapping[str, float], unfused: float = 100.0, plain: float = 80.0, **others):
-    """What was measured of a site."""
     return Figures(dict(us), unfused, plain, **others)
 
 
@@ -57,5 +54,4 @@ def borrowing(lender: Gpu, name: str = "NVIDIA H901") -> Gpu:
 
 
 def keyed(of: Site, found: Figures) -> dict[str, Figures]:
-    """By its key."""
     return {key_of(of): found}

@@ -55,7 +55,6 @@ def python(
 
 
 def told(folder: Path, monkeypatch) -> str:
-    """The name of the module :data:`TOLD`."""
     return _module(folder, "told", TOLD, monkeypatch)
 
 

@@ -25,7 +25,6 @@ NEXT = Arch(
 
 @pytest.fixture
 def machine(monkeypatch):
-    """The current GPU is of that generation."""
     monkeypatch.setattr(arch, "ARCHS", (*ARCHS, NEXT))
     monkeypatch.setattr(arch, "_archs", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -44,7 +44,6 @@ def messages():
 
 
 def run(model, *args, **options):
-    """Our result and eager's."""
     with torch.no_grad():
         ours = torch.compile(model, backend=coda, options=options)(*args)
         return ours, model(*args)

@@ -47,7 +47,6 @@ CASES = [(name, torch.bfloat16) for name in MODELS] + [("residual", torch.float1
 
 
 def results(model, x, call=lambda model, x: model(x)):
-    """The output and all gradients."""
     model, x = copy.deepcopy((model, x))
     y = call(model, x)
     return [y, *differentiate(y, (model, (x,)))]

@@ -3,7 +3,6 @@
 
 import copy
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ TEXT = "Assertion: no such kernel\nFound from:\n  out = torch.nn.functional.line
 
 @torch.library.custom_op("coda_tests::refused", mutates_args=())
 def refused(x: torch.Tensor) -> torch.Tensor:
-    """An op that Inductor cannot compile."""
     return x.clone()
 
 
@@ -96,23 +94,19 @@ def break_pass(monkeypatch):
     """Let a pass write something bad after its own work."""
 
     def breaks(name, write=refuse):
-        for place in ("ON_DYNAMO", "ON_ATEN"):
-            passes = tuple(
-                broken(each, write) if each.name == name else each
-                for each in getattr(pipeline, place)
-            )
-            monkeypatch.setattr(pipeline, place, passes)
+        wanted = {each.name: each.when for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)}[name]
+
+        def broken(run):
+            def both(graph, record):
+                if wanted(graph, record):
+                    run(graph, record)
+                write(graph)
+
+            return both
+
+        replace_pass(monkeypatch, name, broken, when=lambda *_: True)
 
     return breaks
-
-
-def broken(each, write):
-    def run(graph, record):
-        if each.when(graph, record):
-            each.run(graph, record)
-        write(graph)
-
-    return replace(each, run=run, when=lambda *_: True)
 
 
 def coda(function, **how):
@@ -200,19 +194,17 @@ def test_a_graph_from_torchs_cache_warns_of_no_reports_that_nobody_asked_for(mon
     assert "no reports" in warned()[0]
 
 
-def test_only_the_backward_graph(monkeypatch, inner, warned):
+def test_only_the_backward_graph(break_pass, inner, warned):
     """It is compiled when its forward graph cannot change any more, and runs op by op."""
 
-    def backward(graph, record):
-        fuse(graph, record)
+    def backward(graph):
         tangent = next(n for n in graph.nodes if "tangents" in str(n.target))
         with graph.inserting_after(tangent):
             new = graph.call_function(REFUSED, (tangent,))
         new.meta = dict(tangent.meta)
         tangent.replace_all_uses_with(new, lambda user: user is not new)
 
-    fuse = next(each.run for each in pipeline.ON_ATEN if each.name == "fuse")
-    replace_pass(monkeypatch, "fuse", lambda _: backward)
+    break_pass("fuse", backward)
     compare()
     assert inner.asked == ["forward", "backward refused"]
     (text,) = warned()

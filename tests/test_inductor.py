@@ -3,6 +3,7 @@
 
 import json
 import logging
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_inference_through_the_entry_point():
 
 
 SCRIPT = """
-import json, logging, sys, torch
+import json, logging, os, pathlib, sys, torch
 import torch._inductor.compile_fx
 from apart import apart
 from contextlib import nullcontext
@@ -54,7 +55,12 @@ def fail():
         replace(each, run=fuse_gemms) if each.name == "fuse" else each for each in pipeline.ON_ATEN
     )
 
-def process(whats, level=None, fault=False, damage=False):
+def process(whats, folder="one", artifacts="", level=None, fault=False, damage=False):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(folder) + "/inductor"
+    os.environ["CODA_CACHE_DIR"] = os.path.abspath(folder) + "/coda"
+    kept = artifacts and pathlib.Path(artifacts)
+    if kept and kept.exists():
+        torch.compiler.load_cache_artifacts(kept.read_bytes())
     if level:
         torch._logging.set_logs(modules={"coda_inductor": level})
     if fault:
@@ -65,6 +71,8 @@ def process(whats, level=None, fault=False, damage=False):
         cut.write_bytes(cut.read_bytes()[:99])
     for what in whats:
         compile(*what.split(" ", 1))
+    if kept and not kept.exists():
+        kept.write_bytes(torch.compiler.save_cache_artifacts()[0])
 
 def compile(how, options):
     print(MARK, file=sys.stderr)
@@ -72,8 +80,9 @@ def compile(how, options):
     torch._dynamo.reset()
     counters.clear()
     reports = len(coda_inductor.reports())
-    model, x = whole(), torch.randn(4, D)
-    how, *enabled = how.split("+")
+    how, *others = how.split("+")
+    model = torch.nn.Linear(D, D, bias=False) if "small" in others else whole()
+    x, enabled = torch.randn(4, D), "enabled" in others
     mode = coda_inductor.enabled() if enabled else nullcontext()
     chosen = {} if enabled else {"backend": coda, "options": json.loads(options)}
     with torch.set_grad_enabled(how == "train"), mode:
@@ -82,9 +91,11 @@ def compile(how, options):
         if how == "train":
             ours.sum().backward()
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
+    version, missed = coda_inductor.__version__, counters["inductor"]["fxgraph_cache_miss"]
     new = coda_inductor.reports()[reports:]
     print(json.dumps({
         "hits": hits, "counters": counters["coda"], "result": ours.tolist(),
+        "version": version, "missed": missed,
         "cached": [report.from_cache for report in new], "tables": [r.table() for r in new],
         "reports": [repr(replace(report, from_cache=False)) for report in new],
     }))
@@ -92,18 +103,18 @@ def compile(how, options):
 for stage in json.loads(sys.argv[1]):
     apart(process, **stage)
 """
+ROOT = Path(coda_inductor.__file__).parents[1]
 #: What a table says below the GEMMs.
 CACHED = "\nfrom torch's compile cache, as it was compiled"
 #: Between what is logged of one compilation and of the next.
 MARK = "-- next --"
 
 
-def in_new_processes(folder: Path, *stages: dict) -> list[dict]:
+def in_new_processes(folder: Path, *stages: dict, source: Path = ROOT) -> list[dict]:
     """What SCRIPT finds, and its "log", for each of "whats" ("infer" or "train", and options) of
-    each process: ``stages`` are the arguments of ``process`` there."""
+    each process: ``stages`` are the arguments of ``process`` there. ``source``: of our package."""
     environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "CODA_CACHE_DIR": str(folder / "coda"),
+        "PYTHONPATH": f"{source}:{ROOT / 'tests'}",
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "TORCH_LOGS": "+coda_inductor",
@@ -116,19 +127,32 @@ def in_new_processes(folder: Path, *stages: dict) -> list[dict]:
 
 
 WAYS = ("infer {}", "train+enabled {}")
+SMALL = ("train+small {}",)  # nothing to build in C++
 
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     """With its report, and what failed once is not kept there. One process fails, one compiles, one
-    finds, and one finds reports that are missing or damaged."""
+    finds, one finds reports that are missing or damaged, and one has no cache but artifacts. Then
+    another version of ours runs on the first one's folders (pytorch/pytorch 144344: an older one's
+    gradients were read)."""
     found = in_new_processes(
         tmp_path,
         {"whats": WAYS[:1], "level": logging.INFO, "fault": True},
         {"whats": WAYS, "level": logging.INFO},
         {"whats": WAYS},
         {"whats": WAYS, "damage": True},
+        {"whats": SMALL, "artifacts": "kept"},
+        {"whats": SMALL, "artifacts": "kept", "folder": "two"},
     )
-    failed, first, second, damaged = found[0], found[1:3], found[3:5], found[5:]
+    failed, first, second, damaged = found[0], found[1:3], found[3:5], found[5:7]
+    small, carried = found[7:]
+    (other,) = in_new_processes(tmp_path, {"whats": SMALL}, source=another_version(tmp_path))
+    assert small["result"] == carried["result"] == other["result"]
+    kept = [(each["hits"], each["missed"]) for each in (small, carried, other)]
+    assert kept == [([0, 0], 2), ([2, 1], 0), ([0, 0], 2)]  # forward and backward
+    assert [each["version"] for each in (small, carried, other)] == [
+        coda_inductor.__version__, coda_inductor.__version__, "9.9",
+    ]  # fmt: skip
     assert "No space left on device" in failed["log"]
     for compiled in first:
         assert (compiled["hits"], compiled["cached"]) == ([0, 0], [False])
@@ -149,11 +173,20 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     log = second[0]["log"]
     assert "graph, from torch's compile cache: 2 of 2 GEMMs may be fused" in log
     assert "no GEMM becomes a kernel here" in log  # a warm cache hides nothing
-    files = [*(tmp_path / "coda" / warm.FOLDER).iterdir()]
+    files = [*(tmp_path / "one/coda" / warm.FOLDER).iterdir()]
     assert max(file.stat().st_size for file in files) < 4096
     for hit in damaged:
         assert (hit["hits"][1], hit["cached"]) == (1, [])
         assert "from torch's compile cache, neither counted nor reported" in hit["log"]
+
+
+def another_version(folder: Path) -> Path:
+    for name in ("coda_inductor", "patterns"):
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / "other" / name, ignore=skipped)
+    init = folder / "other/coda_inductor/__init__.py"
+    init.write_text(init.read_text().replace(coda_inductor.__version__, "9.9"))
+    return folder / "other"
 
 
 def test_a_program_of_aot_inductor_is_not_changed(tmp_path, monkeypatch, warned):

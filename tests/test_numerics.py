@@ -22,7 +22,6 @@ KERNELS = pytest.mark.parametrize("reference", [True, False], ids=["kernels", "p
 
 
 def hold(model, *inputs, tangent=None, reference=True, training=True):
-    """Returns our harness."""
     harness, stock = Harness(reference=reference), Stock()
     calls = [b.train if training else b.run for b in (stock, harness)]
     compilers = [functools.partial(functools.partial, call) for call in calls]

@@ -2,7 +2,7 @@
 """``coda_inductor.enable()``: the passes under backend="inductor".
 
 Inductor's own compile runs, with its hooks, decompositions and partitioner; its generated code is
-swapped for eager execution of the graphs, but in the tests of caches, where it is what is cached.
+swapped for eager execution of the graphs.
 """
 
 import copy
@@ -44,27 +44,27 @@ def hooks():
     return config.pre_grad_custom_pass, config.joint_custom_pre_pass
 
 
-def compiled(model, backend, **how):
+def compiled(model, backend):
     """As it is with None."""
-    return torch.compile(model, backend=backend, **how) if backend else model
+    return torch.compile(model, backend=backend) if backend else model
 
 
-def step(model, *args, backend=inductor, **how):
+def step(model, *args, backend=inductor):
     """One training step: (counters, outputs and gradients)."""
     torch._dynamo.reset()
     counters.clear()
     model, args = copy.deepcopy((model, args))
-    out = compiled(model, backend, **how)(*args)
+    out = compiled(model, backend)(*args)
     out.square().sum().backward()
     grads = [t.grad for t in (*model.parameters(), *args) if t.is_floating_point()]
     return Counter(counters["coda"]), [out.detach(), *grads]
 
 
-def infer(model, *args, backend=inductor, **how):
+def infer(model, *args, backend=inductor):
     torch._dynamo.reset()
     counters.clear()
     with torch.no_grad():
-        out = compiled(model, backend, **how)(*args)
+        out = compiled(model, backend)(*args)
     return Counter(counters["coda"]), [out]
 
 
@@ -100,14 +100,9 @@ class Regions(nn.Module):
         return x
 
 
-MODELS = {"block": whole, "checkpointed": Checkpointed, "regions": Regions}
-
-
-@pytest.mark.parametrize(
-    ("name", "run"), [("block", infer), ("checkpointed", step), ("regions", step)]
-)
-def test_what_fires_is_what_fires_with_the_backend(name, run):
-    model, x = MODELS[name]().double(), input_of(2, 5, D)
+@pytest.mark.parametrize(("make", "run"), [(whole, infer), (Checkpointed, step), (Regions, step)])
+def test_what_fires_is_what_fires_with_the_backend(make, run):
+    model, x = make().double(), input_of(2, 5, D)
     _, eager = run(model, x, backend=None)
     report.forget()
     want, _ = run(model, x, backend=coda)
@@ -297,22 +292,3 @@ def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, warned):
     assert infer(whole(), torch.randn(3, D), backend=coda)[0]["rms_norm"] == 1
     for name in ("torch.nothing", "torch._inductor.config.pre_grad_pass_of_tomorrow"):
         assert any(f"has no {name}" in text for text in warned())
-
-
-@pytest.fixture
-def caches():
-    """Torch's compile caches, empty."""
-    from torch._inductor.utils import fresh_cache
-
-    on = torch._functorch.config.patch(enable_autograd_cache=True)
-    with fresh_cache(), config.patch(fx_graph_cache=True), on:
-        yield
-
-
-def generated(model, x, **options):
-    """What ran with Inductor's own code: (hits in torch's cache, reports of ours, values)."""
-    before = len(report.reports())
-    with coda_inductor.enabled(**options):
-        _, values = infer(model, x, backend="inductor")
-    hits = counters["aot_autograd"]["autograd_cache_hit"]
-    return hits, len(report.reports()) - before, values

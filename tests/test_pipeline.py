@@ -56,7 +56,6 @@ def compare(compiler):
 
 
 def train(**options):
-    """The harness after a step."""
     harness = Harness(**options)
     torch._dynamo.utils.counters.clear()
     compare(harness)

@@ -15,7 +15,7 @@ from coda_inductor.lowering import driver
 from coda_inductor.select import legality
 from coda_inductor.select.site import Site
 
-LAYERS = 3
+LAYERS = 2
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ def dense(n: int):
 
 
 def chain(n: int):
-    """Elementwise ops between two products."""
     (w,) = weights(1)
 
     def function(x):

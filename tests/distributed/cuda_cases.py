@@ -27,7 +27,6 @@ BACKENDS = {"inductor": None, "coda": {"gate": "always", "strict": True}}
 
 
 def model(dtype: torch.dtype) -> Decoder:
-    """The same one on every rank."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
     return Decoder(LAYERS, WIDTH).cuda().to(dtype)
@@ -71,7 +70,6 @@ def with_loss(backend):
 
 
 def replicated(backend):
-    """DDP around compiled blocks."""
     own = model(torch.bfloat16)
     with torch._dynamo.config.patch(optimize_ddp=False):
         compiled(own.layers, backend)

@@ -56,7 +56,6 @@ def float32_master_weights():
 
 
 def parallelized(model, over):
-    """Blocks in FP8 under torchao's tensor parallelism."""
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
     plan = {name: Float8ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}

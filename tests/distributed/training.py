@@ -46,7 +46,6 @@ def batches(ranks: int = 1, steps: int = STEPS) -> list[torch.Tensor]:
 
 
 def mine(tokens: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a batch."""
     return tokens.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -129,7 +128,6 @@ def assert_freed(references: list[weakref.ref]) -> None:
 
 
 def blocks(model: Decoder) -> Decoder:
-    """With each block compiled."""
     for block in model.layers:
         block.compile(**HOW)
     return model

@@ -98,7 +98,6 @@ def wide(model: nn.Module, rows: int) -> nn.Module:
 
 
 def step(call, model, x):
-    """Result and gradients of ``call``, which runs ``model``."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
     y = call(x)

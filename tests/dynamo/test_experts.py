@@ -78,7 +78,6 @@ def test_sizes(tokens, k):
 
 
 def row_operands(harness):
-    """How many rows of its group's each grouped program reads."""
     programs = [s.program for s in harness.fused if s.program.grouped]
     return [sum(o.kind == "row" for o in program.operands) for program in programs]
 

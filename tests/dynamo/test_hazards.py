@@ -149,15 +149,15 @@ WIDENED = {
 }
 
 
-@pytest.mark.parametrize("name", WIDENED)
-def test_what_is_computed_in_float64_stays_so(name):
+def test_what_is_computed_in_float64_stays_so():
     """A float32 model that widens for a delicate step: neither patterns nor epilogues narrow it."""
     w, b = randn(4 * D, D, dtype=torch.float32), torch.full((4 * D,), 1000.0)
 
-    def function(x, w, b):
-        return WIDENED[name](F.linear(x, w, b).double())
+    def function(*xs):
+        each = zip(WIDENED.values(), xs, strict=True)
+        return [step(F.linear(x, w, b).double()) for step, x in each]
 
-    check(function, randn(4, D, dtype=torch.float32), w, b, tolerance=1e-12)
+    check(function, *(randn(4, D, dtype=torch.float32) for _ in WIDENED), tolerance=1e-12)
 
 
 @pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
@@ -283,23 +283,29 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("name", "where"), [
-    *((name, "in front") for name in CHANGES),
-    *((name, "in a region") for name in ("split", "checkpointed argument", "its own tensor")),
-])  # fmt: skip
-def test_a_changed_mask_stays(name, where):
-    def attend(q, k, v):
-        m = torch.ones(T, T, dtype=torch.bool).tril()
+def attend(change, inside, q, k, v):
+    m = torch.ones(T, T, dtype=torch.bool).tril()
 
-        def body(q):
-            return sdpa(CHANGES[name](q, m), k, v, attn_mask=m).sin()
+    def body(q):
+        return sdpa(change(q, m), k, v, attn_mask=m).sin()
 
-        return body(q) if where == "in front" else region(body, q)
+    return region(body, q) if inside else body(q)
 
-    harness = check_gradients(attend, *(randn(2, 2, T, 8).requires_grad_() for _ in range(3)))
-    own = name == "its own tensor"
-    assert harness.counts["constant_mask"] == own
-    assert own or "an in-place op changes it" in reasons(harness)
+
+def test_a_changed_mask_stays():
+    """All in one graph, some in a region too; one change is of another tensor."""
+    ways = [(name, inside) for name in CHANGES for inside in (False, True)
+            if not inside or name in ("split", "checkpointed argument", "its own tensor")]  # fmt: skip
+
+    def all_of_them(*tensors):
+        each = zip(ways, tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+        return [attend(CHANGES[name], inside, *qkv) for (name, inside), *qkv in each]
+
+    inputs = (randn(2, 2, T, 8).requires_grad_() for _ in range(3 * len(ways)))
+    harness = check_gradients(all_of_them, *inputs)
+    own = sum(name == "its own tensor" for name, _ in ways)
+    assert harness.counts["constant_mask"] == own == 2
+    assert reasons(harness).count("an in-place op changes it") == len(ways) - own
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["", "its gradient is wanted"])

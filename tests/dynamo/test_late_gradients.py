@@ -40,7 +40,6 @@ def small(monkeypatch):
 
 
 def run(model, call, use):
-    """Gradients of a backward pass from ``use(loss, logits)``."""
     torch.manual_seed(1)
     model.zero_grad()
     x = randn(2, 3, 8).to(next(model.parameters()).dtype).requires_grad_()

@@ -19,7 +19,6 @@ def selected(z, y):
 
 
 def narrow(z, y):
-    """Of 16 bits."""
     pairs = zip(z, y.unsqueeze(-1), strict=True)
     each = [F.log_softmax(rows, dim=-1).gather(dim=-1, index=index) for rows, index in pairs]
     return torch.stack(each).squeeze(-1)
@@ -40,7 +39,6 @@ def chunks(z, y, size=5):
 
 
 def verl(z, y):
-    """``entropy_from_logits_with_chunking``."""
     each = []
     for rows in z.reshape(-1, V).chunk(3):
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))

@@ -61,11 +61,6 @@ def test_gradients_are_eagers(cut, bias):
     assert {tuple(n.meta["val"].shape) for n in joined} == ({weight, row} if bias else {weight})
 
 
-def test_a_frozen_weight():
-    function = mlp(CUTS["chunk"]).requires_grad_(False)
-    assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
-
-
 def test_no_tokens_of_a_symbolic_batch():
     """A view may have one -1, but not beside a 0."""
     compiled = torch.compile(mlp(CUTS["chunk"]), backend=Harness())
@@ -86,10 +81,16 @@ def test_a_symbolic_batch_in_a_checkpoint(inner):
         torch.testing.assert_close(compiled(x), layer(x))
 
 
-@pytest.mark.parametrize("gate", [lambda z: F.glu(z, 2), nn.GLU()], ids=["dim", "nn"])
-def test_gated_linear_units_share_a_tile(gate):
-    function = mlp(lambda z: (z,), gate)
-    assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
+SHARED = {
+    "frozen": lambda: mlp(CUTS["chunk"]).requires_grad_(False),
+    "dim": lambda: mlp(lambda z: (z,), lambda z: F.glu(z, 2)),
+    "nn": lambda: mlp(lambda z: (z,), nn.GLU()),
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_frozen_weights_and_gated_linear_units_share_a_tile(make):
+    assert pairs(check_gradients(make(), randn(2, 5, D).requires_grad_())) == 1
 
 
 def test_refused_with_the_gates_reason(monkeypatch):

@@ -47,7 +47,6 @@ class Norm(nn.Module):
 
 
 def layer(name="rms_norm"):
-    """A residual, a norm, and a gate."""
     how = {"gate": lambda gate, up: gate * torch.sigmoid(gate) * up, "norm": lambda _: Norm(name)}
     return Gated(D, WIDE, front=True, **how)
 

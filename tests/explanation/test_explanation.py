@@ -24,7 +24,7 @@ X = torch.ones(32, 64, dtype=torch.bfloat16)
 SMALL = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 256,
 }  # fmt: skip
-LAYERS = 3
+LAYERS = 2
 
 
 def llama(layers=LAYERS, dtype=torch.bfloat16):
@@ -176,7 +176,7 @@ def test_on_meta_is_as_on_a_cpu():
 
 def test_a_share_of_memory_is_planned_and_a_peak_is_not(warned):
     """Explain said of both that another partitioner was set."""
-    model, how = llama(2), {"use_cache": False, "labels": _tokens()}
+    model, how = llama(1), {"use_cache": False, "labels": _tokens()}
     notes = explain(model, _tokens(), **how, options={"gate": "always", "memory": 0.4}).notes
     assert any(re.search(r"Memory: it keeps .* in place of .* tensors again", n) for n in notes)
     assert not warned()

@@ -182,7 +182,6 @@ def attention(w: Writer, n: str) -> str:
 
 
 def attend(w: Writer, q: str, k: str, v: str, length: str) -> str:
-    """Text of the attention itself."""
     call = "F.scaled_dot_product_attention({q}, {k}, {v}{how})"
     kind = w.rng.choice(["", ", is_causal=True", "mask", "mask", "scale", "by hand"])
     if kind == "mask":

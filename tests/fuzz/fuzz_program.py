@@ -129,7 +129,6 @@ class Program:
                 return Model(tensors), ({listed})""")
 
     def load(self, low: str | None = None, high: str | None = None) -> dict[str, Any]:
-        """The namespace of :meth:`source`, executed."""
         namespace: dict[str, Any] = {}
         exec(compile(self.source(low, high), "<program>", "exec"), namespace)  # noqa: S102
         return namespace

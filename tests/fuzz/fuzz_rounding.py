@@ -29,7 +29,6 @@ FLOOR = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 
 
 def in_arithmetic(program: Program, seed: int) -> Program:
-    """The program in the arithmetic of ``seed``."""
     low, high = KINDS[seed % len(KINDS)]
     if low == "bfloat16":  # autocast adds nothing
         return replace(program, low=low, high=high)

@@ -33,7 +33,6 @@ def judged(mode: str, program: Program, limit: float = fuzz_oracle.LIMIT) -> Out
 
 @functools.cache
 def outcome(mode: str, seed: int) -> Outcome:
-    """Of the program of this seed; once a process."""
     return judged(mode, program_of(mode, seed))
 
 

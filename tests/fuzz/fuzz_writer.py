@@ -75,7 +75,6 @@ class Writer:
         return f"v{self.count}"
 
     def new(self, text: str) -> str:
-        """Name of a new value."""
         name = self.name()
         self.line(f"{name} = {text}")
         return name
@@ -129,7 +128,6 @@ class Writer:
         return text.format(**{**defaults, **made, **values})
 
     def norm(self) -> str:
-        """Name of the normalized stream."""
         kinds = (spell.RMS_NORMS, spell.LAYER_NORMS, spell.NEARLY_NORMS)
         (kind,) = self.rng.choices(kinds, self.norms)
         return self.new(self.fill(kind))
@@ -151,7 +149,6 @@ class Writer:
         return f"({text})" if " @ " in text or ") + " in text else text
 
     def become(self, text: str) -> None:
-        """The stream is now ``text``."""
         self.x = self.new(text)
         self.streams.append(self.x)
 

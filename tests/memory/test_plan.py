@@ -69,6 +69,12 @@ def trained(model=None, *, room=None, **options):
     return harness
 
 
+@functools.cache
+def at(share):
+    """What ``planned`` returns of the blocks under this share."""
+    return planned(blocks(), inputs(), memory=share)
+
+
 def kept(harness):
     """Bytes that are saved, beside what the forward pass returns."""
     outputs = set(harness.parts[0].output_node().args[0][:1])
@@ -87,7 +93,7 @@ def test_shares_are_kept_to_and_gradients_are_the_same_bits(stock):
     model, x = blocks(), inputs()
     want, before, first, said_at = gradients(model, model, x), None, None, {}
     for share in SHARES:
-        harness, found = planned(model, x, memory=share)
+        harness, found = at(share)
         said = harness.report.memory
         assert kept(harness) == said.kept, "what was planned is what torch's partitioner keeps"
         said_at[share] = said
@@ -139,7 +145,7 @@ def test_the_budget_of_torch_is_a_share(stock):
     with torch._functorch.config.patch(activation_memory_budget=0.4):
         harness = trained()
     assert kept(harness) == harness.report.memory.kept <= 0.4 * stock
-    assert trained(memory=0.4).report.memory == harness.report.memory
+    assert at(0.4)[0].report.memory == harness.report.memory
 
 
 class Repeated(nn.Module):
@@ -200,7 +206,7 @@ def test_a_policy_is_a_limit_of_memory():
     for each in (stock, harness):
         _, found = planned(wrapped, x, each)
         torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
-    said, least = harness.report.memory, trained(model, memory=0.0).report.memory
+    said, least = harness.report.memory, at(0.0)[0].report.memory
     assert kept(harness) == said.kept
     assert said.kept <= kept(stock) or said.peak <= least.peak, "less would have a higher peak"
     assert len(harness.fused) == len(trained(model).fused), (
@@ -278,7 +284,7 @@ def test_symbolic_sizes():
 
 def test_a_peak_is_kept_to_and_more_of_it_is_never_slower():
     before = None
-    peak = trained(memory=1.0).report.memory.peak
+    peak = at(1.0)[0].report.memory.peak
     for part in (1.0, 0.8):
         said = trained(memory="1 GiB", room=int(part * peak)).report.memory
         assert said.peak <= part * peak

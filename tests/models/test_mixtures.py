@@ -37,7 +37,6 @@ SIZES = (
 
 
 def made(family, experts, **sizes):
-    """A model, with tokens."""
     kind, sizes = CONFIG_MAPPING[family], SIZES | sizes
     config = kind(**{name: size for name, size in sizes.items() if name in kind().to_dict()})
     how = {"attn_implementation": "eager" if family == "gpt_oss" else "sdpa"}

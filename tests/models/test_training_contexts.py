@@ -32,7 +32,6 @@ def counts(layers: int) -> dict[str, int]:
 
 
 def fired(harness: Any) -> dict[str, int]:
-    """The counters of ``counts``, as they were."""
     return {name: harness.counts[name] for name in counts(1)}
 
 
@@ -41,7 +40,6 @@ def tokens(batch: int = 2, length: int = 6) -> torch.Tensor:
 
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the next token."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -66,7 +64,6 @@ def step(model, ids, call=None):
 
 
 def train(model, ids, **options):
-    """Harness and gradients of the compiled model."""
     harness = Harness(**options)
     return harness, step(model, ids, functools.partial(harness.train, model))
 

@@ -65,25 +65,30 @@ def kinds(model):
     return {type(p.grad) for p in model.parameters()}
 
 
-def pair(make=Tied, dtype=torch.float32, optimizer=adamw, **how):
+def pair(make=Tied, dtype=torch.float32, optimizer=adamw, compiled=True, **how):
     """Two equal models, compiled, with their optimizers: the first one's runs within backward."""
     models = [make().to(dtype)]
     models.append(copy.deepcopy(models[0]))
     optimizers = [optimizer(model) for model in models]
     in_backward(optimizers[0], **how)
-    for model in models:
+    for model in models if compiled else ():
         model.compile(backend="coda")
     return models, optimizers
 
 
-def train(models, optimizers, batch):
-    """Two steps of both; the first one's weights are all updated within backward."""
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
+def all_updated(model, _number):
+    assert kinds(model) == {Updated}
+
+
+def turn(models, optimizers, *batches, look=lambda *_: None, times=1):
+    """Steps of both; ``look(model, number)`` at the first one behind each backward pass."""
+    for model, optimizer in [*zip(models, optimizers, strict=True)] * times:
+        for number, batch in enumerate(batches):
             model(batch).backward()
-            assert model is models[1] or kinds(model) == {Updated}
-            optimizer.step()
-            optimizer.zero_grad()
+            if model is models[0]:
+                look(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def assert_equal(models):
@@ -112,12 +117,7 @@ def test_as_step_after_it_with_groups_and_a_schedule(make, dtype, without_code):
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k)) for o in optimizers]
     batch = ids(VOCABULARY if make is Language else 24)
     for _ in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch).backward()
-            if model is models[0]:
-                assert kinds(model) == {Updated}
-            optimizer.step()
-            optimizer.zero_grad()
+        turn(models, optimizers, batch, look=all_updated)
         for schedule in schedules:
             schedule.step()
     assert_equal(models)
@@ -125,9 +125,7 @@ def test_as_step_after_it_with_groups_and_a_schedule(make, dtype, without_code):
     states = [optimizer.state_dict() for optimizer in optimizers]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     optimizers[0].load_state_dict(copy.deepcopy(states[1]))  # and goes on from the other's
-    for model, optimizer in zip(models, optimizers, strict=True):
-        model(batch).backward()
-        optimizer.step()
+    turn(models, optimizers, batch)
     assert_equal(models)
 
 
@@ -188,15 +186,12 @@ def test_few_gradients_are_alive(without_code, monkeypatch):
 
 def test_accumulation_by_number_and_a_shorter_rest(without_code):
     models, optimizers = pair(accumulation_steps=2)
+
+    def look(model, number):
+        assert kinds(model) == ({Updated} if number else {torch.Tensor})
+
     for size in (2, 2, 1):
-        batches = [ids() for _ in range(size)]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for i, batch in enumerate(batches):
-                model(batch).backward()
-                if model is models[0]:
-                    assert kinds(model) == ({Updated} if i else {torch.Tensor})
-            optimizer.step()
-            optimizer.zero_grad()
+        turn(models, optimizers, *(ids() for _ in range(size)), look=look)
     assert_equal(models)
 
 
@@ -233,19 +228,17 @@ def test_a_second_backward_pass_of_one_graph_is_an_error(without_code):
 def test_hooks_of_users_see_the_gradient_and_step_updates(post, without_code):
     models, optimizers = pair()
     batch, seen = ids(), []
+
+    def look(model, _):
+        assert type(model.a.weight.grad) is torch.Tensor
+        assert type(model.b.weight.grad) is Updated
+
     for model in models:
         if post:
             model.a.weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.clone()))
         else:
             model.a.weight.register_hook(lambda g: seen.append(g.clone()))
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch).backward()
-            if model is models[0]:
-                assert type(model.a.weight.grad) is torch.Tensor
-                assert type(model.b.weight.grad) is Updated
-            optimizer.step()
-            optimizer.zero_grad()
+    turn(models, optimizers, batch, look=look, times=2)
     assert len(seen) == 4
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[2], seen[3])
@@ -255,13 +248,10 @@ def test_hooks_of_users_see_the_gradient_and_step_updates(post, without_code):
 def test_a_hook_that_comes_after_compilation(without_code):
     models, optimizers = pair()
     batch, seen = ids(), []
-    for turn in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            if turn:
-                model.a.weight.register_hook(seen.append)
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    turn(models, optimizers, batch)
+    for model in models:
+        model.a.weight.register_hook(seen.append)
+    turn(models, optimizers, batch)
     assert len(seen) == 2
     assert_equal(models)
 
@@ -279,7 +269,7 @@ class Broken(Tied):
 def test_graphs_that_share_a_weight(without_code):
     models, optimizers = pair(Broken)
     batch = ids()
-    train(models, optimizers, batch)
+    turn(models, optimizers, batch, look=all_updated, times=2)
     assert_equal(models)
 
 
@@ -294,7 +284,7 @@ def test_gradients_of_inputs_alone_update_nothing(without_code):
     models[0](x).backward(inputs=[x])
     assert kinds(models[0]) == {type(None)}
     assert all(torch.equal(before[k], v) for k, v in models[0].state_dict().items())
-    train(models, optimizers, x.detach())
+    turn(models, optimizers, x.detach(), look=all_updated, times=2)
     assert_equal(models)
 
 
@@ -345,13 +335,8 @@ def test_a_learning_rate_that_changes_too_late_is_said(without_code, caplog):
 
 
 def test_a_model_without_coda_is_updated_by_step_and_said(caplog):
-    models = [Tied(), Tied()]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [in_backward(adamw(models[0])), adamw(models[1])]
-    batch = ids()
-    for model, optimizer in zip(models, optimizers, strict=True):
-        model(batch).backward()
-        optimizer.step()
+    models, optimizers = pair(compiled=False)
+    turn(models, optimizers, ids())
     assert_equal(models)
     assert "no weight was updated in the backward pass" in caplog.text
 
@@ -372,11 +357,7 @@ def test_a_view_of_a_weight_that_the_forward_pass_keeps(without_code):
 
     models, optimizers = pair(Viewed)
     batch = torch.randn(4, 16, requires_grad=True)
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    turn(models, optimizers, batch, times=2)
     assert_equal(models)
 
 
@@ -416,6 +397,6 @@ def test_torchaos_states_and_rounding(kind, without_code):
 
     models, optimizers = pair(Wide, torch.bfloat16, make)
     batch = torch.randn(8, 64, dtype=torch.bfloat16)
-    train(models, optimizers, batch)
+    turn(models, optimizers, batch, look=all_updated, times=2)
     assert_equal(models)
     optimizers[0].load_state_dict(optimizers[1].state_dict())

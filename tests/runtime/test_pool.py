@@ -136,7 +136,6 @@ served = pytest.mark.usefixtures("serve")
 
 
 def ask(program: str, number: int = 0) -> pool.KernelRequest:
-    """A request whose worker runs ``program``."""
     return pool.KernelRequest(program, str(number))
 
 

@@ -270,7 +270,6 @@ def test_what_the_kernel_refuses_goes_the_long_way(entry, monkeypatch, caplog):
 
 @pytest.fixture
 def counters(monkeypatch):
-    """The counters of dynamic schedulers."""
     from coda_inductor.mainloop import plan
 
     made, new = [], plan.counter
@@ -300,7 +299,6 @@ def test_a_dynamic_kernel_gets_what_quack_gives_it(entry, counters, name):
 
 
 def replaced(value, address):
-    """With "counter" for its address."""
     if isinstance(value, tuple):
         return tuple(replaced(x, address) for x in value)
     return "counter" if isinstance(value, int) and value == address else value

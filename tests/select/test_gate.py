@@ -30,7 +30,6 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Kernels run here."""
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
 
 

@@ -23,7 +23,6 @@ FP8 = activated()
 
 
 def unsupported(program, n=4096, k=4096, major=9, **how):
-    """Why there is no kernel on a generation."""
     return legality.unsupported(Site(program, 4096, n, k, arch=arch_with((major, 0)), **how))
 
 

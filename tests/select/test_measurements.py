@@ -55,7 +55,6 @@ PROGRAM = kinds()["dswiglu"]
 
 
 def spelled(op: str = "neg"):
-    """The same program with one step more, as another torch may spell it."""
     first, *others = PROGRAM.stores
     steps = (*PROGRAM.steps, Step("more", op, (first.value,)))
     return replace(PROGRAM, steps=steps, stores=(replace(first, value="more"), *others))

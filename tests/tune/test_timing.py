@@ -18,7 +18,6 @@ class Gpu:
         self.host = self.busy_until = 0.0
 
     def install(self, patch) -> None:
-        """Let times be measured on it."""
         cuda = SimpleNamespace(Event=self.event, synchronize=self.synchronize)
         patch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
         patch.setattr(timing, "time", self)
