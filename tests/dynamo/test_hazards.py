@@ -283,6 +283,9 @@ CHANGES = {
 }
 
 
+IN_A_REGION = ("split", "checkpointed argument", "its own tensor")
+
+
 def attend(change, inside, q, k, v):
     m = torch.ones(T, T, dtype=torch.bool).tril()
 
@@ -294,8 +297,7 @@ def attend(change, inside, q, k, v):
 
 def test_a_changed_mask_stays():
     """All in one graph, some in a region too; one change is of another tensor."""
-    ways = [(name, inside) for name in CHANGES for inside in (False, True)
-            if not inside or name in ("split", "checkpointed argument", "its own tensor")]  # fmt: skip
+    ways = [*((name, False) for name in CHANGES), *((name, True) for name in IN_A_REGION)]
 
     def all_of_them(*tensors):
         each = zip(ways, tensors[::3], tensors[1::3], tensors[2::3], strict=True)
