@@ -65,7 +65,8 @@ class Updated(Tensor):
         raise RuntimeError(
             f"{func} reads a gradient that the backward pass has already used: "
             "coda_inductor.optim.in_backward updated the weight. Clip, scale, add and log "
-            "gradients without in_backward, or leave that out"
+            "gradients without in_backward, or leave that out. Weights that uncompiled ops of the "
+            "loss use too get a second gradient: compile these ops, or leave such weights out"
         )
 
 

@@ -323,6 +323,13 @@ def test_reading_used_gradients_is_an_error(without_code):
         model.a.weight.grad.add_(1)
 
 
+def test_a_second_gradient_of_uncompiled_ops_is_an_error(without_code):
+    (model, _), _ = pair()
+    loss = model(ids()) + model.a.weight.square().sum()
+    with pytest.raises(RuntimeError, match="uncompiled ops of the loss use too"):
+        loss.backward()
+
+
 def test_a_learning_rate_that_changes_too_late_is_said(without_code, caplog):
     (model, _), (optimizer, _) = pair()
     for rate in (1e-2, 1e-3):
