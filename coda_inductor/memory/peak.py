@@ -20,11 +20,10 @@ from torch.fx import Node
 from coda_inductor.compat import functorch_config
 from coda_inductor.graph.nodes import aten, bytes_of, is_cast
 from coda_inductor.graph.sides import is_tangent
+from coda_inductor.graph.vocabulary import REDUCTIONS
 from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
 from coda_inductor.memory.costs import workspace
 
-#: Reductions whose kernel casts what it reads.
-_REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, aten.amax.default}
 #: A stored value, and whether the backward pass computes it (again).
 _Value = tuple[Node, bool]
 
@@ -172,4 +171,4 @@ class Timeline:
 
 def _inlined(node: Node, reader: Node) -> bool:
     """Is ``node`` a cast within the kernel of ``reader``, as of a norm's input to float32?"""
-    return is_cast(node) and reader.target in _REDUCTIONS
+    return is_cast(node) and reader.target in (*REDUCTIONS, aten.var_mean.correction)
