@@ -6,11 +6,12 @@
 Rooms, from the top down; imports only point down (``pyproject.toml`` has the contract), and
 ``docs/architecture.md`` says what each is for::
 
-    cli; explanation, axolotl; backend, torchtitan, transformers; trl; head; pass_mode, op_by_op
-    tracing; falls, joint; notice, warm; pipeline; memory; dynamo, rewrite, lowering; record
-    sites; plan; fuse; kernels; tune; runtime, debug; select; mainloop, report
-    codegen, patterns, table; matching; graph; optim; semantic; gpu, program, options, locks
-    arch; refusal; remedies; log, cache_dir, processes; compat; errors
+    cli; explanation, axolotl; backend, torchtitan, transformers; trl; lm_head
+    pass_mode, op_by_op; tracing; falls, joint; notice, warm; pipeline; memory
+    dynamo, rewrite, lowering; record; sites; plan; fuse; kernels; tune; runtime, debug; select
+    mainloop, report; codegen, patterns, table; matching; graph; optim; semantic
+    gpu, program, options, locks; arch; refusal; remedies; log, cache_dir, processes
+    compat; errors
 """
 
 import importlib
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         ProgramError,
     )
     from coda_inductor.explanation import explain
-    from coda_inductor.head import token_log_probs
+    from coda_inductor.lm_head import token_log_probs
     from coda_inductor.matching import Match, value
     from coda_inductor.pass_mode import disable, enable, enabled
     from coda_inductor.patterns import Pattern, load_patterns
@@ -44,7 +45,7 @@ __all__ = [
 
 _MODULES = {
     "explanation": ("explain",),
-    "head": ("token_log_probs",),
+    "lm_head": ("token_log_probs",),
     "matching": ("Match", "value"),
     "pass_mode": ("disable", "enable", "enabled"),
     "patterns": ("Pattern", "load_patterns"),

@@ -27,8 +27,8 @@ def token_log_probs(
     The logits are ``z = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature``, or
     without the cap, and a result is ``z[target] - log(sum(exp(z)))``. The function compiles itself:
     on a GPU the first call takes seconds, also of another temperature or cap. The logits are in
-    memory once, in the dtype of ``hidden``; their gradient never is as a whole. In a graph that
-    torch.compile captures, and where there is no GPU, the ops are PyTorch's own.
+    memory once, in the dtype of ``hidden``, and of their gradient one slice of 256 MiB at a time.
+    In a graph that torch.compile captures, and where there is no GPU, the ops are PyTorch's own.
 
     Args:
         hidden: the head's input (..., K), in a floating dtype.
@@ -65,7 +65,7 @@ def token_log_probs(
             f"token_log_probs: temperature {temperature}, softcap {softcap}: give numbers above 0"
         )
     how = temperature, softcap, entropy
-    plain = torch.compiler.is_compiling() or not _has_kernels(hidden)
+    plain = torch.compiler.is_compiling() or not _compiles(hidden)
     call = functools.partial(_scores, *how) if plain else _compiled(*how)
     chosen, spread = call(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.flatten().long()
@@ -74,7 +74,7 @@ def token_log_probs(
     return (chosen, spread.view(targets.shape)) if spread is not None else chosen
 
 
-def _has_kernels(hidden: Tensor) -> bool:
+def _compiles(hidden: Tensor) -> bool:
     return hidden.is_cuda
 
 

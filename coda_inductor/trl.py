@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coda_inductor.head import entropies, head_logits, log_probs, widened
+from coda_inductor.lm_head import entropies, head_logits, log_probs, widened
 
 #: TRL's autograd function, as its forward names it.
 _CHUNKED = "_ChunkedLogProbFunction"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of logits on a GPU: its memory, and the kernel that makes a slice of it."""
 
-from unittest.mock import patch
+import functools
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from layers import SLACK, compiled, errors
 from test_gpu_exact import D, head
 
-from coda_inductor import head as head_of_tokens
-from coda_inductor import reports, token_log_probs
+from coda_inductor import lm_head, reports, token_log_probs
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.mainloop.dlogits import dlogits
 from coda_inductor.semantic import loss as semantic
@@ -85,30 +84,32 @@ def test_tokens_log_probabilities_and_entropies(rows, columns, width, temperatur
     assert {"logsumexp", "entropy"} <= combined
 
 
-def test_the_function_that_compiles_itself():
+def test_the_function_that_compiles_itself(monkeypatch):
     """As exact as torch's ops in eager, in one kernel forward, for any number of tokens."""
+    options = {"gate": "always", "strict": True}
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, options=options))
+    lm_head._compiled.cache_clear()
     torch.manual_seed(1)
     w = (torch.randn(4104, 264, device="cuda") / 4).bfloat16()
 
-    def outcome(dtype, x, targets, call):
+    def outcome(dtype, x, targets, compiles):
+        monkeypatch.setattr(lm_head, "_compiles", lambda _: compiles)
         given = [t.detach().to(dtype).requires_grad_() for t in (x, w)]
-        found = call(*given, targets, temperature=0.7, entropy=True)
+        found = token_log_probs(*given, targets, temperature=0.7, entropy=True)
         (found[0].sum() - 0.5 * found[1].mean()).backward()
         return [*(t.detach() for t in found), *(t.grad for t in given)]
-
-    def plain(x, w, targets, **_):
-        with patch.object(head_of_tokens, "_has_kernels", lambda _: False):
-            return token_log_probs(x, w, targets, temperature=0.7, entropy=True)
 
     for rows in (37, 300, 512):
         x = torch.randn(rows, 264, device="cuda").bfloat16()
         targets = torch.randint(4104, (rows,), device="cuda")
-        exact = outcome(torch.float64, x, targets, plain)
-        ways = token_log_probs, plain
-        have, want = (errors(outcome(torch.bfloat16, x, targets, call), exact) for call in ways)
-        for ours, theirs in zip(have, want, strict=True):
+        exact = outcome(torch.float64, x, targets, compiles=False)
+        ways = (errors(outcome(torch.bfloat16, x, targets, c), exact) for c in (True, False))
+        for ours, theirs in zip(*ways, strict=True):
             assert ours <= SLACK * theirs + 1e-6
-    assert 0 < len(reports()) <= 2
+    assert len(reports()) == 2, "the second number of tokens is any"
+    for graph in reports():
+        kernels = [s.program for s in graph.sites if s.how == "kernel"]
+        assert {"logsumexp", "entropy"} <= {r.combine for p in kernels for r in p.reduces}
 
 
 @pytest.mark.parametrize("spread", [False, True])
