@@ -123,6 +123,22 @@ def test_powers_round_each_product():
     assert len(harness.fused) == 2
 
 
+def test_the_largest_of_a_row_is_of_the_float32_sum():
+    """As in eager; the next product reads a rounded copy."""
+
+    def function(x, w, stream):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = stream + F.linear(x, w)
+            return y.amax(-1), F.linear(y, w)
+
+    tensors = [randn(*shape, dtype=torch.float32) for shape in ((ROWS, D), (D, D), (ROWS, D))]
+    harness = Harness(numerics="eager", gate="always")
+    assert differing(harness.run(function, *tensors), function(*tensors)) == 0
+    (site,) = harness.fused
+    assert [reduce.combine for reduce in site.program.reduces] == ["max"]
+    assert [store.dtype for store in site.program.stores] == ["bfloat16"]
+
+
 def test_sums_of_rows_stay_outside_of_epilogues():
     harness = Harness(numerics="eager")
     harness.train(NormLinear().bfloat16(), randn(ROWS, D).bfloat16())

@@ -168,7 +168,7 @@ class Region:
             bool(self.lanes),
         )
         if self.eager:
-            return verify(simplify(program, exact=True))
+            return verify(simplify(program, exact=True), eager=True)
         program = simplify(program)
         # Sums over M that are never combined with a tile: the gradients of biases and gammas.
         columns = {r.name for r in self.reduces.values() if r.axis == "col"}

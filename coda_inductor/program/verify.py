@@ -16,19 +16,20 @@ from coda_inductor.program.statistics import inconsistent
 RESERVED = frozenset({"acc", "acc0", "acc1", "D", "C", "c"})
 
 
-def verify(program: EpilogueProgram) -> EpilogueProgram:
-    """Return ``program`` if it is legal.
+def verify(program: EpilogueProgram, *, eager: bool = False) -> EpilogueProgram:
+    """Return ``program`` if it is legal. ``eager``: it rounds where eager rounds; there a reduction
+    may read a float32 value of which a rounded copy is stored.
 
     Raises:
         ProgramError: the program is not legal; names the first illegal operand, step, store or
             reduction, and why.
     """
-    if (why := next(_problems(program), None)) is not None:
+    if (why := next(_problems(program, eager), None)) is not None:
         raise ProgramError(why)
     return program
 
 
-def _problems(program: EpilogueProgram) -> Iterator[str]:
+def _problems(program: EpilogueProgram, eager: bool) -> Iterator[str]:
     """What is wrong, in an order in which each check may rely on the ones before it."""
     if program.accs not in (("acc",), ("acc0", "acc1")):
         yield f"accumulators must be ('acc',) or ('acc0', 'acc1'), got {program.accs}"
@@ -42,7 +43,7 @@ def _problems(program: EpilogueProgram) -> Iterator[str]:
     routes = {o.name for o in program.operands if o.spec.route}
     yield from _outputs(program, names - booleans - routes, names)
     yield from _heads(program)
-    if (reduce := inconsistent(program)) is not None:
+    if not eager and (reduce := inconsistent(program)) is not None:
         text = f"reduce {reduce.name!r} reads an unrounded value that is stored rounded: "
         yield f"{text}program.consistent() lets it read what is stored"
 
