@@ -60,9 +60,7 @@ def test_values_and_gradients(way, how, monkeypatch):
     want = exact(*tensors, targets, **how)
     torch.testing.assert_close(found, want)
     torch.testing.assert_close(gradients(found, tensors), gradients(want, tensors))
-    found = [
-        r.combine for g in reports() for s in g.sites if s.fused for r in s.program.reduces
-    ]
+    found = [r.combine for g in reports() for s in g.sites if s.fused for r in s.program.reduces]
     assert sorted(found) == ([] if way == "eager" else ["entropy", "logsumexp"])
 
 
