@@ -63,6 +63,7 @@ def _step(world: int, backend: str, options: dict[str, Any]) -> Any:
     """Forward and backward of the blocks, sharded over ``world`` GPUs."""
     torch.manual_seed(0)
     whole, batch, _ = models.build("8B", TOKENS)
+    models.make_causal(whole)  # as newer transformers do by themselves
     model, tokens = whole.model.train(), batch["input_ids"]
     plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}

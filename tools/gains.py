@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 import re
 import statistics
 import textwrap
@@ -100,32 +99,33 @@ def row(who: str, case: str, place: str, variants: str, do: str = "nothing", **m
     return Row(who, case, before, after, do, **more)
 
 
-WHOLE, MEMORY = "h200_whole/results/{}", "h200_memory_8B/results/8B x8/{}"
+WHOLE = "h200_whole/results/{}"
 FULL = row(
     "full fine-tuning, bf16",
-    "Llama 3.1 8B, 32 layers, AdamW, H200 (2)",
+    "Llama 3.1 8B, 32 layers, AdamW, H200",
     "h200_whole_torch215/results/new: 8B bf16 {} 1x8192 adamw",
     "causal, coda",
 )
-ROWWISE, TENSORWISE = (f"8B {recipe} {{}} 1x8192 {optimizer}" for recipe, optimizer in
-                       (("rowwise", "adamw"), ("tensorwise", "adamw8")))  # fmt: skip
 FLOAT8, TENSORS = (
-    row("pretraining in FP8", "the same, torchao's rowwise recipe", WHOLE.format(name),
-        "causal, coda", "[torchao's line](docs/fp8.md)")
-    for name in (ROWWISE, TENSORWISE)
+    row("pretraining in FP8", f"the same, torchao's {recipe} recipe",
+        f"h200_whole_torch215_fp8/results/new: 8B {recipe} {{}} 1x8192 adamw", "causal, coda",
+        "[torchao's line](docs/fp8.md)")
+    for recipe in ("rowwise", "tensorwise")
 )  # fmt: skip
-SHORT = row("short of memory", "8B widths, 8 layers, beside selective checkpoints, H200", MEMORY,
-            "compile:op, coda:0.7", "[`memory=0.7`](docs/memory.md)", weights=5.21)  # fmt: skip
-EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H100",
-              "h100_experts/results/olmoe, 8 layers, training/{}", "compile_causal, coda",
-              "[grouped products](docs/experts.md)", weights=6.64)  # fmt: skip
+SHORT = row("short of memory", "8B widths, 8 layers, beside selective checkpoints, H200",
+            "h200_memory_torch215/results/8B x8/{}", "compile:op, coda:0.7",
+            "[`memory=0.7`](docs/memory.md)", weights=5.21)  # fmt: skip
+EXPERTS = row("mixtures of experts", "OLMoE, 8 layers, H200",
+              "h200_experts_torch215/results/olmoe, 8 layers, training/new: {}",
+              "compile_causal, coda", "[grouped products](docs/experts.md)",
+              weights=6.64)  # fmt: skip
 ADAPTERS = "h200_whole_torch215_more/results/new: 8B {} 2x4096 adamw"
 LORA = row("LoRA", "in bf16", ADAPTERS, "lora causal, lora coda")
 LORA_FP8 = row("LoRA in FP8",
-               "the same 8B, rank 16, AdamW, 2 x 4096 tokens, beside torch.compile in bf16 (2)",
+               "the same 8B, rank 16, AdamW, 2 x 4096 tokens, beside torch.compile in bf16",
                ADAPTERS, "lora causal, lora_fp8 coda",
                "[FP8 weights](docs/fp8.md#lora-on-fp8-weights)")  # fmt: skip
-FLEX = "h200_masks_flex/families/{}-8192-training-bf16/variants/{{}}"
+MASKS = "h200_masks_torch215/results/{}/{{}}"
 
 
 def table() -> list[Row]:
@@ -136,19 +136,16 @@ def table() -> list[Row]:
         SHORT,
         EXPERTS,
         LORA_FP8,
-        row("torchtitan in FP8", "Llama 3 8B, rowwise, FSDP2, AdamW, two H200s",
+        row("torchtitan in FP8", "Llama 3 8B, rowwise, FSDP2, AdamW, two H200s, torch 2.11",
             "h200x2_torchtitan/results/2:{}", "f8i:llama3:8B:inductor:none:1:fp8, "
             "f8c:llama3:8B:coda:none:1:fp8,head", "[one import](docs/frameworks.md#torchtitan)"),
-        row("long prompts", "Llama 1B, prefill of 8192 tokens, H200 (2)",
+        row("long prompts", "Llama 1B, prefill of 8192 tokens, H200",
             "h200_prefill_torch215/results/Llama 1B prefill/{}",
             "compile_causal, coda", weights=2.30),
-        row("packed documents (1)", "1B widths, 8 layers, 8 documents a row, H200",
-            FLEX.format("packed"), "compile_flex, coda", "`use_cache=False`", weights=1.40),
+        row("packed documents (1)", "1B widths, 4 layers, 8 documents a row, H200",
+            MASKS.format("packed"), "compile_flex, coda", "`use_cache=False`", weights=0.94),
         row("padded batches (1)", "the same, 4 x 2048, padded on the left",
-            FLEX.format("padded"), "compile_flex, coda", "`use_cache=False`", weights=1.40),
-        row("images", "12 of FLUX.1's blocks, 1024 x 1024, FP8 by `quantize_`, H200",
-            "h200_dit_fp8/flux float8/{}", "compile, coda",
-            "[torchao's line](docs/fp8.md#inference)", weights=2.38),
+            MASKS.format("padded"), "compile, coda", "`use_cache=False`", weights=0.94),
     ]  # fmt: skip
 
 
@@ -166,21 +163,15 @@ def blocks() -> dict[str, str]:
     (two, slower), (three, faster) = (
         _fits(f"8B bf16 {backend} {{}} adamw8") for backend in ("causal", "coda")
     )
-    fastest = (
-        min(figure(WHOLE.format(f"{recipe} {backend}")).ms for recipe in ("rowwise", "tensorwise"))
-        for backend in ("causal", "coda")
-    )
-    best = operator.truediv(*fastest)
     lora = 100 * LORA.after.gib / LORA.before.gib
     peaks = f"from {number(FULL.before.gib)} to {number(FULL.after.gib)} GiB"
     text = f"""\
 **Llama 3.1 8B, all 32 layers, with AdamW on one H200: a step of 8192 tokens takes
-{number(FLOAT8.after.ms)} ms in FP8 under coda and {number(FLOAT8.before.ms)} under torch.compile
-(torch 2.11); in bfloat16 {number(FULL.after.ms)} and {number(FULL.before.ms)} ms (torch 2.15).**
-In detail:
+{number(FLOAT8.after.ms)} ms in FP8 under coda and {number(FLOAT8.before.ms)} under
+torch.compile; in bfloat16 {number(FULL.after.ms)} and {number(FULL.before.ms)} ms.** In detail:
 
-- **FP8**: {FLOAT8.gain} in torchao's rowwise recipe, {TENSORS.gain} in the tensorwise one (8-bit
-AdamW), {best:.2f}x from best to best (no AdamW).
+- **FP8**: {FLOAT8.gain} in torchao's rowwise recipe; {TENSORS.gain} in the tensorwise one, which is
+the faster one for both ({number(TENSORS.before.ms)} -> {number(TENSORS.after.ms)} ms).
 
 - **Memory**: the peak of the step in bfloat16 falls {peaks}. With 8-bit AdamW {three} rows of 8192
 tokens fit ({faster:,.0f} tokens a second) where torch.compile fits {two} ({slower:,.0f}). Where
@@ -206,7 +197,7 @@ def picture(ink: str, stock: str, ours: str) -> str:
     """Five bars as SVG: what coda leaves of torch.compile's time or memory."""
     bars = [
         ("FP8 step, Llama 8B, H200", FLOAT8.before.ms, FLOAT8.after.ms, "ms"),
-        ("step with experts, OLMoE, H100", EXPERTS.before.ms, EXPERTS.after.ms, "ms"),
+        ("step with experts, OLMoE, H200", EXPERTS.before.ms, EXPERTS.after.ms, "ms"),
         ("bfloat16 step, Llama 8B, H200", FULL.before.ms, FULL.after.ms, "ms"),
         ("peak memory of that", FULL.before.gib, FULL.after.gib, "GiB"),
         ("peak memory of LoRA, Llama 8B, H200", LORA.before.gib, LORA.after.gib, "GiB"),
