@@ -230,7 +230,8 @@ class _Planner:
         yield lambda bans: find_pair(anchor, self.scope, bans)
         yield lambda bans: grow((anchor,), self.scope, bans)
         rotations = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
-        if heads := [n for n in rotations if producer(n.all_input_nodes[0]) is anchor]:
+        heads = [n for n in rotations if producer(n.all_input_nodes[0]) is anchor]
+        if heads and not {*readers(anchor)[1]} <= {*heads}:  # else nothing would be left
             yield lambda bans: self._without(heads, anchor, bans)
 
     def _without(self, heads: list[Node], anchor: Node, bans: Bans) -> Region | None:
