@@ -27,7 +27,7 @@ BLACKWELL = {"100": "swiglu,fp8_residual", "120": "norm_bwd/joined,everything"}
 HOPPER = (
     "norm_bwd/joined,everything//128x128:2x1:pp:dyn,select//64x64:1x1:pp,"
     "fp8_swiglu_fast//128x256:2x1:co,fp8_activated,experts_alternating//128x256:2x1:co,"
-    "experts_dgrad//128x256:2x1:co:lean,experts_join/joined,paired_batches,entropy"
+    "experts_dgrad//128x256:2x1:co:lean,experts_join/joined,paired_batches,entropy,unstored"
 )
 
 COMPILE = """
