@@ -73,13 +73,12 @@ def worst(have, want) -> float:
                for a, b in zip(have, want, strict=True))  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [ALL, {"disable": ["fuse", "idioms"]}], ids=["fused", "plain"])
-@pytest.mark.parametrize("given", [
-    {}, {"how": "tensor"}, {"bias": True}, {"checkpointed": True},
+@pytest.mark.parametrize(("given", "fused"), [
+    ({}, False), ({"checkpointed": True}, True), ({"how": "tensor", "bias": True}, True),
 ], ids=str)  # fmt: skip
-def test_adapters_train_on_frozen_fp8(given, options):
+def test_adapters_train_on_frozen_fp8(given, fused):
     model, wide = pair(**given)
-    harness = Harness(**options)
+    harness = Harness(**ALL if fused else {"disable": ["fuse", "idioms"]})
     have = trained(harness.train, model, fp8.batch())
     want = trained(lambda m, x: m(x), wide, fp8.batch().float())
     assert harness.counts["fp8_linear"] == 6
@@ -98,7 +97,7 @@ def test_adapters_train_on_frozen_fp8(given, options):
     assert turned == [0, 6]
     # Where no epilogue has a gradient's maxima, Inductor casts in the kernel that computes them.
     backward = harness.ops(harness.parts[1])["coda_inductor.fp8_cast.default"]
-    assert (backward > 0) == (options is ALL)
+    assert (backward > 0) == fused
 
 
 def layer(x, w, s, bias=None):
@@ -153,24 +152,18 @@ def test_in_eager_it_is_the_same_function_and_differentiates_once():
         dx.float().sum().backward()
 
 
-def blocks_of_128(weight):
-    weight.block_size = [128, 64]
-
-
-def bounded(weight):
-    weight.act_quant_kwargs.hp_value_ub = 5.0
-
-
-@pytest.mark.parametrize("change", [blocks_of_128, bounded])
-def test_what_it_cannot_differentiate_is_torchs_error(change):
+@pytest.mark.parametrize("bounded", [False, True])
+def test_what_it_cannot_differentiate_is_torchs_error(bounded):
     """A reason, and no gradient that is None or zero in silence."""
     model, _ = pair(count=1)
-    change(model.blocks[0].up.base.weight)
-    harness = Harness(strict=False)
+    weight, harness = model.blocks[0].up.base.weight, Harness(strict=False)
+    if bounded:
+        weight.act_quant_kwargs.hp_value_ub = 5.0
+    else:
+        weight.block_size = [128, 64]
     with pytest.raises(Exception, match="derivative for aten::_scaled_mm is not implemented"):
         trained(harness.train, model, fp8.batch())
-    (refusal,) = [r for r in harness.report.refusals if r.code == "fp8-frozen"]
-    assert "up" in refusal.where
+    assert "fp8-frozen" in [r.code for r in harness.report.refusals]
 
 
 def test_without_gradients_torchaos_own_chain_stays():

@@ -13,42 +13,30 @@ from coda_inductor.graph.aliases import inspected, spectator
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.nodes import aten
 
-#: What each pass leaves in the graph if it lays something out anew.
-MARKS = {"rows": "aten.clone.default", "fuse": "aten.cat.default"}
+#: Name -> what fires once a pass has laid something out anew, how often beside all of seen.BLIND
+#: ("rows" asks the caller of "elements", a sine that lies as what it reads), and how many readers
+#: of seen.SEEING are asked.
+PROGRAMS = {"rows": ("layer_norm", 6, 8), "packed": ("swiglu", 4, 5), "fuse": ("epilogue", 4, 0)}
 
 
-def laid_out(name, harness):
-    if name == "packed":
-        return 2 * seen.D not in [site.shape[1] for site in harness.report.sites]
-    ops = harness.ops()
-    return ops[MARKS[name]] + ops["coda_inductor.columns.default"]
+def run(compare, name, readers):
+    """All of a kind in one graph, each beside a program of its own."""
+    programs = [seen.PROGRAMS[name](read) for read in readers.values()]
+    given = [seen.arguments(compare is check_gradients) for _ in readers]
+
+    def function(given):
+        return [program(*each) for program, each in zip(programs, given, strict=True)]
+
+    return compare(function, given, gate="always", strides=True)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("reader", seen.SEEING)
-@pytest.mark.parametrize("name", seen.PROGRAMS)
-def test_a_reader_of_memory_reads_what_it_read(name, reader, grad):
-    function = seen.PROGRAMS[name](seen.SEEING[reader])
-    run = check_gradients if grad else check
-    run(function, *seen.arguments(grad), gate="always", strides=True)
-
-
-@pytest.mark.parametrize("reader", seen.BLIND)
-@pytest.mark.parametrize("name", seen.PROGRAMS)
-def test_a_reader_of_elements_prevents_nothing(name, reader):
-    harness = check(seen.PROGRAMS[name](seen.BLIND[reader]), *seen.arguments(), gate="always")
-    assert laid_out(name, harness)
-
-
-def test_reasons():
-    function = seen.stream(seen.SEEING["as_strided"])
-    report = check(function, *seen.arguments(), gate="always").report
-    (why,) = [r for r in report.refusals if r.code == "memory-seen"]
-    assert str(why).startswith("rows at permute")
-    assert "as_strided depends on how" in why.text
-    function = seen.halves(seen.SEEING["exact"])
-    report = check(function, *seen.arguments(), gate="always").report
-    assert [r.what for r in report.refusals if r.code == "memory-seen"] == ["packed projection"]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_readers_of_memory_read_what_they_read_and_readers_of_elements_prevent_nothing(name):
+    counter, often, asked = PROGRAMS[name]
+    harness = run(check, name, seen.BLIND)
+    assert harness.counts[counter] == often
+    harness = run(check_gradients, name, seen.SEEING)
+    assert [r.code for r in harness.report.refusals].count("memory-seen") == asked
 
 
 def careless(graph, _record):

@@ -60,28 +60,17 @@ def like_mask(q):
     return low.type_as(q) + low.to(q).expand_as(q @ q.mT)
 
 
-def documented(q, hidden):
-    """As torch's documentation of SDPA writes its masks, in place."""
-    bias = torch.zeros(q.shape[-2], q.shape[-2], dtype=q.dtype)
-    bias.masked_fill_(hidden, -math.inf)
-    return bias
+def in_place_mask(q):
+    """As torch's documentation of SDPA writes it."""
+    bias = torch.zeros(T, T, dtype=q.dtype)
+    return bias.masked_fill_(torch.ones(T, T, dtype=torch.bool).tril_().logical_not(), -math.inf)
 
 
-def whole(q):
-    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)
-
-
-CAUSAL = {
-    **{f.__name__: f for f in (arange_mask, lowest_mask, packed_mask, like_mask)},
-    "masked_fill_": lambda q: documented(q, whole(q).tril().logical_not()),
-    "two in a row": lambda q: documented(q, whole(q)).triu_(1),
-    "tril_": lambda q: whole(q).tril_(),
-}
+CAUSAL = (arange_mask, lowest_mask, packed_mask, like_mask, in_place_mask)
 
 
 def test_constant_causal_masks_become_a_flag():
-    """Each beside heads of its own, in one graph."""
-    function, tensors = side_by_side(map(masked, CAUSAL.values()), *3 * [(2, 4, T, 8)])
+    function, tensors = side_by_side(map(masked, CAUSAL), *3 * [(2, 4, T, 8)])
     harness = check_gradients(function, *(t.requires_grad_() for t in tensors))
     assert harness.counts["constant_mask"] == len(CAUSAL)
     assert {(c["attn_mask"], c["is_causal"]) for c in calls(harness)} == {(None, True)}
@@ -253,39 +242,36 @@ def cut_off(q, k, v):
     return sdpa(q, k4, v4) + k.sum() + v.sum()
 
 
-@pytest.mark.parametrize(
-    "attend", [changed_copy, changed_view, changed_after_the_call, changed_while_expanded, cut_off]
-)
-def test_heads_stay_repeated_where_something_changes_between(attend, groups_here):
+CHANGES = (changed_copy, changed_view, changed_after_the_call, changed_while_expanded, cut_off)
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_heads_stay_repeated_where_something_changes_between(computed, groups_here):
     """In what is computed or, without gradients, in inputs."""
-    q, k, v = grouped_inputs()
-    for harness in (
-        check_gradients(lambda q, k, v: attend(q, k * 1, v * 1), q, k, v),
-        check_gradients(attend, q, k.detach(), v.detach()),
-    ):
-        assert "grouped_heads at" in reasons(harness)
-        assert not harness.counts["grouped_heads"]
+    each = [lambda q, k, v, f=f: f(q, k * 1, v * 1) for f in CHANGES] if computed else CHANGES
+    function, tensors = side_by_side(each, *((2, n, T, 8) for n in (4, 2, 2)))
+    harness = check_gradients(
+        function, *(t.requires_grad_(computed or t.shape[1] == 4) for t in tensors)
+    )
+    assert reasons(harness).count("grouped_heads at") == len(CHANGES)
+    assert not harness.counts["grouped_heads"]
 
 
-STAY = {
-    "in another order": repeated(lambda k, n: k.repeat(1, n, 1, 1)),
-    "turned round": repeated(lambda k, n: interleaved(k, n).flip(1)),
-    "a mask of data": lambda q, k, v: repeated(
+STAY = (
+    repeated(lambda k, n: k.repeat(1, n, 1, 1)),  # in another order
+    repeated(lambda k, n: interleaved(k, n).flip(1)),
+    lambda q, k, v: repeated(  # a mask of data
         hugging_face, attn_mask=q.sum() > torch.zeros(T, T), is_causal=False
     )(q, k, v),
-    "two heads of keys, one of values": lambda q, k, v: sdpa(
-        q, interleaved(k, 2), interleaved(v[:, :1], 4), is_causal=True
-    ),
-}
+    # Two heads of keys, one of values.
+    lambda q, k, v: sdpa(q, interleaved(k, 2), interleaved(v[:, :1], 4), is_causal=True),
+)
 
 
-@pytest.mark.parametrize("name", STAY)
-def test_others_stay_repeated(name, groups_here):
-    assert not check_gradients(STAY[name], *grouped_inputs()).counts["grouped_heads"]
-
-
-def test_heads_stay_repeated_where_flash_does_not_run():
-    assert not check(repeated(hugging_face), *grouped_inputs()).counts["grouped_heads"]
+def test_others_stay_repeated(groups_here):
+    function, tensors = side_by_side(STAY, *((2, n, T, 8) for n in (4, 2, 2)))
+    harness = check_gradients(function, *(t.requires_grad_() for t in tensors))
+    assert not harness.counts["grouped_heads"]
 
 
 def test_inputs_that_share_memory(groups_here):
@@ -296,18 +282,3 @@ def test_inputs_that_share_memory(groups_here):
 
     q, k, v = (t.detach() for t in grouped_inputs())
     assert not check_gradients(attend, q, k, v, k[:, :, 1:]).counts["grouped_heads"]
-
-
-def test_heads_written_to_before_they_are_repeated_are_grouped(groups_here):
-    def attend(q, k, v):
-        k, v = k * 1, v * 1
-        k[:, :, 0] = 0
-        y = sdpa(q, interleaved(k, 2), interleaved(v, 2))
-        return (y * 2).relu_()
-
-    assert check_gradients(attend, *grouped_inputs()).counts["grouped_heads"] == 1
-
-
-def made(graph, **where):
-    ones = graph.call_function(torch.ones, (T, T), {"dtype": torch.bool, **where})
-    return graph.call_method("tril", (ones,))

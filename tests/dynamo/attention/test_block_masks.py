@@ -74,18 +74,14 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", sorted(MASKS.keys() - {"random", "packed"}))
-def test_any_mask(mask):
+def test_any_mask_and_lengths_that_no_block_divides():
     """Rows that see nothing are zero and have no gradient, as in SDPA."""
-    harness = compare(attend, *inputs(), MASKS[mask]())
-    assert harness.counts["block_mask"] == 1
+    given = [(*inputs(), MASKS[name]()) for name in sorted(MASKS.keys() - {"random", "packed"})]
+    for t, keys in ((1, 7), (127, 200), (129, 7)):
+        given.append((*inputs(t=t, keys=keys), torch.rand(2, 1, t, keys) > 0.3))
+    harness = compare(lambda given: [attend(*each) for each in given], given)
+    assert harness.counts["block_mask"] == len(given)
     assert not calls(harness, sdpa)
-
-
-@pytest.mark.parametrize(("t", "keys"), [(1, 7), (127, 200), (129, 7)])
-def test_lengths_that_no_block_divides(t, keys):
-    mask = torch.rand(2, 1, t, keys) > 0.3
-    assert compare(attend, *inputs(t=t, keys=keys), mask).counts["block_mask"] == 1
 
 
 LISTS = [
@@ -121,25 +117,15 @@ def test_grouped_heads(how):
     assert harness.counts["grouped_heads"] == (how == "repeated")
 
 
-def test_a_scale_and_wider_values():
-    def scaled(q, k, v, mask):
-        return sdpa(q, k, torch.cat([v, v], -1), attn_mask=mask, scale=0.5)
-
-    assert compare(scaled, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
-
-
-@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3)])
-def test_the_result_has_the_strides_of_sdpas(order):
+def test_a_scale_wider_values_and_the_strides_of_sdpas_result():
     """A view after it counts on them."""
-    back = [order.index(d) for d in range(4)]
 
     def strided(q, k, v, mask):
-        q = q.permute(order).contiguous().permute(back)
-        y = sdpa(q, k, v, attn_mask=mask)
+        q = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        y = sdpa(q, k, torch.cat([v, v], -1), attn_mask=mask, scale=0.5)
         return y, y.stride()
 
-    harness = compare(strided, *inputs(), MASKS["random"]())
-    assert harness.counts["block_mask"] == 1
+    assert compare(strided, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
 
 
 def layers(q, k, v, mask, n=3):
@@ -231,29 +217,25 @@ def region(q, k, v, mask):
 
 
 INFERENCE = {
-    "an in-place op changes it": (written_in_a_region, 2),
+    "an in-place op changes it": written_in_a_region,
     "a region that is called several times": (
-        lambda q, k, v, mask: region(region(q, k, v, mask), k, v, mask), 2,
+        lambda q, k, v, mask: region(region(q, k, v, mask), k, v, mask)
     ),
-    "broadcast to the mask": (attend, 1),  # eager raises
-    "FlexAttention has no dropout": (lambda *given: sdpa(*given, dropout_p=0.5), 2),
-}  # fmt: skip
+    "broadcast to the mask": lambda *qkv, mask: attend(*(t[:1] for t in qkv), mask),  # eager raises
+    "FlexAttention has no dropout": lambda *qkv, mask: sdpa(*qkv, mask, dropout_p=0.5),
+}
 
 
 @pytest.mark.parametrize("reason", INFERENCE)
 def test_what_has_no_gradient_in_eager_stays(reason):
-    function, batch = INFERENCE[reason]
-    harness = Harness(gate="always")
-    q, k, v = (t.detach() for t in inputs(batch=batch))
-    assert len(harness.run(function, q, k, v, MASKS["random"]())) == 2
+    harness, qkv = Harness(gate="always"), [t.detach() for t in inputs()]
+    assert len(harness.run(INFERENCE[reason], *qkv, mask=MASKS["random"]())) == 2
     assert reason in reasons(harness)
     assert not harness.counts["block_mask"]
 
 
-@pytest.mark.parametrize(("t", "keys", "batch"), [(0, 9, 2), (9, 0, 2), (9, 9, 0)])
-def test_empty_tensors_stay(t, keys, batch):
-    q, (_, k, v) = inputs(t=t, batch=batch)[0], inputs(t=keys, batch=batch)
-    harness = check(attend, q, k, v, torch.rand(batch, 1, t, keys) > 0.5, gate="always")
+def test_empty_tensors_stay():
+    harness = check(attend, *inputs(t=0, keys=9), torch.rand(2, 1, 0, 9) > 0.5, gate="always")
     assert "a tensor of it is empty" in reasons(harness)
 
 
@@ -319,18 +301,9 @@ def test_kernels_find_each_mask_of_a_batch(read):
         assert strides == torch.empty(sizes).stride(), where
 
 
-def concatenated(text, t=256):
-    """The keys of a text, which is padded, and of an image."""
-    return torch.cat([text, text.new_ones(len(text), t - text.shape[1])], 1)[:, None, None]
-
-
-def extended(text, t=256):
-    return F.pad(text, (0, t - text.shape[1]), value=True)[:, None, None].expand(-1, 2, t, -1)
-
-
-@pytest.mark.parametrize(("made", "batch"), [(concatenated, 2), (extended, 2)])
-def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read, made, batch):
-    """A regression: Inductor computed ``cat`` inside the kernel, which raised an error."""
+def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read):
+    """Of the keys of a text, which is padded, and of an image. A regression: Inductor computed
+    ``cat`` inside the kernel, which raised an error."""
     real, masks = lowering.lowerings[flex], []
 
     def forward(*args):
@@ -340,12 +313,12 @@ def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read, made, ba
     monkeypatch.setitem(lowering.lowerings, flex, forward)
 
     def attended(q, k, v, text):
-        return sdpa(q, k, v, attn_mask=made(text))
+        mask = torch.cat([text, text.new_ones(2, 256 - text.shape[1])], 1)
+        return sdpa(q, k, v, attn_mask=mask[:, None, None])
 
     compiled = torch.compile(attended, backend="coda", options={"gate": "always", "strict": True})
-    tensors = inputs(t=256, batch=batch, dtype=torch.float32)
     with torch.no_grad(), config.patch(force_pointwise_cat=True):  # as on a GPU
-        compiled(*tensors, torch.ones(batch, 40, dtype=torch.bool))
+        compiled(*inputs(t=256, dtype=torch.float32), torch.ones(2, 40, dtype=torch.bool))
     (mask,) = masks
     while not isinstance(mask, (ir.Buffer, ir.Loops)):
         mask = mask.data
@@ -353,8 +326,7 @@ def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read, made, ba
 
 
 def test_lists_that_torchtitan_makes_with_vmap():
-    """As version 0.3 compiles it: values of vmap have no storage. With ``strict``: no pass may
-    fail."""
+    """Values of vmap have no storage. With ``strict``: no pass may fail."""
     position = torch.arange(64) % 20
 
     def mask(b, h, q, k):
