@@ -9,10 +9,8 @@ from coda_inductor.matching import normalize
 
 COLUMNS = {
     "slice": (lambda x: x[..., :3], (0, 3, 1)),
-    "all": (lambda x: x[..., :6], (0, 6, 1)),
     "to the end": (lambda x: x[:, -3:], (3, None, 1)),
     "every other": (lambda x: x[:, 1::2], (1, None, 2)),
-    "chunk": (lambda x: x.chunk(2, 1)[0], (0, 3, 1)),
     "split": (lambda x: x.split([1, 3, 2], -1)[1], (1, 4, 1)),
     "unbind": (lambda x: x.view(4, 2, 3).unbind(1)[1], (3, None, 1)),
     "index": (lambda x: x.unflatten(-1, (3, 2))[..., 0], (0, None, 2)),

@@ -25,9 +25,9 @@ def test_draws_are_philox():
         assert (bool(one[0, i]), bool(next_one[0, i])) == (True, False)
 
 
-@pytest.mark.parametrize("p", [0.05, 0.5])
-def test_masks_are_as_probable_and_independent_as_they_should_be(p):
+def test_masks_are_as_probable_and_independent_as_they_should_be():
     """Of steps (seeds), of adapters (numbers), of rows and of columns, near ones and far ones."""
+    p = 0.05
     seeds = [torch.tensor([number]) for number in (0, 1, -1, 2**62)]
     masks = [keep_mask(seed, i, M, K, p).double() for seed in seeds for i in (0, 1, 7)]
     spread = p * (1 - p) / (M * K) ** 0.5

@@ -28,17 +28,12 @@ def test_casts_are_torchaos(dtype, shape, power):
     assert same(qt, q.t())
 
 
-@pytest.mark.parametrize("power", [False, True])
-@pytest.mark.parametrize("target", [E4M3, E5M2])
+@pytest.mark.parametrize(("power", "target"), [(False, E4M3), (True, E5M2)])
 def test_the_chain_of_these_tests_is_torchaos(power, target):
     utils = pytest.importorskip("torchao.float8.float8_utils")
     by = utils.ScalingGranularity
     x = subject(24, 40, torch.bfloat16)
-    for dims, how in (
-        ([1], (by.AXISWISE, 1)),
-        ([0], (by.AXISWISE, 0)),
-        ([], (by.TENSORWISE, None)),
-    ):
+    for dims, how in (([0], (by.AXISWISE, 0)), ([], (by.TENSORWISE, None))):
         theirs = utils.tensor_to_scale(x, target, False, None, *how, power)
         assert same(theirs, scale_of(x, dims, target, power=power))
         q = utils.to_fp8_saturated(x.to(torch.float32) * theirs, target)
@@ -62,20 +57,21 @@ def test_quotients_are_those_of_torchaos_inference(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_factor_and_then_a_weight_come_first_and_in_float32(dtype, weighted):
-    x, factor = subject(30, 20, dtype), torch.rand(30, 1) + 0.1
-    weight = torch.randn(1, 20).to(dtype) if weighted else None
+def test_a_factor_and_then_a_weight_come_first_and_in_float32(dtype):
+    x, factor, weight = (
+        subject(30, 20, dtype),
+        torch.rand(30, 1) + 0.1,
+        torch.randn(1, 20, dtype=dtype),
+    )
     rows, cols = scale_of(x, [1], E4M3), scale_of(x, [0], E4M3)
     q, qt = CAST(x, factor, rows, E4M3, cols, E5M2, False, weight)
-    wide = x.float() * factor
-    maxima = AMAX(x.nan_to_num(), factor, True, True)
-    assert same(maxima[0].amax(1), (x.nan_to_num().float() * factor).abs().amax(1))
-    columns, exact = maxima[1].amax(0), (x.nan_to_num().float() * factor)
-    if weighted:  # the maximum of a column's product is that of the column, times the weight
-        wide, columns = wide * weight.float(), columns * weight.float().abs()[0]
-        exact = exact * weight.float()
-    assert same(columns, exact.abs().amax(0))
+    wide = x.float() * factor * weight.float()
+    finite = x.nan_to_num().float() * factor
+    by_row, by_column = AMAX(x.nan_to_num(), factor, True, True)
+    assert same(by_row.amax(1), finite.abs().amax(1))
+    # The maximum of a column's product is that of the column, times the weight.
+    columns = by_column.amax(0) * weight.float().abs()[0]
+    assert same(columns, (finite * weight.float()).abs().amax(0))
     assert same(q, cast_of(wide, rows, E4M3))
     assert same(qt, cast_of(wide, cols, E5M2).t())
 
@@ -91,8 +87,6 @@ def test_special_values_and_what_is_not_wanted():
     assert qt[0].float().isnan()
     assert qt[1:6, 0].float().tolist() == [57344.0, -57344.0, 0.0, 448.0, -57344.0]
     assert [r.numel() for r in CAST(x, None, None, None, one, E4M3)] == [0, 8]
-    assert [r.numel() for r in CAST(x, None, one, E4M3, None, None)] == [8, 0]
-    assert [tuple(r.shape) for r in AMAX(x, None, True, False)] == [(1, 1), (0,)]
     assert [tuple(r.shape) for r in AMAX(x, None, False, True)] == [(0,), (1, 8)]
 
 
@@ -147,9 +141,7 @@ def calls():
         rows, cols = torch.rand(m, 1), torch.rand(1, k)
         yield CAST, (x, None, rows, E4M3, cols, E5M2)
         yield AMAX, (x, factor, True, True)
-    yield CAST, (x, factor, one, E4M3, one, E4M3)
-    yield CAST, (x, factor, None, None, cols, E5M2)
-    yield CAST, (x, factor, rows, E4M3, None, None, True)
+    yield CAST, (x, factor, None, None, one, E5M2)
     yield CAST, (x, factor, rows, E4M3, cols, E5M2, False, cols.bfloat16())
     yield CAST, (x.float().t(), None, cols.t(), E4M3, None, None)
     yield AMAX, (x.t(), None, False, True)

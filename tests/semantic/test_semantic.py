@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from checking import assert_same, randn, swiglu
+from checking import randn, swiglu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo.float8 import needs_scaled_mm
 
@@ -51,13 +51,11 @@ def test_the_gradient_of_a_row_of_each_group():
     torch.testing.assert_close(found, torch.stack([dy[:2].sum(0), 0 * x[0], dy[2:5].sum(0)]))
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-def test_a_kernel_casts_no_product_to_16_bits(enabled):
+def test_a_kernel_casts_no_product_to_16_bits():
     """Autocast is in the graph already, where it is on."""
     a, b = torch.randn(16, 8), torch.randn(2, 8, 24)
-    offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
-    with torch.autocast("cpu", enabled=enabled):
-        result = experts.grouped_mm(a, b, offsets, None)
+    with torch.autocast("cpu"):
+        result = experts.grouped_mm(a, b, torch.tensor([0, 5, 16], dtype=torch.int32), None)
     torch.testing.assert_close(result, torch.cat([a[:5] @ b[0], a[5:] @ b[1]]))
 
 
@@ -80,19 +78,6 @@ def test_dtypes_of_mixed_inputs():
     assert not rstd.requires_grad
     y.sum().backward()
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
-
-
-@pytest.mark.parametrize("mask", [*itertools.product([True, False], repeat=2)], ids=str)
-def test_backward_ops_skip_what_is_not_needed(mask):
-    x, weight, dy, up = randn(3, D), randn(D), randn(3, D), randn(3, D)
-    _, rstd = rms_norm(x, weight, EPS, x.dtype)
-    for op, given in (
-        (NORMS[rms_norm].backward, (dy, x, weight, rstd)),
-        (swiglu_backward, (dy, x, up)),
-    ):
-        full, some = op(*given, [True] * 2), op(*given, [*mask])
-        for need, have, want in zip(mask, some, full, strict=True):
-            assert_same(have, want if need else want.new_empty(0))
 
 
 def examples(dtype):
@@ -152,14 +137,6 @@ def expert_examples(dtype):
     }  # fmt: skip
 
 
-def test_no_two_results_of_an_op_are_one_tensor():
-    from coda_inductor.semantic.define import _fresh
-
-    x = randn(3)
-    results = _fresh(lambda x: (x, x, *[x * 2] * 2))(x)
-    assert len({t.data_ptr() for t in (x, *results)}) == 5
-
-
 def test_fp8_ops_are_what_torch_asks_of_one():
     """But for the comparison of inputs before and after, which torch has for no FP8 tensor."""
     checks = ["test_faketensor", "test_autograd_registration"]
@@ -187,22 +164,18 @@ def test_op_is_what_torch_asks_of_one(op):
     torch.library.opcheck(op, examples(torch.bfloat16)[op], test_utils=checks)
 
 
-class Counted:
-    def __init__(self, result):
-        self.result, self.calls = result, 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        return self.result(*args)
-
-
 def test_layers_that_repeat_compute_once():
     """The results are alike, and each has memory of its own."""
-    function = Counted(lambda x, dims: (x.transpose(*dims).contiguous(), [x.sum(-1)]))
+    calls = []
+
+    def function(x, dims):
+        calls.append(dims)
+        return x.transpose(*dims).contiguous(), [x.sum(-1)]
+
     with FakeTensorMode():
         one, two = (define.once(function, torch.empty(3, 4), [0, 1]) for _ in range(2))
         other = define.once(function, torch.empty(3, 4).T, [0, 1])
-    assert function.calls == 2
+    assert len(calls) == 2
     assert one[0].shape == two[0].shape == (4, 3)
     assert one[0].stride() == two[0].stride()
     assert one[1][0].shape == two[1][0].shape
