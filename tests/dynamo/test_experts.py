@@ -48,28 +48,7 @@ def test_torchs_own_products(mm):
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
 
 
-def test_a_float32_stream_under_autocast():
-    """The sum by token is float32 where the products are not."""
-
-    def product(x, w, offs):
-        return torch._grouped_mm(x.bfloat16(), w.bfloat16(), offs=offs)
-
-    block = zoo.Block(mm=product, dtype=torch.float32)
-    harness = check_gradients(Autocast(block), *zoo.given(dtype=torch.float32), tolerance=3e-2)
-    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
-
-
-class Autocast(torch.nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, *inputs):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.block(*inputs)
-
-
-@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 5), (33, 3)])
+@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (33, 3)])
 def test_sizes(tokens, k):
     """And as many tokens that all go to one expert."""
     x, ids, w = zoo.given(tokens, k)
@@ -86,11 +65,8 @@ MASKED, BIAS, EACH = {"masked": True}, {"biased": True}, {"biased_up": True, "bi
 #: How a block is written, how its first product is multiplied, and how many rows of its group it
 #: reads: a bias in front of the gate is of the tile that gates, no rows of it are written.
 WRITTEN = [
-    ({"up": zoo.two_weights}, "pair", 0), ({"up": zoo.no_gate}, "", 0),
-    ({"up": zoo.interleaved}, "pair", 0), (MASKED, "pair", 0), (MASKED | BIAS, "pair", 0),
-    (BIAS, "pair", 0),
-    ({"sum": zoo.scattered} | BIAS, "pair", 0),
-    (EACH, "pair", 2), (EACH | MASKED, "pair", 2),
+    ({"up": zoo.interleaved}, "pair", 0), (MASKED | BIAS, "pair", 0),
+    ({"sum": zoo.scattered} | BIAS, "pair", 0), (EACH | MASKED, "pair", 2),
     ({"up": zoo.two_weights} | EACH | MASKED, "pair", 1),
     ({"up": zoo.no_gate} | EACH | MASKED, "", 1),
 ]  # fmt: skip
@@ -155,40 +131,23 @@ def test_what_alternates_not():
     assert not any(site.program.alternating for site in harness.fused)
 
 
-def test_a_bias_in_front_of_the_gate_may_have_no_tile():
-    """Without epilogues its rows are those that the user took."""
-    harness = check_gradients(zoo.Block(biased_up=True), *zoo.given(), gate="never")
-    assert harness.counts["experts"] == 1
-    assert zoo.count(harness, GROUP_ROWS) == 0
-
-
-@pytest.mark.parametrize("where", ["other ids", "twice", "wide", "changed", "changed later"])
+@pytest.mark.parametrize("where", ["other ids", "twice", "changed later"])
 def test_what_is_no_bias_in_front_of_the_gate(where):
     class Other(zoo.Block):
-        def bias_of(self, weight):
-            bias = super().bias_of(weight)
-            return bias.double() if where == "wide" else bias
-
         def forward(self, x, ids, w):
             k, flat = ids.shape[1], ids.reshape(-1)
             perm = torch.argsort(flat)
             offs = torch.cumsum(zoo.histogram_of_all(flat, perm), 0, dtype=torch.int32)
             z = self.mm(x[perm // k], self.w13.mT, offs)
             total = z + self.bias_of(self.w13.mT)[flat if where == "other ids" else flat[perm]]
-            if where == "changed":
-                z.mul_(2)
             if where == "changed later":
                 total[1:].mul_(2)
             if where == "twice":
                 total = total * z
             gate, up = total.chunk(2, -1)
-            y = self.mm((F.silu(gate) * up).to(z.dtype), self.w2.mT, offs)
-            return zoo.viewed(y, w, perm, x, k)
+            return zoo.viewed(self.mm(F.silu(gate) * up, self.w2.mT, offs), w, perm, x, k)
 
-    wide = where == "wide"
-    given_ = zoo.given(dtype=torch.float32 if wide else torch.float64)
-    block = Other(biased_up=True, dtype=given_[0].dtype)
-    harness = check_gradients(block, *given_, tolerance=1e-4 if wide else 1e-10)
+    harness = check_gradients(Other(biased_up=True), *zoo.given())
     assert harness.counts["experts"] == 1
     assert row_operands(harness)[0] == 0
 
@@ -217,9 +176,10 @@ def test_only_what_is_wanted():
 
 
 def test_what_is_not_fused_multiplies_as_it_was_written():
-    """One product a weight, forward and backward, and a cat of the gradients."""
-    harness = check_gradients(zoo.Block(), *zoo.given(), gate="never")
+    """One product a weight, forward and backward, and a cat of the gradients. Without epilogues a
+    bias in front of the gate has no tile: its rows are those that the user took."""
+    harness = check_gradients(zoo.Block(biased_up=True), *zoo.given(), gate="never")
     products = [op for op in harness.ops().elements() if "grouped_plain" in op]
     assert len(products) == 4
-    assert harness.counts["experts"] == 1
-    assert not harness.counts["experts_backward"]
+    assert (harness.counts["experts"], harness.counts["experts_backward"]) == (1, 0)
+    assert zoo.count(harness, GROUP_ROWS) == 0

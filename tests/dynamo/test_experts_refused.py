@@ -49,10 +49,6 @@ def input_changed(x, perm, k, own, w):
     return rows
 
 
-def gathered_by(index):
-    return lambda x, perm, k, own, w: torch.gather(x, 0, index(perm // k))
-
-
 def by_another_inverse(y, w, perm, x, k):
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(perm.shape[0] - 1, -1, -1)
@@ -63,11 +59,6 @@ def weights_changed(y, w, perm, x, k):
     y = y * w.reshape(-1)[perm, None]
     w.mul_(2)
     return y[zoo.inverse_of(perm)].view(-1, k, zoo.D).sum(1)
-
-
-def half(y, w, perm, x, k):
-    """An index of less columns."""
-    return torch.zeros_like(x).scatter_add(0, (perm // k)[:, None].expand(-1, zoo.D // 2), y)
 
 
 def across(y, w, perm, x, k):
@@ -106,7 +97,6 @@ OTHERS = {
         {"after": lambda block, y, own, flat: y + block.bias[flat], "biased": True}, SUM, True,
     ),
     "weights changed": ({"sum": weights_changed}, MUTATION, True),
-    "half": ({"sum": half}, SUM, True),
     "across": ({"sum": across}, SUM, True),
     "rows masked": (
         {"pick": lambda x, perm, k, own, w:
@@ -122,60 +112,66 @@ OTHERS = {
         {"mm": lambda x, w, offs: torch._grouped_mm(x, w, offs=offs, out_dtype=torch.bfloat16),
          "dtype": torch.bfloat16}, "", False,
     ),
-    "half of the columns": ({"pick": gathered_by(lambda i: i[:, None].expand(-1, zoo.D // 2))}, "",
-                            False),
-    "across the columns": ({"pick": gathered_by(lambda i: i.expand(zoo.D, -1))}, "", False),
+    "half of the columns": (
+        {"pick": lambda x, perm, k, own, w:
+         torch.gather(x, 0, (perm // k)[:, None].expand(-1, zoo.D // 2))}, "", False,
+    ),
 }  # fmt: skip
+#: With gradients: rows that are masked, read in another way, or of no token.
+TRAINED = ("largest", "bias in another order", "rows masked", "more rows than tokens")
 
 
 def inputs(name):
-    """Without gradients where they would not be those of eager, or eager has none."""
-    how, _, _ = OTHERS[name]
-    dtype = how.get("dtype", torch.float64)
-    few = ("half", "across", "half of the columns", "across the columns")
+    dtype = OTHERS[name][0].get("dtype", torch.float64)
+    few = ("across", "half of the columns")
     tokens = 1 if name == "weights of every row" else zoo.D // 2 if name in few else 8
     x, ids, w = zoo.given(tokens, dtype=dtype)
     if name == "bias behind a mask":
         ids[::3, 1] = zoo.E
-    if name in ("input changed", "weights changed", "another dtype", "half", "across"):
-        return x.detach(), ids, w.detach()
-    # Rows that no token is of have a gradient too.
-    x = torch.cat([x.detach()] * 2).requires_grad_() if name == "more rows than tokens" else x
-    return x, ids, w
+    if name == "more rows than tokens":
+        x = torch.cat([x.detach()] * 2).requires_grad_()
+    return (x, ids, w) if name in TRAINED else (x.detach(), ids, w.detach())
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_mixture(name):
-    how, code, routed = OTHERS[name]
-    given_ = inputs(name)
-    run = check_gradients if given_[0].requires_grad else check
-    harness = run(Written(**how), *given_)
+class Blocks(torch.nn.ModuleList):
+    """In one graph, each of inputs of its own."""
+
+    def forward(self, given):
+        return [block(*each) for block, each in zip(self, given, strict=True)]
+
+
+@pytest.mark.parametrize(("names", "run"), [
+    (TRAINED, check_gradients), ([name for name in OTHERS if name not in TRAINED], check),
+])  # fmt: skip
+def test_what_is_no_mixture(names, run):
+    blocks = Blocks(Written(**OTHERS[name][0]) for name in names)
+    harness = run(blocks, [inputs(name) for name in names])
     assert not harness.counts["experts"]
-    assert bool(zoo.count(harness, ROUTE)) == routed
-    assert not code or code in codes(harness)
+    assert zoo.count(harness, ROUTE) == sum(OTHERS[name][2] for name in names)
+    refused = [OTHERS[name][1] for name in names]
+    found = [why.code for why in harness.report.refusals]
+    assert all(found.count(code) >= refused.count(code) for code in (SUM, MUTATION))
 
 
 def test_as_written():
     assert check_gradients(Written(), *zoo.given()).counts["experts"] == 1
 
 
-#: Of the whole block: another order, or counts of something else.
-SORTS = (
-    lambda ids: torch.argsort(ids).flip(0),
-    lambda ids: torch.argsort(ids) + 0,
-    lambda ids: torch.argsort(ids, descending=True),
-)
-COUNTS = (
-    lambda ids, _: zoo.histogram_of_all(ids * 0, None),
-    lambda ids, _: torch.histc(ids.float(), bins=zoo.E, min=0, max=2 * zoo.E),  # two at a time
-    lambda ids, _: torch.histc(ids.float(), bins=zoo.E, min=1, max=zoo.E),
+#: Another order, or counts of something else.
+UNROUTED = (
+    {"sort": lambda ids: torch.argsort(ids).flip(0)},
+    {"sort": lambda ids: torch.argsort(ids) + 0},
+    {"sort": lambda ids: torch.argsort(ids, descending=True)},
+    {"count": lambda ids, _: zoo.histogram_of_all(ids * 0, None)},
+    # Two at a time.
+    {"count": lambda ids, _: torch.histc(ids.float(), bins=zoo.E, min=0, max=2 * zoo.E)},
+    {"count": lambda ids, _: torch.histc(ids.float(), bins=zoo.E, min=1, max=zoo.E)},
 )
 
 
-@pytest.mark.parametrize("how", [*({"sort": s} for s in SORTS), *({"count": c} for c in COUNTS)])
-def test_another_order_and_other_counts_stay(how):
-    harness = check(zoo.Block(**how), *zoo.given())
-    assert not harness.counts["experts"]
+def test_another_order_and_other_counts_stay():
+    blocks = Blocks(zoo.Block(**how) for how in UNROUTED)
+    harness = check(blocks, [zoo.given() for _ in UNROUTED])
     assert zoo.count(harness, ROUTE) == 0
 
 
@@ -184,9 +180,8 @@ def test_a_mask_that_somebody_sees_stays():
 
     class Seen(zoo.Block):
         def forward(self, x, ids, w):
-            k, flat = ids.shape[1], ids.reshape(-1)
-            own, perm = torch.sort(flat, stable=True)
-            offs = torch.cumsum(zoo.histogram_of_all(flat, perm), 0, dtype=torch.int32)
+            k, (own, perm) = ids.shape[1], torch.sort(ids.reshape(-1), stable=True)
+            offs = torch.cumsum(zoo.histogram_of_all(ids.reshape(-1), perm), 0, dtype=torch.int32)
             mask = (own >= zoo.E)[:, None]
             z = self.mm(x[perm // k], self.w13.transpose(1, 2), offs).masked_fill(mask, 0.0)
             gate, up = z.chunk(2, -1)
@@ -211,26 +206,19 @@ def test_rows_that_were_weighted_before():
     assert zoo.fused(harness) == ["pair", ""]
 
 
-class Alone(torch.nn.Module):
-    """Experts of rows that came in order, as behind an exchange with other ranks."""
+def test_rows_that_lie_in_order():
+    """As behind an exchange with other ranks."""
+    counts, block = torch.tensor([3, 0, 4, 1, 0]), zoo.Block()
 
-    def __init__(self, up):
-        super().__init__()
-        self.block = zoo.Block(up=up)
+    def function(rows, w1, w3, w2, counts):
+        offs = torch.cumsum(counts, 0, dtype=torch.int32)
+        return zoo.plain(zoo.two_weights(rows, offs, zoo.plain, None, w1, w3), w2.mT, offs)
 
-    def forward(self, rows, counts):
-        block, offs = self.block, torch.cumsum(counts, 0, dtype=torch.int32)
-        a = block.up(rows, offs, block.mm, block.w13, block.w1, block.w3)
-        return block.mm(a, block.w2.mT, offs)
-
-
-@pytest.mark.parametrize("up", [zoo.halves, zoo.two_weights])
-def test_rows_that_lie_in_order(up):
-    counts = torch.tensor([3, 0, 4, 1, 0])
-    harness = check_gradients(Alone(up), randn(8, zoo.D).requires_grad_(), counts)
+    weights = block.w1, block.w3, block.w2
+    harness = check_gradients(function, randn(8, zoo.D).requires_grad_(), *weights, counts)
     assert zoo.fused(harness) == ["pair", "", "", ""]
     assert zoo.count(harness, ROUTE) == zoo.count(harness, COMBINE) == 0
-    assert zoo.count(harness, WGRAD) == (2 if up is zoo.halves else 3)
+    assert zoo.count(harness, WGRAD) == 3
     assert sum(site.program.loads != () for site in harness.fused) == 1  # the gate's gradient
 
 
@@ -248,18 +236,13 @@ def test_ends_that_change_between_products_stay():
     )
 
 
-def edges(*rows):
-    return torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
-
-
-A, B = edges(2, 0, 3), edges(1, 3, 1)
+A, B = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in ((2, 0, 3), (1, 3, 1)))
 X, LEFT, RIGHT = randn(5, 16), randn(3, 16, 24), randn(3, 16, 24)
 
 
-@pytest.mark.parametrize("combine", [torch.mul, torch.add])
-def test_products_by_two_groupings_share_no_tile(combine):
+def test_products_by_two_groupings_share_no_tile():
     def function(x, left, right, a, b):
-        return combine(grouped_mm(x, left, a, None), grouped_mm(x, right, b, None))
+        return grouped_mm(x, left, a, None) * grouped_mm(x, right, b, None)
 
     harness = check(function, X, LEFT, RIGHT, A, B)
     assert not any(site.program.paired for site in harness.fused)
@@ -279,8 +262,8 @@ def test_what_no_tile_of_experts_has():
     assert not any(site.program.reduces for site in harness.fused)
 
 
-def stopped_weights(sum_):
-    return lambda y, w, perm, x, k: sum_(y, w.detach(), perm, x, k) * w.sum()
+def stopped_weights(y, w, perm, x, k):
+    return zoo.weighted_last(y, w.detach(), perm, x, k) * w.sum()
 
 
 def stopped_rows(y, w, perm, x, k):
@@ -288,12 +271,10 @@ def stopped_rows(y, w, perm, x, k):
     return (y * w.unsqueeze(-1)).sum(1) + x
 
 
-@pytest.mark.parametrize(
-    "sum_", [*map(stopped_weights, (zoo.viewed, zoo.weighted_last, zoo.multiplied)), stopped_rows]
-)
-def test_a_gradient_that_was_stopped_stays_stopped(sum_):
+def test_a_gradient_that_was_stopped_stays_stopped():
     """``detach`` is no other name of weights, nor of rows: nothing flows through it."""
-    check_gradients(zoo.Block(sum=sum_), *zoo.given(9))
+    blocks = Blocks(zoo.Block(sum=each) for each in (stopped_weights, stopped_rows))
+    check_gradients(blocks, [zoo.given(9) for _ in blocks])
 
 
 def test_who_has_tokens_is_no_loop():
