@@ -181,24 +181,6 @@ def test_what_stays_as_it_is(why, monkeypatch):
     assert code in codes(harness)
 
 
-@pytest.mark.parametrize("change", [
-    lambda layer: layer.eval(),
-    lambda layer: setattr(layer, "names", ("two",)),
-    lambda layer: setattr(layer.dropout["one"], "p", 0.0),
-])  # fmt: skip
-def test_a_compiled_model_notices_what_changes(change):
-    """Without dropout it is eager's; another adapter has a mask of its own."""
-    layer, x = Lora(names=("one", "two")).double(), torch.randn(B, T, D).double()
-    harness, compiled = harness_of(layer, x)
-    before = len(match_ops(harness))
-    change(layer)
-    found = step(compiled, layer, x)
-    masked = "two" in layer.names and layer.training
-    assert (before, len(match_ops(harness))) == (1, masked)
-    if not masked:
-        assert_same(found, step(layer, layer, x))
-
-
 def test_the_backward_pass_of_inductor_draws_the_same_masks():
     """What is linear in x and in each weight is the product of each with its gradient. In the
     checkpoint, the gradient of B needs what the backward pass computes again."""

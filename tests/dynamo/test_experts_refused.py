@@ -112,6 +112,9 @@ OTHERS = {
         {"mm": lambda x, w, offs: torch._grouped_mm(x, w, offs=offs, out_dtype=torch.bfloat16),
          "dtype": torch.bfloat16}, "", False,
     ),
+    "rows weighted before": (
+        {"pick": lambda x, perm, k, own, w: x[perm // k] * w.reshape(-1)[perm, None]}, "", False,
+    ),
     "half of the columns": (
         {"pick": lambda x, perm, k, own, w:
          torch.gather(x, 0, (perm // k)[:, None].expand(-1, zoo.D // 2))}, "", False,
@@ -193,17 +196,6 @@ def test_a_mask_that_somebody_sees_stays():
     harness = check_gradients(Seen(), x, ids, w)
     assert harness.counts["experts"] == 1
     assert sum(node.target == "masked_fill" for node in harness.raised.nodes) == 1
-
-
-def test_rows_that_were_weighted_before():
-    """An activation of a product times a weight is not the weight times it: rows lie in order."""
-
-    def weighted(x, perm, k, own, w):
-        return x[perm // k] * w.reshape(-1)[perm, None]
-
-    harness = check(Written(weighted), *zoo.given())
-    assert not harness.counts["experts"]
-    assert zoo.fused(harness) == ["pair", ""]
 
 
 def test_rows_that_lie_in_order():

@@ -2,8 +2,6 @@
 """What a function does is traced once a graph for the same tensors, and copied; and the
 modules that a report says GEMMs are of."""
 
-import functools
-
 import pytest
 import torch
 from harness import Harness
@@ -101,33 +99,6 @@ def test_a_result_that_is_returned_again_keeps_its_gradient():
     torch.testing.assert_close(have, want)
 
 
-def decorated(forward):
-    @functools.wraps(forward)
-    def wrapper(*args, **kwargs):
-        return forward(*args, **kwargs)
-
-    return wrapper
-
-
-class Behind(nn.Module):
-    """As adapters do it: attributes of the model inside are its own. As transformers 5.24 decorates
-    what returns a cache."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
-
-    @decorated
-    def forward(self, x):
-        return self.inner(x)
-
-
 MODELS = {"main": nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))}
 LIST = [MODELS["main"]]
 
@@ -136,9 +107,7 @@ def functional(x):
     return torch.func.functional_call(LIST[0], dict(LIST[0].named_parameters()), (x,))
 
 
-@pytest.mark.parametrize(("function", "path"), [
-    (Behind(), "inner.0"),
-    # Found by their names, which a model itself has none of.
+@pytest.mark.parametrize(("function", "path"), [  # found by their names
     (lambda x: MODELS["main"](x), "main.0.0"),  # noqa: PLW0108 (see above)
     (functional, "0.0.0"),
 ])  # fmt: skip

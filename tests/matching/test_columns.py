@@ -21,6 +21,7 @@ OTHERS = {
     "rows of a view": lambda x: x.view(6, 4)[:4],
     "gathered rows": lambda x: x[torch.tensor([1, 0, 3, 2])],
     "a row": lambda x: x[0],
+    "a new dimension": lambda x: x[True],
     "bits": lambda x: x.view(torch.int16).view(8, 6)[:4],
 }
 

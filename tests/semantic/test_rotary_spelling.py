@@ -5,14 +5,12 @@ reason. Their gradients, and what Inductor makes of those that no pass takes."""
 
 import pytest
 import torch
-from checking import check, check_gradients, raised, randn, reasons
+from checking import check_gradients, raised, randn, reasons
 from passes import codes
 from torch._inductor.utils import run_and_get_code
-from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.idioms import rotate_every_two, rotate_half
 
-from coda_inductor.graph.nodes import aten
-from coda_inductor.semantic.rotary import rotate, rotate_definition, rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
 HEADS = (B, T, H, D)
@@ -210,25 +208,6 @@ def test_learned_tables_are_left_alone(name):
     harness = check_gradients(function, x, cos.requires_grad_(), sin)
     assert not found(harness)
     assert "need a gradient" in reasons(harness)
-
-
-@pytest.mark.parametrize("index", [(), True, (0, Ellipsis)])
-def test_indices_that_take_no_columns(index):
-    def function(x, scale):
-        scale = scale if index == (0, Ellipsis) else scale.sum()
-        return torch.cat((x * scale[index], x), -1).sum()[()]
-
-    assert not check(function, randn(2, 3), randn(1, 3)).report.near_misses
-
-
-@pytest.mark.parametrize("distance", [1, D // 2])
-def test_no_cast_to_float32_has_two_readers(distance):
-    """Inductor stored it, where a norm's result is rotated: twice the bytes, 2 % of HunyuanDiT."""
-    function = lambda *x: rotate_definition(*x, distance, False, False, True, x[0].dtype)  # noqa: E731
-    given = randn(T, H, D).bfloat16(), *tables(T, 1, D, dtype=torch.bfloat16)
-    casts = [n for n in make_fx(function)(*given).graph.nodes if n.target is aten._to_copy.default]
-    readers = [len(n.users) for n in casts if n.meta["val"].shape == (T, H, D)]
-    assert readers == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("width", "distance", "joined", "paired", "inverse"), [

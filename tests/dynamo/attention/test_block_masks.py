@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
 from harness import Harness
 from torch._dynamo.utils import counters
-from torch._inductor import config, ir, lowering
+from torch._inductor import config, lowering
 from torch._inductor.kernel.flex.common import freeze_irnodes, maybe_realize
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
@@ -84,14 +84,11 @@ def test_any_mask_and_lengths_that_no_block_divides():
     assert not calls(harness, sdpa)
 
 
-LISTS = [
-    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
-    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
-]
+LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_")
+         for what in ("num_blocks", "indices")]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", ["random", "padded", "packed", "keys only"])
-@pytest.mark.parametrize("t", [T, 384])
+@pytest.mark.parametrize(("mask", "t"), [("random", T), ("padded", T), ("packed", 384)])
 def test_the_lists_are_those_of_torch(mask, t):
     """``create_block_mask`` of the same mask; contiguous, as kernels read them."""
     whole = torch.zeros(2, t, t, dtype=torch.bool)
@@ -250,79 +247,44 @@ def test_little_work_stays_and_a_lot_over_all_layers_is_taken(monkeypatch):
     assert not two.counts["block_mask"]
 
 
-aten, higher_order = torch.ops.aten, torch.ops.higher_order
+def test_kernels_find_each_mask_of_a_batch(monkeypatch):
+    """A kernel takes the lists of batch ``z`` from ``z * stride(1)``, though dimension 1, the
+    heads', has the size 1. A regression: it was 0, so that all read the blocks of the first.
+    Nothing runs: there are no kernels for the CPU's gradients. Scalar code builds faster."""
+    read, aten, batch, t = [], torch.ops.aten, 3, 256
 
-
-@pytest.fixture
-def read(monkeypatch):
-    """(direction, name of a list) -> (sizes, strides) of what kernels would be given. Nothing
-    runs: there are no kernels for the CPU's gradients. Scalar code builds faster."""
-    found = {}
-
-    def note(direction, block_mask):
+    def note(block_mask):
         parts = maybe_realize(list(block_mask[2:10]))
         freeze_irnodes(parts)
-        for name, part in zip(LISTS, parts, strict=True):
-            found[direction, name] = tuple(
-                tuple(map(int, numbers)) for numbers in (part.get_size(), part.get_stride())
-            )
+        read.extend((part.get_size(), part.get_stride()) for part in parts)
 
     def copy(tensor):
         return lowering.lowerings[aten.clone](tensor)
 
     def forward(query, key, value, score_mod, block_mask, *_):
-        note("forward", block_mask)
+        note(block_mask)
         rows = lowering.lowerings[aten.select](query, 3, 0)
         return copy(query), copy(rows), copy(rows)
 
     def backward(query, key, value, *rest):  # out, lse, their gradients, two graphs, block mask
-        note("backward", rest[6])
+        note(rest[6])
         return copy(query), copy(key), copy(value), ()
 
-    monkeypatch.setitem(lowering.lowerings, higher_order.flex_attention, forward)
-    monkeypatch.setitem(lowering.lowerings, higher_order.flex_attention_backward, backward)
-    with config.patch({"cpp.simdlen": 0, "force_disable_caches": True}):
-        yield found
-
-
-def test_kernels_find_each_mask_of_a_batch(read):
-    """A kernel takes the lists of batch ``z`` from ``z * stride(1)``, though dimension 1, the
-    heads', has the size 1. A regression: it was 0, so that all read the blocks of the first."""
-    batch, t = 3, 256
+    monkeypatch.setitem(lowering.lowerings, flex, forward)
+    monkeypatch.setitem(
+        lowering.lowerings, torch.ops.higher_order.flex_attention_backward, backward
+    )
     seen = causal(t) & (torch.rand(batch, 1, 1, t) > 0.5)
     tensors = inputs(t=t, batch=batch, dtype=torch.float32)
     options = {"gate": "always", "strict": True}
-    compiled = torch.compile(sdpa, backend="coda", options=options)
-    compiled(*tensors, attn_mask=seen).sum().backward()
+    with config.patch({"cpp.simdlen": 0, "force_disable_caches": True}):
+        compiled = torch.compile(sdpa, backend="coda", options=options)
+        compiled(*tensors, attn_mask=seen).sum().backward()
     assert counters["coda"]["block_mask"] == 1
     assert len(read) == 16
-    for where, (sizes, strides) in read.items():
-        assert sizes[:2] == (batch, 1), where
-        assert strides == torch.empty(sizes).stride(), where
-
-
-def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch, read):
-    """Of the keys of a text, which is padded, and of an image. A regression: Inductor computed
-    ``cat`` inside the kernel, which raised an error."""
-    real, masks = lowering.lowerings[flex], []
-
-    def forward(*args):
-        masks.extend(args[-1])
-        return real(*args)
-
-    monkeypatch.setitem(lowering.lowerings, flex, forward)
-
-    def attended(q, k, v, text):
-        mask = torch.cat([text, text.new_ones(2, 256 - text.shape[1])], 1)
-        return sdpa(q, k, v, attn_mask=mask[:, None, None])
-
-    compiled = torch.compile(attended, backend="coda", options={"gate": "always", "strict": True})
-    with torch.no_grad(), config.patch(force_pointwise_cat=True):  # as on a GPU
-        compiled(*inputs(t=256, dtype=torch.float32), torch.ones(2, 40, dtype=torch.bool))
-    (mask,) = masks
-    while not isinstance(mask, (ir.Buffer, ir.Loops)):
-        mask = mask.data
-    assert isinstance(mask, ir.Buffer)
+    for sizes, strides in read:
+        assert sizes[:2] == [batch, 1]
+        assert tuple(map(int, strides)) == torch.empty([*map(int, sizes)]).stride()
 
 
 def test_lists_that_torchtitan_makes_with_vmap():
