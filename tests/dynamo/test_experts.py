@@ -36,18 +36,6 @@ def test_every_spelling(how):
     assert not [op for op in harness.ops() if "sort" in op or "cumsum" in op or "scatter_add" in op]
 
 
-@pytest.mark.parametrize("mm", [F.grouped_mm, torch._grouped_mm], ids=["F", "torch"])
-def test_torchs_own_products(mm):
-    """In bfloat16, which they take."""
-
-    def product(x, w, offs):
-        return mm(x, w, offs=offs)
-
-    dtype = torch.bfloat16
-    harness = check_gradients(zoo.Block(mm=product, dtype=dtype), *zoo.given(dtype=dtype))
-    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
-
-
 @pytest.mark.parametrize(("tokens", "k"), [(0, 2), (33, 3)])
 def test_sizes(tokens, k):
     """And as many tokens that all go to one expert."""

@@ -25,14 +25,11 @@ def by_hand(x, weight):
 #: Norm -> (how it is written, the dtype).
 NORMS = {
     "by hand": (by_hand, torch.float64),
-    "rms_norm": (lambda x, w: F.rms_norm(x, (D,), w), torch.float64),
     "layer_norm": (lambda x, w: F.layer_norm(x, (D,), w, None, 1e-5), torch.bfloat16),
 }
 
 
 class Norm(nn.Module):
-    """As somebody wrote it."""
-
     def __init__(self, name):
         super().__init__()
         self.weight, (self.function, _) = nn.Parameter(torch.rand(D) + 0.5), NORMS[name]
@@ -41,7 +38,7 @@ class Norm(nn.Module):
         return self.function(x, self.weight)
 
 
-def layer(name="rms_norm"):
+def layer(name="by hand"):
     how = {"gate": lambda gate, up: gate * torch.sigmoid(gate) * up, "norm": lambda _: Norm(name)}
     return Gated(D, WIDE, front=True, **how)
 
@@ -103,18 +100,13 @@ def inputs():
     return tuple(randn(*shape).requires_grad_() for shape in ((4, D), (D, D), (D,)))
 
 
-def root(x, w, v):
-    return x * x.pow(2).mean(-1, keepdim=True).add_(EPS).rsqrt_() * v
-
-
-def residual(x, w, v):
-    y = F.linear(x, w)
-    y += x
-    y *= 2
-    return root(y, w, v) + y
-
-
 def test_a_norm_behind_them_is_recognized():
+    def residual(x, w, v):
+        y = F.linear(x, w)
+        y += x
+        y *= 2
+        return y * y.pow(2).mean(-1, keepdim=True).add_(EPS).rsqrt_() * v + y
+
     harness = check_gradients(residual, *inputs())
     assert raised(harness, rms_norm) == 1
     assert not changes(harness)
@@ -163,20 +155,20 @@ def test_what_something_else_sees_stays():
     assert len(changes(harness)) == len(OTHERS)
 
 
-@pytest.mark.parametrize("seen", [False, True])
-def test_the_result_of_a_librarys_op_is_its_own(seen):
+def test_the_result_of_a_librarys_op_is_its_own():
     """As of transformers' grouped products; not where a view of it is read as well."""
 
     def function(x, w):
-        y = torch.ops.coda_tests.doubled(x)
-        first = y[0] if seen else w[0]
+        y, z = torch.ops.coda_tests.doubled(x), torch.ops.coda_tests.doubled(x)
+        first = z[0]
         y.add_(1)
-        return y @ w, first
+        z.add_(1)
+        return y @ w, z @ w, first
 
     with torch.library._scoped_library("coda_tests", "FRAGMENT") as library:
         library.define("doubled(Tensor x) -> Tensor")
         library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
-        assert bool(changes(check(function, torch.randn(4, D), torch.randn(D, D)))) == seen
+        assert len(changes(check(function, torch.randn(4, D), torch.randn(D, D)))) == 1
 
 
 def test_a_change_of_an_input_stays():

@@ -19,7 +19,8 @@ from coda_inductor.refusal import refuse
 
 T = 300
 sdpa = F.scaled_dot_product_attention
-flex = torch.ops.higher_order.flex_attention
+higher_order = torch.ops.higher_order
+flex, backward_flex = higher_order.flex_attention, higher_order.flex_attention_backward
 
 
 @pytest.fixture(autouse=True)
@@ -271,9 +272,7 @@ def test_kernels_find_each_mask_of_a_batch(monkeypatch):
         return copy(query), copy(key), copy(value), ()
 
     monkeypatch.setitem(lowering.lowerings, flex, forward)
-    monkeypatch.setitem(
-        lowering.lowerings, torch.ops.higher_order.flex_attention_backward, backward
-    )
+    monkeypatch.setitem(lowering.lowerings, backward_flex, backward)
     seen = causal(t) & (torch.rand(batch, 1, 1, t) > 0.5)
     tensors = inputs(t=t, batch=batch, dtype=torch.float32)
     options = {"gate": "always", "strict": True}
