@@ -29,10 +29,6 @@ class Written(zoo.Block):
         return self.sum(y, w, perm, x, k)
 
 
-def masked_from(least, number):
-    return lambda block, y, own, flat: y.masked_fill((own >= least)[:, None], number)
-
-
 def bias_behind_a_mask(block, y, own, flat):
     """It would be added to the zeros of pairs of no expert."""
     return y.masked_fill((own >= zoo.E)[:, None], 0.0) + block.bias[own.clamp(max=zoo.E - 1)]
@@ -69,7 +65,6 @@ def across(y, w, perm, x, k):
 SUM, MUTATION = "experts-sum", "mutation"
 SUMS = {
     "largest": lambda y, w, perm, x, k: y[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).amax(1),
-    "in sorted order": lambda y, w, perm, x, k: y.view(x.shape[0], k, zoo.D).sum(1),
     "by another inverse": by_another_inverse,
     "onto other tokens": lambda y, w, perm, x, k: torch.zeros_like(x).index_add(
         0, perm % x.shape[0], y
@@ -84,14 +79,19 @@ SUMS = {
     "weighted twice": lambda y, w, perm, x, k: zoo.viewed(
         y * w.reshape(-1)[perm, None], w, perm, x, k
     ),
-    "weights of every row": lambda y, w, perm, x, k: (y * w.reshape(-1)[perm, None, None]).sum(1),
     "of two tokens": lambda y, w, perm, x, k: y[zoo.inverse_of(perm)].view(-1, 2 * k, zoo.D).sum(1),
 }
 #: Name -> (how it is written, the code of a refusal, are rows routed all the same?).
 OTHERS = {
     **{name: ({"sum": how}, SUM, True) for name, how in SUMS.items()},
-    "mask of other rows": ({"after": masked_from(zoo.E - 1, 0.0)}, "", True),
-    "mask of another number": ({"after": masked_from(zoo.E, 1.0)}, "", True),
+    "mask of other rows": (
+        {"after": lambda _, y, own, flat:
+         y.masked_fill((own >= zoo.E - 1)[:, None], 0.0)}, "", True,
+    ),
+    "mask of another number": (
+        {"after": lambda _, y, own, flat:
+         y.masked_fill((own >= zoo.E)[:, None], 1.0)}, "", True,
+    ),
     "bias behind a mask": ({"after": bias_behind_a_mask, "biased": True}, SUM, True),
     "bias in another order": (
         {"after": lambda block, y, own, flat: y + block.bias[flat], "biased": True}, SUM, True,
@@ -126,8 +126,7 @@ TRAINED = ("largest", "bias in another order", "rows masked", "more rows than to
 
 def inputs(name):
     dtype = OTHERS[name][0].get("dtype", torch.float64)
-    few = ("across", "half of the columns")
-    tokens = 1 if name == "weights of every row" else zoo.D // 2 if name in few else 8
+    tokens = zoo.D // 2 if name in ("across", "half of the columns") else 8
     x, ids, w = zoo.given(tokens, dtype=dtype)
     if name == "bias behind a mask":
         ids[::3, 1] = zoo.E

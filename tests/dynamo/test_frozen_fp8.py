@@ -85,13 +85,6 @@ def test_adapters_train_on_frozen_fp8(given, fused):
     assert all(g.isfinite().all() and g.any() for g in have)
     # Three bits of mantissa in six products and their gradients.
     assert 1e-3 < worst(have, want) < 0.12
-    # A weight is not cast: only what is multiplied with it is, once for gate and up.
-    ops = harness.ops()
-    casts = ops["coda_inductor.fp8_cast.default"] + sum(
-        n.meta["val"].dtype == E4M3 for n in harness.graph.nodes
-        if "convert_element_type" in str(n.target)
-    )  # fmt: skip
-    assert casts == 4 + 6
     # The forward pass turns no weight.
     turned = [harness.ops(part)["coda_inductor.fp8_turn.default"] for part in harness.parts]
     assert turned == [0, 6]

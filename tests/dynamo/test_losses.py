@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of all positions but the last, of logits with their classes in the second dimension, and
-log-probabilities that are gathered by hand are losses of the rows that the LM head makes."""
+log-probabilities that are gathered by hand are losses of the rows that the LM head makes. Rows that
+a loop scores one by one, as ``selective_log_softmax`` does, are scored together."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from checking import TOLERANCE, check, check_gradients, raised, randn, slice_log
 from torch import nn
 from zoo.heads import B, Head, Several, T, V, inputs
 
-from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition
+from coda_inductor.graph.read import op_name
+from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition, entropy
 
 
 def hugging_face(z, t):
@@ -27,13 +29,6 @@ def transposed(z, t):
     return F.cross_entropy(z.transpose(1, 2), t, ignore_index=3)
 
 
-def dpo(z, t):
-    kept = t != 3
-    labels = torch.where(kept, t, 0)
-    each = torch.gather(z.log_softmax(-1), dim=2, index=labels[..., None]).squeeze(2)
-    return (each * kept).sum(-1)
-
-
 def gathered(z, t):
     return F.log_softmax(z, dim=-1).gather(dim=-1, index=t.unsqueeze(-1)).squeeze(-1)
 
@@ -43,17 +38,13 @@ def rows_of(z, t, *more, **how):
 
 
 LOSSES = {
-    **{f.__name__: f for f in (hugging_face, summed, transposed, dpo, gathered)},
-    "flattened": lambda z, y: F.cross_entropy(
-        z[:, :-1].flatten(0, 1), y[:, 1:].flatten(), ignore_index=3
-    ),
+    **{f.__name__: f for f in (hugging_face, summed, transposed, gathered)},
     "grpo": lambda z, y: (
         z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None]).squeeze(-1) * (y[:, 1:] != 3)
     ).sum(),
     "weighed": lambda z, y: (
         rows_of(z[:, :-1], y[:, 1:], reduction="none") * torch.arange(B * (T - 1))
     ).sum(),
-    "flat": lambda z, y: z.reshape(-1, V).log_softmax(1).gather(1, y.reshape(-1, 1)).mean(),
     "difference": lambda z, y: (
         torch.gather(z, -1, y[..., None]).squeeze(-1) - torch.logsumexp(z, dim=-1)
     ),
@@ -78,7 +69,58 @@ def test_the_heads_rows_are_read_as_they_are(monkeypatch):
     assert sum(t.numel() in (B * T * V, B * (T - 1) * V) for t in kept) == number
 
 
+def selected(z, y):
+    """Of float32, as in TRL and verl: log-sum-exps of one sequence at a time."""
+    picked = torch.gather(z, dim=-1, index=y.unsqueeze(-1)).squeeze(-1)
+    return picked - torch.stack([torch.logsumexp(rows, dim=-1) for rows in z])
+
+
+def narrow(z, y):
+    pairs = zip(z, y.unsqueeze(-1), strict=True)
+    each = [F.log_softmax(rows, dim=-1).gather(dim=-1, index=index) for rows, index in pairs]
+    return torch.stack(each).squeeze(-1)
+
+
+def unbound(z, y):
+    each = [rows.logsumexp(-1, keepdim=True) for rows in z.unbind()]
+    return z.gather(-1, y[..., None]) - torch.stack(each, 0)
+
+
+def chunks(z, y, size=5):
+    """As in TRL before 1.16. The last chunk is shorter."""
+    each = []
+    for rows in z.reshape(-1, V).split(size, dim=0):
+        logs = F.log_softmax(rows, dim=-1)
+        each.append(-(torch.exp(logs) * logs).sum(-1))
+    return torch.cat(each, 0).reshape(y.shape)
+
+
+def verl(z, y):
+    each = []
+    for rows in z.reshape(-1, V).chunk(3):
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        chances = F.softmax(wide, dim=-1)
+        each.append(torch.logsumexp(wide, dim=-1) - torch.sum(chances * wide, dim=-1))
+    return torch.cat(each, dim=0).view_as(y)
+
+
+def one_chunk(z, y):
+    return chunks(z, y, B * T)
+
+
+def joins(harness):
+    return [n for n in harness.raised.nodes if op_name(n) in ("stack", "cat")]
+
+
+def test_a_loop_is_one_op():
+    each = (selected, narrow, unbound, chunks, one_chunk, verl)
+    harness = check_gradients(Several(map(Head, each)), *inputs())
+    assert (raised(harness, cross_entropy), raised(harness, entropy)) == (3, 3)
+    assert not joins(harness)
+
+
 WIDENED = [
+    narrow,
     lambda z, y: rows_of(z[:, :-1].float(), y[:, 1:]),
     lambda z, y: F.log_softmax(z, -1, dtype=torch.float32).gather(-1, y[..., None]),
     transposed,
@@ -135,7 +177,6 @@ OTHERS = {
     "changed before the difference": changed_before_the_difference,
     "without the first": lambda z, t: rows_of(z[:, 1:], t[:, 1:]),
     "without the last class": lambda z, t: rows_of(z[..., :-1], t % (V - 1)),
-    "without the last sequence": lambda z, t: rows_of(z[:-1], t[:-1]),
     "weights": lambda z, t: rows_of(z[:, :-1], t[:, 1:], torch.linspace(0, 1, V, dtype=z.dtype)),
     "rounded": lambda z, t: rows_of(z[:, :-1].float().double(), t[:, 1:]),
     "other turn": lambda z, t: F.cross_entropy(z.permute(1, 2, 0), t.t()),
@@ -154,7 +195,6 @@ OTHERS = {
     "other dimension": lambda z, y: z.log_softmax(1).gather(-1, y[..., None]),
     "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
     "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),
-    "of other rows": lambda z, y: z.gather(-1, y[..., None]) - z.roll(1, 0).logsumexp(-1, True),
     "of other logits": lambda z, y: (z - z.tanh().logsumexp(-1, True)).gather(-1, y[..., None]),
     "of two": lambda z, y: z.gather(-1, y[..., None].expand(B, T, 2))[..., 1] - z.logsumexp(-1),
     "of all": lambda z, y: (z - z.logsumexp(-1, True)).square().mean(-1) * y,
@@ -178,3 +218,42 @@ def test_no_index_is_ignored():
     assert loss.args[2] == -(2**31)
     with pytest.raises((RuntimeError, IndexError)):
         cross_entropy_definition(randn(2, V), torch.tensor([1, -100]), *loss.args[2:])
+
+
+def changed_in_the_loop(z, _):
+    z = z.clone()
+    first = z[0].logsumexp(-1)
+    z.mul_(2)
+    return torch.stack([first, z[1].logsumexp(-1)])
+
+
+def read_elsewhere(z, _):
+    each = [rows.logsumexp(-1) for rows in z]
+    return torch.stack(each) + each[0].square()
+
+
+def into(z, _):
+    out = z.new_empty(B, T)
+    torch.stack([rows.logsumexp(-1) for rows in z.detach()], out=out)
+    return out * 2
+
+
+OTHER_LOOPS = {
+    "into": into,
+    "backwards": lambda z, _: torch.stack([z[1].logsumexp(-1), z[0].logsumexp(-1)]),
+    "of more": lambda z, _: torch.stack([z.repeat(2, 1, 1)[i].logsumexp(-1) for i in range(2)]),
+    "along the rows": lambda z, _: torch.stack([rows.logsumexp(0) for rows in z]),
+    "along sequences": lambda z, _: torch.cat([c.logsumexp(-2) for c in z.flatten(0, 1).split(4)]),
+    "of columns": lambda z, _: torch.cat([c.logsumexp(-1) for c in z.split(V // 2, -1)]),
+    "unlike numbers": lambda z, _: torch.stack([(z[i] * (i + 1)).logsumexp(-1) for i in range(B)]),
+    "other ranks": lambda z, y: torch.stack([(z[i] * y[i, 0]).logsumexp(-1) for i in range(B)]),
+    "masks": lambda z, _: torch.stack([z[False].sum(-1), z[True].sum(-1)][1:] * 2),
+    "changed": changed_in_the_loop,
+    "read elsewhere": read_elsewhere,
+}
+
+
+def test_other_loops_stay():
+    model = Head(lambda z, y: [other(z, y) for other in OTHER_LOOPS.values()])
+    harness = check(model, *inputs(), tolerance=1e-6)
+    assert len(joins(harness)) == len(OTHER_LOOPS)

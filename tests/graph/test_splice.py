@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function does is traced once a graph for the same tensors, and copied; and the
-modules that a report says GEMMs are of."""
+"""What a function does is traced once a graph for the same tensors, and copied."""
 
 import pytest
 import torch
 from harness import Harness
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,7 +20,6 @@ def function(x, y, scale):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """The arguments of each tracing of a function."""
     calls, trace = [], module._trace
     monkeypatch.setattr(module, "_trace", lambda *args: calls.append(args) or trace(*args))
     return calls
@@ -97,21 +94,3 @@ def test_a_result_that_is_returned_again_keeps_its_gradient():
     _, ours = Harness().train(function, x, w)
     have, want = (torch.autograd.grad(y.sin().sum(), (x, w)) for y in (ours, function(x, w)[1]))
     torch.testing.assert_close(have, want)
-
-
-MODELS = {"main": nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))}
-LIST = [MODELS["main"]]
-
-
-def functional(x):
-    return torch.func.functional_call(LIST[0], dict(LIST[0].named_parameters()), (x,))
-
-
-@pytest.mark.parametrize(("function", "path"), [  # found by their names
-    (lambda x: MODELS["main"](x), "main.0.0"),  # noqa: PLW0108 (see above)
-    (functional, "0.0.0"),
-])  # fmt: skip
-def test_module_paths(function, path):
-    harness = Harness()
-    harness.run(function, torch.ones(3, 8))
-    assert [site.site for site in harness.report.sites] == [path]

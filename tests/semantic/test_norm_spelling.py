@@ -21,11 +21,6 @@ def rstd(x):
     return torch.rsqrt(mean_square(x))
 
 
-def by_mean(mean):
-    """An RMSNorm whose mean square, (..., 1), is ``mean(x)``."""
-    return lambda x, w: x * torch.rsqrt(mean(x) + EPS) * w
-
-
 def llama(x, w):
     h = x.to(torch.promote_types(x.dtype, torch.float32))
     return w * (h * rstd(h)).to(x.dtype)
@@ -41,7 +36,6 @@ RMS_NORMS = {
     "pow": lambda x, w: x * torch.pow(mean_square(x), -0.5) * w,
     "reciprocal": lambda x, w: x * torch.reciprocal(mean_square(x).sqrt()) * w,
     "to the minus one": lambda x, w: x * mean_square(x).sqrt() ** -1 * w,
-    "named": by_mean(lambda x: torch.mean(input=x.square(), dim=[-1], keepdim=True)),
     "root and weight": lambda x, w: x * (rstd(x) * w),
     "over the root": lambda x, w: w * x / mean_square(x).sqrt(),
     "casts": llama,
@@ -179,14 +173,12 @@ OTHERS = {
         lambda x: torch.div(1, mean_square(x).sqrt(), rounding_mode="floor").clamp(0.1)
     ),
     "a sum": by_root(lambda x: x.square().sum(-1, True) / N),
-    "of rows": by_root(lambda x: x.square().mean(-1).unsqueeze(-1)),
     "scaled eps": scaled_by(
         lambda x: torch.rsqrt(torch.add(x.pow(2).mean(-1, True), EPS, alpha=3))
     ),
     "sum of columns": by_root(lambda x: x.square().sum(-2, True) / N),
     "of the weighted": lambda x, w: by_root(lambda y: y.sin().square().mean(-1, True))(x * w, 1.0),
     "two dims normalized": lambda x, w: F.rms_norm(x, (N, N), None, EPS),
-    "two dims centered": lambda x, w: F.layer_norm(x, (N, N), None, None, EPS),
     "unbiased": lambda x, w: (x - x.mean(-1, True)) * torch.rsqrt(variance(x) + EPS),
 }
 

@@ -65,13 +65,6 @@ def lucidrains(x, cos, sin):
     return x * cos + turned * sin
 
 
-def einops(x, cos, sin):
-    halves = x.reshape(B, T, H, 2, D // 2)
-    first, second = halves[..., 0, :], halves[:, :, :, 1]
-    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
 def torchtitan(x, cos, sin):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     z = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
@@ -92,7 +85,7 @@ CASES = [
     (part(rotate_half), rotate, (1, T, D // 2), torch.float64),  # GPT-NeoX
     (part(rotate_half), rotate, (1, T, D), torch.float64),  # no column is left
     (part(rotate_every_two), rotate, (B, T, D // 2), torch.float64),  # GLM
-    *((f, rotate, SMALL, torch.float64) for f in (torchtune, gpt_oss, lucidrains, einops, vllm)),
+    *((f, rotate, SMALL, torch.float64) for f in (torchtune, gpt_oss, lucidrains, vllm)),
     *((f, rotate_pairs, SMALL, torch.float64) for f in (torchtitan, turned_back)),
     *((f, rotate, SMALL, torch.bfloat16) for f in (torchtune, lucidrains)),
 ]

@@ -12,18 +12,10 @@ from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
 from coda_inductor.compat import storage
-from coda_inductor.semantic import define, experts
+from coda_inductor.semantic import define, experts, loss
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import FP8_LINEAR
-from coda_inductor.semantic.loss import (
-    cross_entropy,
-    cross_entropy_backward,
-    entropy,
-    entropy_backward,
-    row_entropy,
-    row_logsumexp,
-)
 from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
@@ -107,14 +99,14 @@ def examples(dtype):
 
 def loss_examples(dtype):
     logits, target, how = randn(6, D, dtype=dtype), torch.arange(6) % D, (1, 0.1, "mean")
-    dloss, lse, number = cross_entropy(logits, target, *how, dtype)
+    dloss, lse, number = loss.cross_entropy(logits, target, *how, dtype)
     return {
-        row_logsumexp: (logits,),
-        row_entropy: (logits, lse),
-        entropy: (logits.clone().requires_grad_(), dtype),
-        entropy_backward: (dloss.expand(6), logits, lse, entropy(logits, dtype)[2]),
-        cross_entropy: (logits.clone().requires_grad_(), target, *how, dtype),
-        cross_entropy_backward: (dloss, logits, target, lse, number, *how),
+        loss.row_logsumexp: (logits,),
+        loss.row_entropy: (logits, lse),
+        loss.entropy: (logits.clone().requires_grad_(), dtype),
+        loss.entropy_backward: (dloss.expand(6), logits, lse, loss.entropy(logits, dtype)[2]),
+        loss.cross_entropy: (logits.clone().requires_grad_(), target, *how, dtype),
+        loss.cross_entropy_backward: (dloss, logits, target, lse, number, *how),
     }
 
 
@@ -169,8 +161,7 @@ def test_layers_that_repeat_compute_once():
     calls = []
 
     def function(x, dims):
-        calls.append(dims)
-        return x.transpose(*dims).contiguous(), [x.sum(-1)]
+        return calls.append(dims) or (x.transpose(*dims).contiguous(), [x.sum(-1)])
 
     with FakeTensorMode():
         one, two = (define.once(function, torch.empty(3, 4), [0, 1]) for _ in range(2))

@@ -23,7 +23,6 @@ def heads(n: int = 4, t: int = T) -> torch.Tensor:
 
 
 def masked(mask):
-    """Attention beside ``mask(q)``."""
     return lambda q, k, v: sdpa(q, k, v, attn_mask=mask(q))
 
 
@@ -221,7 +220,6 @@ def changed_after_the_call(q, k, v):
 
 
 def changed_while_expanded(q, k, v):
-    """Views see the change."""
     k4, v4 = (t.expand(-1, 2, -1, -1) for t in (k[:, :1], v[:, :1]))
     k.mul_(2)
     return sdpa(q[:, :2], k4, v4)
