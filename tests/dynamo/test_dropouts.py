@@ -210,5 +210,9 @@ def test_peft_itself():
     model = peft.get_peft_model(inner, config)
     harness, compiled = harness_of(model, torch.randn(B, T, D))
     assert len(match_ops(harness)) == 2
+    x = torch.ones(B, D)
     with model.disable_adapter():
-        assert_same(compiled(torch.ones(B, D)), inner(torch.ones(B, D)))
+        assert_same(compiled(x), inner(x))
+    model.eval()
+    assert_same(compiled(x), model(x))
+    assert not match_ops(harness)

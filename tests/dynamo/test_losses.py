@@ -42,6 +42,9 @@ LOSSES = {
     "grpo": lambda z, y: (
         z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None]).squeeze(-1) * (y[:, 1:] != 3)
     ).sum(),
+    "permuted": lambda z, y: (
+        F.cross_entropy(z.permute(0, 2, 1), y, reduction="none") * (y != 3)
+    ).mean(),
     "weighed": lambda z, y: (
         rows_of(z[:, :-1], y[:, 1:], reduction="none") * torch.arange(B * (T - 1))
     ).sum(),

@@ -35,6 +35,7 @@ def gemma(x, w):
 RMS_NORMS = {
     "pow": lambda x, w: x * torch.pow(mean_square(x), -0.5) * w,
     "reciprocal": lambda x, w: x * torch.reciprocal(mean_square(x).sqrt()) * w,
+    "one over": lambda x, w: x * (1.0 / torch.sqrt(mean_square(x))) * w,
     "to the minus one": lambda x, w: x * mean_square(x).sqrt() ** -1 * w,
     "root and weight": lambda x, w: x * (rstd(x) * w),
     "over the root": lambda x, w: w * x / mean_square(x).sqrt(),

@@ -46,6 +46,11 @@ def vllm(x, cos, sin):
     return torch.stack(turned, -1).flatten(-2)
 
 
+def stacked_halves(x, cos, sin):
+    turned = plain(*x.unflatten(-1, (2, -1)).unbind(-2), cos[:, None], sin[:, None])
+    return torch.stack(turned, -2).flatten(-2)
+
+
 def torchtune(x, cos, sin):
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], -1, 2)
     table = torch.stack([cos, sin], -1).view(1, T, 1, D // 2, 2)
@@ -86,6 +91,7 @@ CASES = [
     (part(rotate_half), rotate, (1, T, D), torch.float64),  # no column is left
     (part(rotate_every_two), rotate, (B, T, D // 2), torch.float64),  # GLM
     *((f, rotate, SMALL, torch.float64) for f in (torchtune, gpt_oss, lucidrains, vllm)),
+    (stacked_halves, rotate, SMALL, torch.float64),
     *((f, rotate_pairs, SMALL, torch.float64) for f in (torchtitan, turned_back)),
     *((f, rotate, SMALL, torch.bfloat16) for f in (torchtune, lucidrains)),
 ]

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The semantic ops: right values, right gradients for every mask, and what torch asks of an op.
-Their results for fake tensors are computed once, or again where they have to be."""
+"""The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
 
 import itertools
 
 import pytest
 import torch
 from checking import randn, swiglu
-from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo.float8 import needs_scaled_mm
 
 from coda_inductor import patterns
-from coda_inductor.compat import storage
-from coda_inductor.semantic import define, experts, loss
+from coda_inductor.semantic import experts, loss
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import FP8_LINEAR
@@ -154,21 +151,3 @@ def test_op_is_what_torch_asks_of_one(op):
     """In 16 bits: of results that are wider than operands."""
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
     torch.library.opcheck(op, examples(torch.bfloat16)[op], test_utils=checks)
-
-
-def test_layers_that_repeat_compute_once():
-    """The results are alike, and each has memory of its own."""
-    calls = []
-
-    def function(x, dims):
-        return calls.append(dims) or (x.transpose(*dims).contiguous(), [x.sum(-1)])
-
-    with FakeTensorMode():
-        one, two = (define.once(function, torch.empty(3, 4), [0, 1]) for _ in range(2))
-        other = define.once(function, torch.empty(3, 4).T, [0, 1])
-    assert len(calls) == 2
-    assert one[0].shape == two[0].shape == (4, 3)
-    assert one[0].stride() == two[0].stride()
-    assert one[1][0].shape == two[1][0].shape
-    assert storage(one[0]) != storage(two[0])
-    assert other[0].shape == (3, 4)
