@@ -18,14 +18,6 @@ from coda_inductor.refusal import Refused, refuse
 M, N, K = 6, 10, 8
 
 
-def fused(function, *args, **kwargs):
-    """The program of the one GEMM of ``function``, which must agree with eager."""
-    harness = check(function, *args, **kwargs)
-    (site,) = harness.report.sites
-    assert site.fused, site.reason
-    return site.program
-
-
 def matrices():
     return randn(M, K), randn(K, N)
 
@@ -33,30 +25,21 @@ def matrices():
 # Name -> (function of the product, ops that the program must contain).
 ELEMENTWISE = {
     "gelu": (F.gelu, {"erf"}),
-    "gelu tanh": (lambda z: F.gelu(z, approximate="tanh"), {"tanh"}),
     "relu": (F.relu, {"relu"}),
-    "tanh": (torch.tanh, {"tanh"}),
     "silu": (F.silu, {"sigmoid", "mul"}),
     "exp2": (lambda z: torch.exp2(z * 0.1), {"exp2"}),
     "log": (lambda z: torch.log(z.abs() + 1), {"log", "abs"}),
-    "log2": (lambda z: torch.log2(z * z + 1), {"log2"}),
     "sin and cos": (lambda z: z.sin() - z.cos(), {"sin", "cos", "sub"}),
     "clamp": (lambda z: z.clamp(-0.5, 1.5), {"maximum", "minimum"}),
-    "relu6": (F.relu6, {"minimum"}),
     "leaky relu": (lambda z: F.leaky_relu(z, 0.2), {"where"}),
     "softplus": (F.softplus, {"where", "exp"}),
-    "elu": (F.elu, {"where"}),
     "neg": (torch.neg, {"neg"}),
-    "abs": (torch.abs, {"abs"}),
-    "square": (torch.square, {"mul"}),
     "cube": (lambda z: z**3, {"mul"}),
     "square root": (lambda z: (z.abs() + 1).sqrt(), {"sqrt"}),
     "to the half": (lambda z: (z.abs() + 1) ** 0.5, {"sqrt"}),
     "to the minus half": (lambda z: (z.abs() + 1) ** -0.5, {"rsqrt"}),
     "reciprocal": (lambda z: 1 / (z.abs() + 1), {"reciprocal"}),
-    "to the minus one": (lambda z: (z.abs() + 1) ** -1, {"reciprocal"}),
     "scalar arithmetic": (lambda z: 3 - (z * 2 + 1) / 7, {"mul", "div"}),
-    "where": (lambda z: torch.where(z > 0, z, z * 0.01), {"gt", "where"}),
     "comparisons": (
         lambda z: torch.where(z >= -1, z, 0.0) + torch.where(z < 0, (z <= -2) * z, 2.0),
         {"ge", "lt", "le", "where"},
@@ -65,7 +48,6 @@ ELEMENTWISE = {
     "masked by a product": (lambda z: z * (z > 0), {"gt"}),
     "two branches": (lambda z: torch.maximum(z.sin(), torch.minimum(z, z * z)), {"maximum"}),
     "alpha": (lambda z: torch.add(z, z.sin(), alpha=3), {"mul", "add"}),
-    "subtract with alpha": (lambda z: torch.sub(z, z.sin(), alpha=-0.5), {"mul", "sub"}),
     "reverse subtract": (lambda z: torch.rsub(z, 2.0), {"sub"}),
 }
 
@@ -85,11 +67,9 @@ def test_elementwise_work_runs_on_the_tile():
 BROADCASTS = {
     "vector": ((N,), "row"),
     "one row": ((1, N), "row"),
-    "one row, 3-D": ((1, 1, N), "row"),
     "one column": ((2, M // 2, 1), "col"),
     "tile": ((2, M // 2, N), "tile"),
     "number": ((), "scalar"),
-    "one element": ((1, 1), "scalar"),
 }
 
 
@@ -117,7 +97,8 @@ def test_all_values_that_others_read_are_stored_once():
         view = z.view(2, 3, N)
         return z, view.cumsum(0), view.relu().cumsum(1), z.relu(), z.sin() * 0.5
 
-    program = fused(function, *matrices())
+    (site,) = check(function, *matrices()).fused
+    program = site.program
     assert program.stores[0].value == "acc"
     assert len(program.stores) == 3
 
@@ -182,21 +163,17 @@ def test_one_sum_serves_all_its_readers():
     assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
 
 
-def test_gate_that_others_read_is_stored_and_loaded_by_up():
-    def function(x, wg, wu):
-        g = F.linear(x, wg)
-        return F.silu(g) * F.linear(x, wu), g
+def test_gate_and_up_that_are_no_pair():
+    """A gate that others read is stored, and loaded by up; layouts of weights may differ."""
 
-    harness = check(function, randn(2, 3, K), randn(N, K), randn(N, K))
+    def gated(x, wg, wu):
+        g = x @ wg
+        return F.silu(g) * (x @ wu), g
+
+    harness = check(gated, *matrices(), randn(K, N))
     assert [site.program.paired for site in harness.fused] == [False]
     assert [o.kind for o in harness.fused[0].program.operands] == ["tile"]
-
-
-def test_gate_and_up_of_different_layouts_are_no_pair():
-    def function(x, wg, wu):
-        return F.silu(x @ wg) * (x @ wu)
-
-    harness = check(function, randn(M, K), randn(K, N), randn(N, K).t())
+    harness = check(lambda *of: gated(*of)[0], *matrices(), randn(N, K).t())
     assert not any(site.program.paired for site in harness.fused)
 
 
@@ -213,19 +190,6 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
     assert "more than 3 tiles" in reasons(check(lambda a, b: F.silu(a @ b), a, b))
 
 
-def test_only_what_is_read_once_is_a_residual():
-    """The gradient of a GELU reads x twice; a mean that is taken away is no residual either. What
-    has no name is an epilogue."""
-
-    def function(a, b, x, mean):
-        return (a @ b) * (x + 0.5 * x**3), (a @ b) * (x - mean)
-
-    harness = check(function, *matrices(), randn(M, N), randn(M, 1))
-    assert harness.counts == {"epilogue": 2}
-    harness = check(lambda x, w: x + F.linear(x, w), randn(2, 3, K), randn(K, K))
-    assert harness.counts == {"residual": 1}
-
-
 FULL = [
     (3.7, torch.int64), (-3.7, torch.int32), (-1, torch.uint8), (2.5, torch.bool), (0, torch.bool),
     (0.1, torch.bfloat16), (0.1, torch.float16), (1e6, torch.float16), (0.1, torch.float32),
@@ -234,8 +198,6 @@ FULL = [
 
 
 def test_constants_have_their_dtype():
-    """Each a factor of another product."""
-
     def function(x, ws):
         found = [
             (x @ w) * torch.full((), n, dtype=d) for (n, d), w in zip(FULL, ws[1:], strict=True)

