@@ -22,7 +22,6 @@ from checking import (
     leave_custom_ops,
     randn,
 )
-from harness import Harness
 from passes import aten_graph, codes, run_pass
 
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -73,11 +72,6 @@ MLP, GATED = (UP, (HIDDEN,), DOWN), (UP, UP, DOWN)
 # name: (function, shapes of its weights behind w and gamma, norms in it)
 CASES = {
     "one GEMM": (behind(F.linear), (UP,), 1),
-    "no weight": (lambda x, w, g, a: F.linear(norm(x, w, None), a) * g[0], (UP,), 1),
-    "three GEMMs": (
-        behind(lambda n, a, b, c: F.linear(n, a).softmax(-1) * F.linear(n, b) + F.linear(n, c)),
-        (UP, UP, UP), 1,
-    ),
     "one with a bias, one without": (
         behind(lambda n, a, bias, b: F.linear(n, a, bias) * F.linear(n, b).tanh()),
         (UP, (HIDDEN,), UP), 1,
@@ -120,7 +114,6 @@ def cases(names) -> tuple[SideBySide, tuple[torch.Tensor, ...], int]:
 
 @pytest.mark.parametrize("custom", [False, True])
 def test_gradients_are_eagers(custom, monkeypatch):
-    """Also with the op itself."""
     if custom:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
     models, inputs, norms = cases(TILED if custom else CASES)
@@ -138,11 +131,8 @@ def test_gradients_are_eagers(custom, monkeypatch):
 FROZEN = {
     (): (1, 4 + 4 + 3),
     ("gamma",): (0, 4 + 4 + 3),
-    ("gate",): (1, 4 + 3 + 3),
-    ("x", "w"): (1, 4 + 3 + 2),
     ("x", "w", "gamma"): (0, 4 + 3 + 1),
     ("w", "gamma", "gate", "up", "down"): (0, 4 + 0 + 3),
-    ("x", "w", "gamma", "gate", "up"): (0, 4 + 1 + 0),
 }
 
 
@@ -164,8 +154,7 @@ def test_frozen_parameters_cost_nothing(frozen, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "early"), [
-    ("GELU", False), ("SwiGLU", True), ("packed gate and up", True), ("shared weight", False),
-    ("head wider than 4 d", False),
+    ("GELU", False), ("packed gate and up", True), ("head wider than 4 d", False),
 ])  # fmt: skip
 def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     """Partials of rowsum(dz * z) come with the activation's gradient, if z is at hand; a bias hides
@@ -183,18 +172,15 @@ def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     assert not any(n.meta["val"].shape[-1] == WIDE for n in products)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
+def test_the_gemm_in_front_is_found_however_deep_the_stream_is():
     """A regression: with the residual on the right (GPT-2 writes it so), the search went through
     the whole stream first, gave up, and from the fifth layer on took an older GEMM for it."""
 
     def deep(x, first, *layers):
         x = F.linear(x, first)
         for v, o, up, down in zip(*[iter(layers)] * 4, strict=True):
-            y = F.linear(F.linear(F.rms_norm(x, (D,), None, EPS), v).cumsum(1), o)
-            x = y + x if turned else x + y
-            z = F.linear(F.gelu(F.linear(F.rms_norm(x, (D,), None, EPS), up)), down)
-            x = z + x if turned else x + z
+            x = F.linear(F.linear(F.rms_norm(x, (D,), None, EPS), v).cumsum(1), o) + x
+            x = F.linear(F.gelu(F.linear(F.rms_norm(x, (D,), None, EPS), up)), down) + x
         return x
 
     layers = 6
@@ -202,9 +188,8 @@ def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
     assert check(Weights(deep, *weights), randn(2, 5, D)).counts["rms_norm"] == 2 * layers
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(1, -3), (0.5, 0.25)])
-def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
-    function = behind(lambda n, a, bias: torch.addmm(bias, n, a.t(), alpha=alpha, beta=beta))
+def test_norm_moves_past_addmm_with_alpha_and_beta():
+    function = behind(lambda n, a, bias: torch.addmm(bias, n, a.t(), alpha=0.5, beta=-3))
     shapes = (4, D), SQUARE, (D,), UP, (HIDDEN,)
     assert check(function, *(randn(*s) for s in shapes)).counts == {"rms_norm": 1}
 
@@ -255,7 +240,6 @@ LAYER_NORMS = {
     "layer: neither": (
         lambda x, w, g, b, a: F.linear(layer(x, w, None, None), a) * (g + b)[0], (UP,), 1,
     ),
-    "layer: bias only": (lambda x, w, g, b, a: F.linear(layer(x, w, None, b), a) * g[0], (UP,), 1),
     "layer: a bias, and none": (
         lambda x, w, g, b, a, bias, c: (
             F.linear(n := layer(x, w, g, b), a, bias) * F.linear(n, c).tanh()
@@ -286,41 +270,23 @@ def test_values_of_layer_norms_are_eagers(names, monkeypatch):
         assert sorted(o.kind for o in second.operands) == ["col", "col", "row", "row"]
 
 
-def weight_behind(x, w, gamma):
+def test_in_training_layer_norms_stay_for_that_reason_alone():
     """x-transformers multiplies by ``gamma + 1``, which inference takes for a weight."""
-    return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
 
+    def weight_behind(x, w, gamma):
+        return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
 
-@pytest.mark.parametrize("make", [
-    lambda: case("layer: two norms")[0], lambda: Weights(weight_behind, randn(D, D), randn(D)),
-])  # fmt: skip
-def test_in_training_layer_norms_stay_for_that_reason_alone(make):
-    harness = check_gradients(make(), randn(2, 5, D).requires_grad_())
+    model = Weights(weight_behind, randn(D, D), randn(D))
+    harness = check_gradients(model, randn(2, 5, D).requires_grad_())
     assert "layer-norm-training" in codes(harness)
     assert "norm-read-elsewhere" not in codes(harness)
     assert harness.counts["layer_norm"] == 0
 
 
-@pytest.mark.parametrize("term", [torch.bfloat16, torch.float32])
-def test_a_layer_norm_of_what_float32_was_added_to_stays(term):
-    """In 16 bits its operand would round at the size of what was added."""
-
-    def function(x, w, a):
-        x = F.linear(x, w)
-        n, x = F.layer_norm(x, (D,)).cumsum(0), x + x.to(term).sin()
-        return n, F.linear(F.layer_norm(x, (D,)).bfloat16(), a)
-
-    harness = Harness(reference=True)
-    harness.run(function, *(randn(*s, dtype=torch.bfloat16) for s in ((6, D), (D, D), (HIDDEN, D))))
-    stays = term == torch.float32
-    assert harness.counts["layer_norm"] == (not stays)
-    assert ("layer-norm-wide" in codes(harness)) == stays
-
-
 def test_a_dynamic_size_stays_dynamic():
     """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
     function, *_ = case("layer: rows flattened")
-    check_sizes(function, *((randn(2, length, D),) for length in (5, 6, 9)))
+    check_sizes(function, (randn(2, 5, D),), (randn(2, 9, D),))
 
 
 def three_of_one_stream(x, y, w, gamma, beta):
