@@ -40,20 +40,12 @@ NOTHING_ABSORBED = {
     "column sum": (lambda x, w: F.linear(x, w).sum(0), "does not reduce one row"),
     "full sum": (lambda x, w: F.linear(x, w).sum(), "is not elementwise"),
     "nothing there": (F.linear, "the caller reads it"),
-    "part of the batch": (
-        lambda x, w: F.linear(x, w) + x[:, :1, :1] * w[:, 0],
-        "broadcasts over part of the leading dimensions",
-    ),
-    "mask": (
-        lambda x, w: torch.where(x[..., :1] > 0, F.linear(x, w), 0.0),
-        "torch.bool, not a floating type",
-    ),
+    "part of the batch": (lambda x, w: F.linear(x, w) + x[:, :1, :1] * w[:, 0], "broadcasts over"),
+    "mask": (lambda x, w: torch.where(x[..., :1] > 0, F.linear(x, w), 0.0), "torch.bool"),
     "integer tile": (lambda x, w: F.linear(x, w) * x.new_ones(N).int(), "not a floating type"),
     "bool result": (lambda x, w: F.linear(x, w) > 0, "not a floating tile"),
     "unknown power": (lambda x, w: F.linear(x, w) ** 1.7, "is not in the epilogue vocabulary"),
-    "addmm with alpha": (
-        lambda x, w: torch.addmm(w[:, 0], x[0], w.t(), alpha=2).relu(), "alpha/beta",
-    ),
+    "alpha": (lambda x, w: torch.addmm(w[:, 0], x[0], w.t(), alpha=2).relu(), "alpha/beta"),
     # atan is no epilogue op; Inductor fuses exp with it.
     "a store": (lambda x, w: torch.atan((z := F.linear(x, w)).exp()) - z, "only adds a store"),
     # A maximum's gradient compares so: in a tile, of unrounded values, it would hold nowhere.
@@ -62,12 +54,8 @@ NOTHING_ABSORBED = {
 
 
 def test_gemm_that_absorbs_nothing_is_left_alone():
-    """Each of the functions in one graph, with tensors of its own."""
-    harness = check(*of_their_own(NOTHING_ABSORBED))
-    assert harness.counts == {}
-    for (name, (_, reason)), site in zip(
-        NOTHING_ABSORBED.items(), harness.report.sites, strict=True
-    ):
+    sites = check(*of_their_own(NOTHING_ABSORBED)).report.sites
+    for (name, (_, reason)), site in zip(NOTHING_ABSORBED.items(), sites, strict=True):
         assert site.how == "unfused", name
         assert reason in site.reason, name
 
@@ -81,9 +69,7 @@ def through(outside):
 PARTLY = {
     "softmax": (through(lambda z: z.softmax(-1)), "relu", "add"),
     "reversed": (through(lambda z: z.flip(-1) * 2), "relu", "add"),
-    "own statistics": (
-        lambda x, w: (z := F.linear(x, w)) - z.amax(-1, keepdim=True), "amax", "sub",
-    ),
+    "statistics": (lambda x, w: (z := F.linear(x, w)) - z.amax(-1, keepdim=True), "amax", "sub"),
     "a bool that others read": (
         lambda x, w: (torch.where(p := (z := F.linear(x, w).tanh()) > 0, z, 0.0), p),
         "tanh", "where",
@@ -158,21 +144,16 @@ def test_kernel_that_does_not_compile_costs_that_site_alone(monkeypatch):
 AWKWARD = (
     lambda x, w: F.linear(x, w).masked_fill(F.linear(x, w) > 0, float("nan")),
     lambda x, w: torch.logical_and(F.linear(x, w), x[..., :1]).to(x.dtype),
-    lambda x, w: F.linear(x, w) * (F.linear(x, w) > 0).to(x.dtype),
-    lambda x, w: (F.linear(x, w) > 0).sum(-1),
     lambda x, w: (F.linear(x, w) > 0) == (F.linear(x, w) > 1),
     lambda x, w: F.linear(x, w).clamp(w[:, 0], w[:, 1]),
-    lambda x, w: torch.div(F.linear(x, w), 0.3, rounding_mode="floor"),
     lambda x, w: F.linear(x, w) * True,
     lambda x, w: 2 ** F.linear(x, w),
     lambda x, w: F.linear(x, w).sum(-1, dtype=torch.float32),
     lambda x, w: F.linear(x, w).to(torch.bool),
     lambda x, w: (F.linear(x, w) * 1j).abs(),
-    lambda x, w: F.linear(x, w).std(-1),
     lambda x, w: F.normalize(F.linear(x, w), dim=-1),
     lambda x, w: torch.cat([F.linear(x, w), F.linear(x, w) + 1], -1),
     lambda x, w: F.linear(x, w).expand(4, B, T, N).relu(),
-    lambda x, w: F.linear(x, w).squeeze().unsqueeze(1).exp(),
     lambda x, w: F.linear(x, w).flatten().view(B, T, N).relu() * F.linear(x, w),
 )
 

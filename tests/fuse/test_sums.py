@@ -12,10 +12,6 @@ from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.fuse import sums
 from coda_inductor.graph.edit import reorder
-from coda_inductor.mainloop import availability
-from coda_inductor.plan import Plan
-from coda_inductor.runtime import pool
-from coda_inductor.select import gate
 
 D, HIDDEN = 16, 24
 
@@ -34,10 +30,6 @@ def products(*widths):
 def two(x, y, v, w):
     total = x @ v.t() + y @ w.t()
     return total.relu(), total, total.sum(-1)
-
-
-def three(x, y, z, u, v, w):
-    return torch.relu(x.sin() @ u.t() + y.sin() @ v.t() + z.sin() @ w.t())
 
 
 def read_again(x, y, z, u, v, w):
@@ -78,23 +70,6 @@ def test_which_terms_join_in_place_and_which_are_concatenated(
     )
     assert all(len(each) <= 2 for each in calls(harness))
     assert max(site.shape[2] for site in harness.report.sites) == sum(terms)
-
-
-def test_the_gate_is_told_what_is_copied_at_every_call(monkeypatch):
-    """The weights of a concatenated sum."""
-    seen = []
-    loses = gate.loses
-
-    def spy(site, *us):
-        seen.append(tuple(sorted(site.copied)))
-        return loses(site, *us)
-
-    monkeypatch.setattr(gate, "loses", spy)
-    monkeypatch.setattr(Plan, "on_kernels", lambda *_: True)
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    monkeypatch.setattr(pool, "wait", dict.fromkeys)
-    check(three, *(t.bfloat16() for t in products(16, 8, 8)))
-    assert (8, 8, 16) in seen
 
 
 NO_SUMS = {

@@ -88,17 +88,6 @@ def test_epilogues_scale_first_and_make_the_maxima(recipe):
     assert dtypes == {(wide, "float8_e4m3fn")}
 
 
-def test_what_cublas_scales_and_sums_that_are_not_joined():
-    """A product that only has its scales saves nothing: cuBLAS multiplies with them. Terms of a sum
-    have different scales, so that the second one reads the first."""
-    harness = compiled("rowwise")
-    assert not [s for s in harness.report.sites if s.fused and s.role == "weight gradient"]
-    assert harness.counts["epilogue"] == 0
-    (up,) = [s for s in sites(harness, "layers.0.up") if s.role == "input gradient"]
-    assert up.absorbed[0] == "add"
-    assert "tile" in {o.kind for o in up.program.operands}
-
-
 def test_what_the_backward_pass_scales_has_its_maximum_in_the_forward():
     harness = compiled("rowwise")
     scope = Scope(harness.graph)
