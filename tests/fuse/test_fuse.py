@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Growing epilogues: whatever elementwise work stands around a GEMM runs on its tile.
-
-Each case is compared with eager in float64 and must be one fused GEMM that computed the expected
-steps; refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_shapes.py.
-"""
+"""Growing epilogues: whatever elementwise work stands around a GEMM runs on its tile, with eager's
+values. Refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_shapes.py."""
 
 import math
 
@@ -25,17 +22,11 @@ def matrices():
 # Name -> (function of the product, ops that the program must contain).
 ELEMENTWISE = {
     "gelu": (F.gelu, {"erf"}),
-    "relu": (F.relu, {"relu"}),
     "silu": (F.silu, {"sigmoid", "mul"}),
-    "exp2": (lambda z: torch.exp2(z * 0.1), {"exp2"}),
-    "log": (lambda z: torch.log(z.abs() + 1), {"log", "abs"}),
     "sin and cos": (lambda z: z.sin() - z.cos(), {"sin", "cos", "sub"}),
     "clamp": (lambda z: z.clamp(-0.5, 1.5), {"maximum", "minimum"}),
-    "leaky relu": (lambda z: F.leaky_relu(z, 0.2), {"where"}),
     "softplus": (F.softplus, {"where", "exp"}),
-    "neg": (torch.neg, {"neg"}),
     "cube": (lambda z: z**3, {"mul"}),
-    "square root": (lambda z: (z.abs() + 1).sqrt(), {"sqrt"}),
     "to the half": (lambda z: (z.abs() + 1) ** 0.5, {"sqrt"}),
     "to the minus half": (lambda z: (z.abs() + 1) ** -0.5, {"rsqrt"}),
     "reciprocal": (lambda z: 1 / (z.abs() + 1), {"reciprocal"}),
@@ -53,7 +44,6 @@ ELEMENTWISE = {
 
 
 def test_elementwise_work_runs_on_the_tile():
-    """Each on a product of its own, in one graph."""
     each = [lambda a, b, f=f: f(a @ b) for f, _ in ELEMENTWISE.values()]
     function, tensors = side_by_side(each, (M, K), (K, N))
     sites = check(function, *tensors).report.sites
@@ -143,18 +133,6 @@ def test_row_reductions_leave_as_partials(tiles, monkeypatch):
     sites = check(function, *tensors).fused
     combined = [[r.combine for r in site.program.reduces] for site in sites]
     assert combined == [[how] * 2 for how, _ in REDUCTIONS]
-
-
-def test_one_sum_serves_all_its_readers():
-    """A regression: LayerNorm's gradient and a bias's took the same sum over M twice."""
-
-    def function(x, w):
-        z = F.linear(x, w).relu()
-        return z, z.sum(0), z.sum(0, keepdim=True) * 2, z.sum(-1), z.sum(1, keepdim=True) + 1
-
-    harness = check(function, randn(6, 8), randn(16, 8))
-    (site,) = harness.fused
-    assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
 
 
 def test_gate_and_up_that_are_no_pair():

@@ -41,8 +41,6 @@ BETWEEN = {
 
 
 def test_an_exchange_goes_through_every_step():
-    """Each behind a product of its own."""
-
     def function(x, ws, cos, sin, row, col):
         each = zip(BETWEEN.values(), ws, strict=True)
         return [turns(between(x @ w, row, col), cos, sin) for between, w in each]

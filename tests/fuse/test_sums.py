@@ -40,7 +40,6 @@ def read_again(x, y, z, u, v, w):
 
 
 def of_a_gemm(x, y, v, w):
-    """Factors that another GEMM writes are not copied either."""
     left = F.linear(x, v).relu()
     return torch.relu(left @ v.t() + y.sin() @ w.t())
 
@@ -110,7 +109,6 @@ def qkv(x, q, k, v):
     (qkv, (D, 8, 8), [D + 8 + 8], True),
 ])  # fmt: skip
 def test_gradient_of_a_tensor_behind_linears(function, widths, terms, dynamic, monkeypatch):
-    """Gradients of one width, and of two."""
     leave_custom_ops(monkeypatch)
     model = Weights(function, *(randn(n, D) for n in widths))
     harness = check_gradients(model, randn(2, 3, D).requires_grad_(), dynamic=dynamic)

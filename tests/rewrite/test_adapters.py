@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from checking import Weights, check_gradients, randn
 from passes import aten_graph, run_pass
 from torch.utils.checkpoint import checkpoint
-from zoo.layers import Gated
 
 from coda_inductor import pipeline
 from coda_inductor.graph.gemms import GEMMS, low_rank
@@ -62,17 +61,6 @@ def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, dyna
     # The gate's gradient is made where the product of full rank is.
     made = [s for s in harness.fused if s.shape[1] == WIDE and s.role == "input gradient"]
     assert [s.shape[2] for s in made if "sigmoid" in str(s.program)] == [D]
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_the_row_scale_of_a_norm_rides_on_dz_where_nobody_else_multiplies_it(trained):
-    """Else dz would be stored twice: with adapters, the dgrads' epilogue scales."""
-    model = weights(of_normed_mlp, NORMED)
-    if trained:  # no adapters
-        model = Gated(D, WIDE, front=True).double()
-    harness = check_gradients(model, randn(2, M // 2, D).requires_grad_())
-    (made,) = [s for s in harness.fused if "sigmoid" in str(s.program) and s.role != "forward"]
-    assert any(o.kind == "col" for o in made.program.operands) == trained
 
 
 NUMBERS = {

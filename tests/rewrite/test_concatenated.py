@@ -78,7 +78,6 @@ SLICES = {
     "of two tensors": (lambda x: torch.cat([x[:, :3], x.cos()[:, 3:]], 1), False),
     "along another dimension": (lambda x: torch.cat([x[:, :5], x[:, 5:]], 2), False),
     "of another layout": (lambda x: torch.cat([x.mT[:, :2], x.mT[:, 2:]], 1).view(-1), False),
-    "every second one": (lambda x: torch.cat([x[:, ::2], x[:, 5:]], 1), False),
 }
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first pass and the last ones, on graphs made by hand: full slices, clones and what is
-transposed twice go; semantic ops become the aten ops that define them; experts that no epilogue
-took are multiplied as the user wrote it, one product a weight; what a checkpointed block hands to
-the next is saved; views of what was replaced are of the new node."""
+"""The first pass and the last ones, on graphs made by hand: what changes nothing goes; experts that
+no epilogue took are one product a weight; what a checkpointed block hands to the next is saved."""
 
 import pytest
 import torch
@@ -27,12 +25,6 @@ def halves_of(x, y, w, groups):
     return grouped_mm(x, lower, groups, None) * grouped_mm(y, upper, groups, None)
 
 
-def half_read_twice(x, y, w, groups):
-    """The other half is read by something else."""
-    lower, upper = torch.split(w, 8, 2)
-    return [grouped_mm(x, lower, groups, None) * s for s in (y, y + 1)], upper.sum()
-
-
 def summed(*parts, width=8, copied=False):
     """The sum of products with two parts of a weight; the others are returned."""
 
@@ -49,7 +41,6 @@ def summed(*parts, width=8, copied=False):
 GROUPED = {
     "halves of a weight": (lambda x, w, o: halves_of(x, x, w, o), (A, W), 1),
     "of different rows": (halves_of, (A, A, W), 2),
-    "one half twice": (half_read_twice, (A, D, W), 2),
     "a sum in the other order": (summed(1, 0), (D, D, W), 1),
     "a sum over one half twice": (summed(0, 0), (D, D, W), 2),
     "a sum over two of four parts": (summed(0, 1, width=4), ((5, 4), (5, 4), W), 2),

@@ -97,20 +97,6 @@ def test_infinities_beside_what_is_rotated():
     assert check(gptj, *args).counts["rotary"] == 1
 
 
-def test_in_16_bits_what_is_stored_is_what_is_read():
-    """Rotated in float32 by tables in float32, rounded once, as ModernBERT's."""
-
-    def wide(x, cos, sin):
-        return whole(rotate_half)(x.float(), cos, sin).to(x.dtype)
-
-    x, cos, sin = (t.detach().float() for t in inputs())
-    model = Model(1, wide).bfloat16()
-    harness = check(model, x.bfloat16(), cos, sin)
-    programs = [site.program for site in harness.fused if site.program.head]
-    assert [p.stores[0].dtype for p in programs] == ["bfloat16"] * 2
-    assert {o.dtype for p in programs for o in p.operands} == {"float32"}
-
-
 def test_unfused_no_tables_are_left_of_it():
     harness = check(Model(1, whole(rotate_half)), *inputs(), disable=["fuse"])
     assert not count(harness.graph, KEEP)
@@ -154,21 +140,9 @@ def test_a_projection_in_float32_beside_tables_in_float64_stays_unfused():
     assert refused(rotate_rows, of_rows(heads), *factors, *randn(2, T, 1, D)) == {"float64-mixed"}
 
 
-def test_a_gradient_that_a_product_makes_is_rotated_back_behind_it():
-    """In the backward pass nothing is rewritten: its tables would be made in the forward pass."""
-
-    def function(x, w, cos, sin):
-        q = whole(rotate_half)(x.view(B, T, H, D).transpose(1, 2), cos, sin)
-        return q.transpose(1, 2).reshape(B, T, H * D) @ w
-
-    given = randn(B, T, H * D).requires_grad_(), randn(H * D, WIDTH), *inputs()[1:]
-    assert not check_gradients(function, *given).counts["rotary"]
-
-
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("distance", [1, D // 2])
 def test_rotations_back(distance, paired):
-    """By tables that are no rotations."""
     width = D // 2 if paired else D
 
     def function(x, w, cos, sin):

@@ -28,7 +28,6 @@ class Stream(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_stream_of_sequences_beside_each_other(dynamic):
-    """In training where sizes are known, else in inference."""
     x, run = randn(3, 64, D).requires_grad_(not dynamic), check if dynamic else check_gradients
     assert run(Stream().double(), x, dynamic=dynamic).counts["residual"] == 2
 

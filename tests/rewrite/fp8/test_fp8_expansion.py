@@ -9,7 +9,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import leave_custom_ops
 from harness import Harness, Stock
 from passes import aten_graph, codes, run_pass
 from torch import nn
@@ -78,7 +77,6 @@ def test_epilogues_scale_first_and_make_the_maxima(recipe):
     assert "mean" in down[0].absorbed
     gradient = next(s for s in down if s.role == "input gradient")
     assert gradient.absorbed.count("amax") == 2 * rows_and_columns  # of gate's gradient and of up's
-    assert sum(s.role == "weight gradient" for s in harness.report.sites) == 6
     assert scales(forward.program) == {("scalar" if recipe == "tensorwise" else "col", "float32")}
     backward = [s.program for s in harness.fused if s.role != "forward"]
     assert backward
@@ -130,12 +128,6 @@ def test_counts_of_inference_follow_the_layers():
     assert ops["coda_inductor.fp8_cast.default"] == 2 * layers - 1
     assert ops["coda_inductor.fp8_amax.default"] == 0
     assert harness.counts["rms_norm"] == layers - 1
-    for i in range(layers):
-        (pair,) = [s for s in harness.fused if s.site.endswith(f"layers.{i}.gate + up")]
-        assert pair.program.paired
-        assert pair.program.fast
-        assert pair.absorbed.count("amax") == 1
-        assert scales(pair.program) == {("col", "float32")}
     down = [s for s in harness.fused if s.site.endswith("down")]
     assert [s.absorbed.count("amax") for s in down] == [1] * (layers - 1) + [0]
 
@@ -171,22 +163,18 @@ def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, joined, in_epilo
 
 
 class Behind(nn.Module):
-    """A product, a norm, and linear layers that read it; ``extra`` may read it as well."""
+    """A product, a norm, and a linear layer that reads it."""
 
-    def __init__(self, extra=None, norm=None):
+    def __init__(self, norm=None):
         super().__init__()
-        self.first, self.second = (
-            nn.Linear(fp8.D, fp8.D, bias=False),
-            nn.Linear(fp8.D, fp8.HIDDEN, bias=False),
-        )
-        self.norm, self.other = norm or nn.RMSNorm(fp8.D, eps=1e-5), extra
+        self.first = nn.Linear(fp8.D, fp8.D, bias=False)
+        self.second = nn.Linear(fp8.D, fp8.HIDDEN, bias=False)
+        self.norm = norm or nn.RMSNorm(fp8.D, eps=1e-5)
         for parameter in self.norm.parameters():
             nn.init.normal_(parameter, 1.0, 0.3)
 
     def forward(self, x):
-        n = self.norm(x + self.first(x))
-        y = self.second(n)
-        return y if self.other is None else (y, self.other(n))
+        return self.second(self.norm(x + self.first(x)))
 
 
 def run(make, recipe, harness=None, **kwargs):
@@ -220,17 +208,6 @@ def test_the_factor_is_that_of_the_cast(recipe, gamma):
     fp8.assert_exact(harness, run(Behind, recipe, Stock(), norm=norm))
 
 
-def test_nothing_normalized_leaves_the_forward_pass(monkeypatch):
-    """With kernels the backward pass gets the results of products, the residual stream, and
-    vectors."""
-    leave_custom_ops(monkeypatch)
-    harness = run(fp8.Stack, "rowwise", layers=2)
-    assert harness.counts["rms_norm"] == 1
-    matrices = [n.meta["val"] for n in harness.saved if n.op != "placeholder"]
-    matrices = [v for v in matrices if v.dim() > 1 and min(v.shape[-2:]) > 1]
-    assert sorted(v.numel() for v in matrices) == [32 * fp8.D, *[32 * fp8.HIDDEN] * 4]
-
-
 def test_float32_under_autocast():
     """The norm's result is float32 there, and each layer casts it for itself."""
     model, x = fp8.Stack(layers=2), fp8.batch(torch.float32)
@@ -259,12 +236,7 @@ class Mixed(Behind):
         return self.second(n), F.linear(n, self.router)
 
 
-def scanned():
-    return Behind(extra=lambda n: n.float().cumsum(1))
-
-
-@pytest.mark.parametrize(("make", "recipe"), [(scanned, "rowwise"), (Mixed, "tensorwise")])
-def test_a_norm_that_others_read_stays(make, recipe):
-    harness = run(make, recipe)
+def test_a_norm_that_others_read_stays():
+    harness = run(Mixed, "tensorwise")
     assert "norm-read-elsewhere" in codes(harness)
     assert harness.counts["rms_norm"] == 0

@@ -37,7 +37,6 @@ def matrices():
 
 @pytest.mark.parametrize(("power_of_two", "biased"), [(True, False), (False, True)])
 def test_it_fires_on_a_single_product_and_not_twice(power_of_two, biased):
-    """Which has its own bias."""
     needs_scaled_mm()
     bias = [torch.zeros(48, dtype=torch.bfloat16)] * biased
     graph = aten_graph(lambda *t: scaled(*t, power_of_two=power_of_two), *matrices(), *bias)
@@ -154,8 +153,6 @@ def test_each_half_can_be_disabled():
 
 
 def test_a_scale_of_another_tensor_is_read_as_it_is():
-    """Whatever is quantized beside it."""
-
     def function(a, b, c):
         (q, _), (_, other) = (quantize_definition(x, [1], E4M3, True) for x in (a, c))
         r, t = quantize_definition(b.t(), [0], E4M3, True)

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's FP8 in each recipe of training and each way of inference: every chain is raised, and
-what is made of it computes the same.
-
-What is rounded differs from torchao's own run (a product is not rounded before its epilogue, a norm
-is not rounded before it is quantized), so that results agree in float64 where nothing is rounded at
-all, and else in their error against float32.
-"""
+"""torchao's FP8 in recipes of training and ways of inference: every chain is raised, and what is
+made of it computes the same. What is rounded differs from torchao's own run, so that results agree
+in float64 where nothing is rounded at all, and else in their error against float32."""
 
 import copy
 

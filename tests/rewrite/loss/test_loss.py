@@ -65,23 +65,6 @@ def z_loss_of_rows_that_count(logits, labels):
     return smoothed(logits, labels) + 0.1 * z.sum()
 
 
-class RowTerm(torch.autograd.Function):
-    """Its gradient is a value a row times ``exp(logits - b)``, b being no log-sum-exp; or with
-    other rows' logits, ``by`` rows away."""
-
-    @staticmethod
-    def forward(ctx, logits, b, by):
-        ctx.save_for_backward(logits, b)
-        ctx.by = by
-        return logits.sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        logits, b = ctx.saved_tensors
-        logits = logits.roll(ctx.by, 1) if ctx.by else logits
-        return (g * b)[..., None] * torch.exp(logits - b[..., None]), None, None
-
-
 class Bent(torch.autograd.Function):
     """``2 * tanh(z / 2)``, whose gradient has another ``slope``."""
 
@@ -96,11 +79,6 @@ class Bent(torch.autograd.Function):
     def backward(ctx, g):
         (t,) = ctx.saved_tensors
         return g * 2 * ctx.slope(t) / 2, None
-
-
-def row_term(logits, labels, by=0):
-    b = torch.arange(3.0, 15.0, dtype=logits.dtype).view(2, 6)
-    return hugging_face(logits, labels) + RowTerm.apply(logits, b, by)
 
 
 def shifted(logits, labels):
@@ -118,11 +96,10 @@ def penalized_rows(logits, labels):
 #: Losses of logits (B, T, V) and labels (B, T).
 SLICED = {
     **{f.__name__: f for f in (
-        hugging_face, smoothed, z_loss_of_rows_that_count, row_term, shifted, penalized_rows,
+        hugging_face, smoothed, z_loss_of_rows_that_count, shifted, penalized_rows,
     )},
     "fairseq": lambda z, y: likelihood(z, y, ignore_index=3, reduction="sum"),
     "a row each": lambda z, y: entropy(z, y, ignore_index=3, reduction="none"),
-    "capped by factor": lambda z, y: smoothed(3 * torch.tanh(z * (1 / 3)), y),
     "scaled and capped": lambda z, y: smoothed(capped(z * 0.3), y),
     "scaled, z-loss": lambda z, y: z_loss(z / 7, y),
     "capped and shifted": lambda z, y: shifted(capped(z), y),
@@ -137,7 +114,6 @@ def sizes(nodes):
 
 
 def test_sliced_gradients_agree(slices):
-    """Each loss has a head of its own, in one graph."""
     models, number = Several(Head(loss, bias=True) for loss in SLICED.values()), len(SLICED)
     harness = check_gradients(models, *inputs())
     assert harness.counts["cross_entropy_backward"] == harness.counts["cross_entropy"] == number
@@ -184,7 +160,6 @@ READ = (
     lambda z, y: hugging_face(scaled := z * 0.5, y) + scaled.square().mean(),
     lambda z, y: F.cross_entropy(z[..., :200].reshape(-1, 200), y.reshape(-1) % 200),
     lambda z, y: hugging_face(z, y) + z.square().mean(),
-    lambda z, y: row_term(z, y, by=1),
     lambda z, y: hugging_face(3 * torch.tanh(z / 2), y),  # bent
     lambda z, y: hugging_face(Bent.apply(z, lambda t: 1 - t), y),
     lambda z, y: hugging_face(Bent.apply(z, lambda t: 1 - t * t.sin()), y),
@@ -230,7 +205,6 @@ WHOLE = [
     (lambda x, w, y, tile: hugging_face(x @ w.T + tile, y), "logits-read"),  # is returned
     (lambda x, w, y, _: hugging_face(F.linear(x, w).float() * 0.5, y), "logits-dtypes"),  # wider
     (several, "idiom-form"),
-    (lambda x, *given: several(x.detach(), *given) + x.sum(), "idiom-form"),
 ]
 
 

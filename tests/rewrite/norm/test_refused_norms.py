@@ -41,29 +41,12 @@ def statistics_read(x, w, gamma, a):
     return F.linear(y, a), rstd.detach()
 
 
-class Late(torch.autograd.Function):
-    """``u``, (..., HIDDEN), whose gradient a norm (..., D) is multiplied with for a weight."""
-
-    @staticmethod
-    def forward(ctx, n, u, a):
-        ctx.save_for_backward(n)
-        return u.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (n,) = ctx.saved_tensors
-        return None, gradient, gradient.flatten(0, -2).t() @ n.flatten(0, -2)
-
-
 def both(n, a):
     """GEMMs of the float32 norm n in float32 and, widened, in float64."""
     return F.linear(n, a.float()), F.linear(n.double(), a)
 
 
 REFUSALS = {
-    "no GEMM": (
-        lambda x, w, g, a: Late.apply(norm(x, w, g).detach(), F.linear(x, a), a), "no-gemm",
-    ),
     "behind softmax": (
         lambda x, w, g, a: F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), g, EPS), a),
         "norm-input-elsewhere",
