@@ -108,7 +108,7 @@ def test_degenerate_and_shared_operands():
 
 
 def test_reductions_of_one_row_without_its_dimension():
-    """No dimension means all of them. Each of another product."""
+    # No dimension means all of them.
     ways = [*itertools.product(((), (0,)), (False, True), (torch.sum, torch.mean, torch.amax))]
 
     def function(x, ws):

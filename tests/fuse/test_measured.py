@@ -180,7 +180,6 @@ def test_only_who_asks_waits_for_measurements(plan):
 
 
 def test_what_was_measured_on_a_gpu_without_a_table_is_used(plan):
-    """Without asking again: of another generation nothing else is known."""
     asked = plan(gpu=HOPPER, tune="always")
     found = plan(gpu=HOPPER, store=asked.measurer.store)
     assert not found.measurer.given

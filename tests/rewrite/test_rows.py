@@ -11,8 +11,7 @@ D = 16
 
 
 class Stream(nn.Module):
-    """Pre-norm layers over (T, B, D), whose input lies in memory as (B, T, D): fairseq's and
-    ESM-2's."""
+    """Pre-norm layers over (T, B, D), whose input lies in memory as (B, T, D), as ESM-2's."""
 
     def __init__(self):
         super().__init__()

@@ -18,6 +18,7 @@ from checking import (
     leave_custom_ops,
     randn,
 )
+from harness import Harness
 from passes import aten_graph, codes, run_pass
 
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -247,6 +248,20 @@ def test_in_training_layer_norms_stay_for_that_reason_alone():
     assert "layer-norm-training" in codes(harness)
     assert "norm-read-elsewhere" not in codes(harness)
     assert harness.counts["layer_norm"] == 0
+
+
+def test_a_layer_norm_of_what_float32_was_added_to_stays():
+    """In 16 bits its operand would round at the size of what was added."""
+
+    def function(x, w, a):
+        x = F.linear(x, w)
+        n, x = F.layer_norm(x, (D,)).cumsum(0), x + x.float().sin()
+        return n, F.linear(F.layer_norm(x, (D,)).bfloat16(), a)
+
+    harness, shapes = Harness(reference=True), ((6, D), (D, D), (HIDDEN, D))
+    harness.run(function, *(randn(*shape, dtype=torch.bfloat16) for shape in shapes))
+    assert harness.counts["layer_norm"] == 0
+    assert "layer-norm-wide" in codes(harness)
 
 
 def test_a_dynamic_size_stays_dynamic():
