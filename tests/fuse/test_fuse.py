@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Growing epilogues: whatever elementwise work stands around a GEMM runs on its tile.
-
-Each case is compared with eager in float64 and must be one fused GEMM that computed the expected
-steps; refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_shapes.py.
-"""
+"""Growing epilogues: whatever elementwise work stands around a GEMM runs on its tile, with eager's
+values. Refusals are in test_fuse_refusals.py, shapes and layouts in test_fuse_shapes.py."""
 
 import math
 
@@ -18,14 +15,6 @@ from coda_inductor.refusal import Refused, refuse
 M, N, K = 6, 10, 8
 
 
-def fused(function, *args, **kwargs):
-    """The program of the one GEMM of ``function``, which must agree with eager."""
-    harness = check(function, *args, **kwargs)
-    (site,) = harness.report.sites
-    assert site.fused, site.reason
-    return site.program
-
-
 def matrices():
     return randn(M, K), randn(K, N)
 
@@ -33,30 +22,15 @@ def matrices():
 # Name -> (function of the product, ops that the program must contain).
 ELEMENTWISE = {
     "gelu": (F.gelu, {"erf"}),
-    "gelu tanh": (lambda z: F.gelu(z, approximate="tanh"), {"tanh"}),
-    "relu": (F.relu, {"relu"}),
-    "tanh": (torch.tanh, {"tanh"}),
     "silu": (F.silu, {"sigmoid", "mul"}),
-    "exp2": (lambda z: torch.exp2(z * 0.1), {"exp2"}),
-    "log": (lambda z: torch.log(z.abs() + 1), {"log", "abs"}),
-    "log2": (lambda z: torch.log2(z * z + 1), {"log2"}),
     "sin and cos": (lambda z: z.sin() - z.cos(), {"sin", "cos", "sub"}),
     "clamp": (lambda z: z.clamp(-0.5, 1.5), {"maximum", "minimum"}),
-    "relu6": (F.relu6, {"minimum"}),
-    "leaky relu": (lambda z: F.leaky_relu(z, 0.2), {"where"}),
     "softplus": (F.softplus, {"where", "exp"}),
-    "elu": (F.elu, {"where"}),
-    "neg": (torch.neg, {"neg"}),
-    "abs": (torch.abs, {"abs"}),
-    "square": (torch.square, {"mul"}),
     "cube": (lambda z: z**3, {"mul"}),
-    "square root": (lambda z: (z.abs() + 1).sqrt(), {"sqrt"}),
     "to the half": (lambda z: (z.abs() + 1) ** 0.5, {"sqrt"}),
     "to the minus half": (lambda z: (z.abs() + 1) ** -0.5, {"rsqrt"}),
     "reciprocal": (lambda z: 1 / (z.abs() + 1), {"reciprocal"}),
-    "to the minus one": (lambda z: (z.abs() + 1) ** -1, {"reciprocal"}),
     "scalar arithmetic": (lambda z: 3 - (z * 2 + 1) / 7, {"mul", "div"}),
-    "where": (lambda z: torch.where(z > 0, z, z * 0.01), {"gt", "where"}),
     "comparisons": (
         lambda z: torch.where(z >= -1, z, 0.0) + torch.where(z < 0, (z <= -2) * z, 2.0),
         {"ge", "lt", "le", "where"},
@@ -65,13 +39,11 @@ ELEMENTWISE = {
     "masked by a product": (lambda z: z * (z > 0), {"gt"}),
     "two branches": (lambda z: torch.maximum(z.sin(), torch.minimum(z, z * z)), {"maximum"}),
     "alpha": (lambda z: torch.add(z, z.sin(), alpha=3), {"mul", "add"}),
-    "subtract with alpha": (lambda z: torch.sub(z, z.sin(), alpha=-0.5), {"mul", "sub"}),
     "reverse subtract": (lambda z: torch.rsub(z, 2.0), {"sub"}),
 }
 
 
 def test_elementwise_work_runs_on_the_tile():
-    """Each on a product of its own, in one graph."""
     each = [lambda a, b, f=f: f(a @ b) for f, _ in ELEMENTWISE.values()]
     function, tensors = side_by_side(each, (M, K), (K, N))
     sites = check(function, *tensors).report.sites
@@ -85,11 +57,9 @@ def test_elementwise_work_runs_on_the_tile():
 BROADCASTS = {
     "vector": ((N,), "row"),
     "one row": ((1, N), "row"),
-    "one row, 3-D": ((1, 1, N), "row"),
     "one column": ((2, M // 2, 1), "col"),
     "tile": ((2, M // 2, N), "tile"),
     "number": ((), "scalar"),
-    "one element": ((1, 1), "scalar"),
 }
 
 
@@ -117,23 +87,19 @@ def test_all_values_that_others_read_are_stored_once():
         view = z.view(2, 3, N)
         return z, view.cumsum(0), view.relu().cumsum(1), z.relu(), z.sin() * 0.5
 
-    program = fused(function, *matrices())
+    (site,) = check(function, *matrices()).fused
+    program = site.program
     assert program.stores[0].value == "acc"
     assert len(program.stores) == 3
 
 
 # Name -> (function of the product, what reads it, dtype of the one tile that is stored).
 STORED = {
-    "only read widened": (lambda z: z.float() * 2, lambda y: y, "float32"),
-    "read before it is rounded": (
-        lambda z: z.float() * 3, lambda y: (y.cumsum(0), y.bfloat16().cumsum(0)), "float32",
-    ),
+    "unrounded": (lambda z: z.float() * 3, lambda y: (y, y.bfloat16().cumsum(0)), "float32"),
     "also read rounded": (torch.relu, lambda y: (y.cumsum(0), y.float().cumsum(0)), "bfloat16"),
     "in two half types": (torch.sigmoid, lambda y: (y, y.half()), "float32"),
-    "rounded, then widened": (
-        lambda z: z.sigmoid().float(), lambda y: (y.amax(1), y.flip(0)), "bfloat16",
-    ),
-}  # fmt: skip
+    "then widened": (lambda z: z.sigmoid().float(), lambda y: (y.amax(1), y.flip(0)), "bfloat16"),
+}
 
 
 def test_a_value_is_stored_as_its_readers_have_it():
@@ -147,7 +113,6 @@ def test_a_value_is_stored_as_its_readers_have_it():
 
 #: What combines partials -> a reduction.
 REDUCTIONS = (
-    ("add", lambda z, keep: z.sum(-1, keepdim=keep)),
     ("add", lambda z, keep: z.mean(z.dim() - 1, keepdim=keep)),
     ("max", lambda z, keep: z.amax(-1, keepdim=keep)),
 )
@@ -170,33 +135,17 @@ def test_row_reductions_leave_as_partials(tiles, monkeypatch):
     assert combined == [[how] * 2 for how, _ in REDUCTIONS]
 
 
-def test_one_sum_serves_all_its_readers():
-    """A regression: LayerNorm's gradient and a bias's took the same sum over M twice."""
+def test_gate_and_up_that_are_no_pair():
+    """A gate that others read is stored, and loaded by up; layouts of weights may differ."""
 
-    def function(x, w):
-        z = F.linear(x, w).relu()
-        return z, z.sum(0), z.sum(0, keepdim=True) * 2, z.sum(-1), z.sum(1, keepdim=True) + 1
+    def gated(x, wg, wu):
+        g = x @ wg
+        return F.silu(g) * (x @ wu), g
 
-    harness = check(function, randn(6, 8), randn(16, 8))
-    (site,) = harness.fused
-    assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
-
-
-def test_gate_that_others_read_is_stored_and_loaded_by_up():
-    def function(x, wg, wu):
-        g = F.linear(x, wg)
-        return F.silu(g) * F.linear(x, wu), g
-
-    harness = check(function, randn(2, 3, K), randn(N, K), randn(N, K))
+    harness = check(gated, *matrices(), randn(K, N))
     assert [site.program.paired for site in harness.fused] == [False]
     assert [o.kind for o in harness.fused[0].program.operands] == ["tile"]
-
-
-def test_gate_and_up_of_different_layouts_are_no_pair():
-    def function(x, wg, wu):
-        return F.silu(x @ wg) * (x @ wu)
-
-    harness = check(function, randn(M, K), randn(K, N), randn(N, K).t())
+    harness = check(lambda *of: gated(*of)[0], *matrices(), randn(N, K).t())
     assert not any(site.program.paired for site in harness.fused)
 
 
@@ -213,19 +162,6 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
     assert "more than 3 tiles" in reasons(check(lambda a, b: F.silu(a @ b), a, b))
 
 
-def test_only_what_is_read_once_is_a_residual():
-    """The gradient of a GELU reads x twice; a mean that is taken away is no residual either. What
-    has no name is an epilogue."""
-
-    def function(a, b, x, mean):
-        return (a @ b) * (x + 0.5 * x**3), (a @ b) * (x - mean)
-
-    harness = check(function, *matrices(), randn(M, N), randn(M, 1))
-    assert harness.counts == {"epilogue": 2}
-    harness = check(lambda x, w: x + F.linear(x, w), randn(2, 3, K), randn(K, K))
-    assert harness.counts == {"residual": 1}
-
-
 FULL = [
     (3.7, torch.int64), (-3.7, torch.int32), (-1, torch.uint8), (2.5, torch.bool), (0, torch.bool),
     (0.1, torch.bfloat16), (0.1, torch.float16), (1e6, torch.float16), (0.1, torch.float32),
@@ -234,8 +170,6 @@ FULL = [
 
 
 def test_constants_have_their_dtype():
-    """Each a factor of another product."""
-
     def function(x, ws):
         found = [
             (x @ w) * torch.full((), n, dtype=d) for (n, d), w in zip(FULL, ws[1:], strict=True)

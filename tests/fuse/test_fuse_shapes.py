@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, assert_same, check, check_gradients, leave_custom_ops, randn, reasons
+from checking import Weights, assert_same, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
 from passes import codes
 
@@ -28,9 +28,7 @@ def weights():
     return randn(K, K), randn(K), randn(N, K), randn(N, K)
 
 
-@pytest.mark.parametrize(
-    ("dims", "custom"), [((0,), False), ((1,), True), ((0, 1), True)], ids=["B", "T", "B and T"]
-)
+@pytest.mark.parametrize(("dims", "custom"), [((0,), False), ((0, 1), True)], ids=["B", "both"])
 def test_symbolic_leading_dimensions(dims, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
@@ -46,7 +44,7 @@ def test_symbolic_leading_dimensions(dims, custom, monkeypatch):
     assert {site.how for site in harness.report.sites} == {"kernel" if custom else "reference"}
 
 
-@pytest.mark.parametrize(("dynamic", "custom"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(("dynamic", "custom"), [(True, True), (False, False)])
 def test_empty_batch_after_a_full_one(dynamic, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
@@ -58,28 +56,16 @@ def test_empty_batch_after_a_full_one(dynamic, custom, monkeypatch):
             assert_same(compiled(x), model(x))
 
 
-def test_symbolic_weights_are_a_named_fallback():
-    args = randn(2, 3, K), *weights()
-    harness = check(block, *args, dynamic=True, strict=False)
-    assert "N or K is symbolic" in reasons(harness)
-    # rms_norm's normalized_shape fixes K; only gate and up keep a symbolic N.
-    assert [site.how for site in harness.report.sites] == ["reference", "unfused", "unfused"]
-
-
 LAYOUTS = {
-    "every other row": lambda: randn(8, 3, K)[::2],
     "transposed batch": lambda: randn(3, 4, K).transpose(0, 1),
-    "column slice": lambda: randn(4, 3, 2 * K)[..., :K],
     "strided columns": lambda: randn(4, 3, 2 * K)[..., ::2],
     "expanded batch": lambda: randn(1, 3, K).expand(4, 3, K),
-    "expanded rows": lambda: randn(4, 1, K).expand(4, 3, K),
     "features first": lambda: randn(K, 4, 3).permute(1, 2, 0),
     "offset": lambda: randn(5, 3, K)[1:],
 }
 
 
 def test_strided_and_expanded_inputs(monkeypatch):
-    """Each as the left operand, and as a residual of another product, in one graph."""
     leave_custom_ops(monkeypatch)
 
     def both(xs, ys, *weights):
@@ -103,7 +89,6 @@ def test_sizes_that_no_view_makes():
 
 
 SHARED = {
-    "one vector": (lambda x, w: torch.relu(F.linear(x, w)), [(K,), (N, K)]),
     "one weight twice": (lambda x, w: F.silu(F.linear(x, w)) * F.linear(x, w), [(4, K), (N, K)]),
     "the input is the weight": (lambda x: torch.relu(x @ x) + x, [(K, K)]),
     "one column": (lambda x, w: torch.relu(x @ w + 1) * x[:, :1], [(6, K), (K, 1)]),
@@ -116,8 +101,6 @@ SHARED = {
 
 
 def test_degenerate_and_shared_operands():
-    """Each with tensors of its own, in one graph."""
-
     def function(given):
         return [f(*args) for (f, _), args in zip(SHARED.values(), given, strict=True)]
 
@@ -125,7 +108,7 @@ def test_degenerate_and_shared_operands():
 
 
 def test_reductions_of_one_row_without_its_dimension():
-    """No dimension means all of them. Each of another product."""
+    # No dimension means all of them.
     ways = [*itertools.product(((), (0,)), (False, True), (torch.sum, torch.mean, torch.amax))]
 
     def function(x, ws):
@@ -135,9 +118,8 @@ def test_reductions_of_one_row_without_its_dimension():
             for (dim, keep, reduce), w in each
         ]
 
-    x, ws = randn(1, K).requires_grad_(), [randn(K, N).requires_grad_() for _ in ways]
-    check(function, x.detach(), [w.detach() for w in ws])
-    check_gradients(function, x, ws)
+    ws = [randn(K, N).requires_grad_() for _ in ways]
+    check_gradients(function, randn(1, K).requires_grad_(), ws)
 
 
 def test_equal_results_are_two_tensors_after_inductor():

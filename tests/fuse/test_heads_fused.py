@@ -33,7 +33,6 @@ def stops(harness):
 
 #: What stands between the product and the rotation, of a row, a column, a number.
 BETWEEN = {
-    "nothing": lambda z, row, col: z,
     "a bias": lambda z, row, col: z + row,
     "both, and an activation": lambda z, row, col: F.silu(z * col + row) * row - 2,
     "a condition": lambda z, row, col: torch.where(z > row, z, 0.5 * col),
@@ -42,8 +41,6 @@ BETWEEN = {
 
 
 def test_an_exchange_goes_through_every_step():
-    """Each behind a product of its own."""
-
     def function(x, ws, cos, sin, row, col):
         each = zip(BETWEEN.values(), ws, strict=True)
         return [turns(between(x @ w, row, col), cos, sin) for between, w in each]

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs run on exact numbers: the same graph before and after a pass must give equal fractions.
-
-Inputs are random fractions, so that two different polynomials in them agree by no chance worth
-speaking of. A function that leaves the fractions (rsqrt, exp) gives a random fraction, the same one
-whenever its argument is the same: what holds then holds for any function in its place.
-"""
+Inputs are random, so that two different polynomials in them do not agree by chance. A function that
+leaves the fractions (rsqrt, exp) gives a random one, the same whenever its argument is the same:
+what holds then holds for any function in its place."""
 
 import math
-import operator
 import random
 from collections.abc import Callable
 from fractions import Fraction
@@ -19,21 +16,10 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 from coda_inductor.patterns.exact import Exact
 from coda_inductor.program import EpilogueProgram, reference
+from coda_inductor.runtime.linear_cross_entropy import linear_cross_entropy_backward
 from coda_inductor.tracing import trace
 
 aten = torch.ops.aten
-
-
-class Unknown(dict):
-    """(name, arguments) -> a random fraction."""
-
-    def __missing__(self, key: Any) -> Fraction:
-        self[key] = fraction(random.Random(repr(key)))  # noqa: S311 (points to test, no secret)
-        return self[key]
-
-    def function(self, name: str) -> Callable[..., Fraction]:
-        """The function of that name."""
-        return lambda *x: self[(name, x)]
 
 
 def fraction(chance: random.Random) -> Fraction:
@@ -41,12 +27,14 @@ def fraction(chance: random.Random) -> Fraction:
     return Fraction(chance.choice((-1, 1)) * chance.randint(1, 99), chance.choice((1, 2, 4, 8)))
 
 
-_unknown = Unknown()
+def unknown(*function: Any) -> Fraction:
+    """The value of a function, by its name and arguments: random, the same one each time."""
+    return fraction(random.Random(repr(function)))  # noqa: S311 (points to test, no secret)
 
 
 def _exp(x: Fraction) -> Fraction:
     """What programs use of it: it is positive, and exp(-x) = 1 / exp(x)."""
-    return abs(_unknown["exp", x]) if x >= 0 else 1 / _exp(-x)
+    return abs(unknown("exp", x)) if x >= 0 else 1 / _exp(-x)
 
 
 def _sigmoid(x: Fraction) -> Fraction:
@@ -78,12 +66,8 @@ class Rational(Kernels):
 
     formulas: ClassVar = {
         **Exact.formulas,
-        **{name: _unknown.function(name) for name in ("rsqrt", "sqrt", "log", "tanh")},
-        "exp": _exp,
-        "div": operator.truediv, "maximum": max, "minimum": min, "sigmoid": _sigmoid,
+        "rsqrt": lambda x: unknown("rsqrt", x), "exp": _exp, "maximum": max, "sigmoid": _sigmoid,
         "silu": lambda x: x * _sigmoid(x), "silu_backward": _silu_backward,
-        "where": lambda condition, yes, no: yes if condition else no,
-        "eq": operator.eq, "ne": operator.ne, "reciprocal": lambda x: 1 / x,
     }  # fmt: skip
 
     @staticmethod
@@ -134,13 +118,6 @@ def paired(cls: Any, a: Any, b0: Any, b1: Any) -> Any:
     product = a @ both.t()
     one = cls.exactly(torch.eye(a.shape[0], dtype=torch.float64))
     return [one], [product[:, 0::2], product[:, 1::2]]
-
-
-def sliced_backward(_cls: Any, *args: Any) -> Any:
-    """The op runs as it is written: a slice of the vocabulary at a time."""
-    from coda_inductor.runtime.linear_cross_entropy import linear_cross_entropy_backward
-
-    return linear_cross_entropy_backward(*args)
 
 
 def padded(cls: Any, x: Any, pad: Any, value: float = 0.0) -> Any:
@@ -194,7 +171,8 @@ Kernels.specials |= {
     "gemm_epilogue": gemm_epilogue,
     "keep": lambda _cls, table: table,
     "constant_pad_nd": padded,
-    "linear_cross_entropy_backward": sliced_backward,
+    # It runs as it is written: a slice of the vocabulary at a time.
+    "linear_cross_entropy_backward": lambda _cls, *args: linear_cross_entropy_backward(*args),
 }
 
 

@@ -100,7 +100,6 @@ def head(*, smoothing=0.0, cap=0.0, penalty=False, spread=False):
 
 
 HEADS = {
-    "plain": {},
     "smoothing": {"smoothing": 0.25},
     "cap": {"cap": 2.0},
     "penalty": {"penalty": True},
@@ -156,10 +155,7 @@ def test_a_target_is_found_by_comparison():
     assert differ(results(rewritten, Kernels, **given), want) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "combine"),
-    [("plain", "logsumexp"), ("smoothing", "logsumexp"), ("entropy", "entropy")],
-)
+@pytest.mark.parametrize(("name", "combine"), [("smoothing", "logsumexp"), ("entropy", "entropy")])
 def test_statistics_of_tiles(name, combine):
     """R7, forward: each row's log-sum-exp is that of two tiles' log-sum-exps, and its entropy that
     of the choice of a tile and the mean of the tiles' own."""

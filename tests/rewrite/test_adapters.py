@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from checking import Weights, check_gradients, randn
 from passes import aten_graph, run_pass
 from torch.utils.checkpoint import checkpoint
-from zoo.layers import Gated
 
 from coda_inductor import pipeline
 from coda_inductor.graph.gemms import GEMMS, low_rank
@@ -39,24 +38,23 @@ ADAPTED = ((WIDE, D), (RANK, D), (WIDE, RANK))
 MLP = (*ADAPTED, *ADAPTED, (D, WIDE), (RANK, WIDE), (D, RANK))
 
 
-def weights(function, shapes, frozen=True):
+def weights(function, shapes):
     """Only adapters, whose rank is a side, are trained."""
     made = Weights(function, *(randn(*s) / s[-1] ** 0.5 for s in shapes))
     for parameter, shape in zip(made.parameters(), shapes, strict=True):
-        parameter.requires_grad_(not frozen or RANK in shape)
+        parameter.requires_grad_(RANK in shape)
     return made
 
 
 NORMED = ((D,), (D, D), *MLP)
 
 
-@pytest.mark.parametrize(("function", "shapes", "frozen", "dynamic"), [
-    (of_mlp, MLP, True, True), (of_mlp, MLP, False, False), (of_normed_mlp, NORMED, True, False),
-    (of_normed_mlp, NORMED, False, True),
-    (functools.partial(checkpoint, of_mlp, use_reentrant=False), MLP, True, False),
+@pytest.mark.parametrize(("function", "shapes", "dynamic"), [
+    (of_mlp, MLP, True), (of_normed_mlp, NORMED, False),
+    (functools.partial(checkpoint, of_mlp, use_reentrant=False), MLP, False),
 ])  # fmt: skip
-def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, frozen, dynamic):
-    model = weights(function, shapes, frozen)
+def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, dynamic):
+    model = weights(function, shapes)
     harness = check_gradients(model, randn(2, M // 2, D).requires_grad_(), dynamic=dynamic)
     (both,) = [s for s in harness.fused if s.shape[1:] == (D, 2 * WIDE)]  # gate and up
     assert both.absorbed.count("add") >= 2
@@ -65,30 +63,11 @@ def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, froz
     assert [s.shape[2] for s in made if "sigmoid" in str(s.program)] == [D]
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_the_row_scale_of_a_norm_rides_on_dz_where_nobody_else_multiplies_it(trained):
-    """Else dz would be stored twice: with adapters, the dgrads' epilogue scales."""
-    model = weights(of_normed_mlp, NORMED)
-    if trained:  # no adapters
-        model = Gated(D, WIDE, front=True).double()
-    harness = check_gradients(model, randn(2, M // 2, D).requires_grad_())
-    (made,) = [s for s in harness.fused if "sigmoid" in str(s.program) and s.role != "forward"]
-    assert any(o.kind == "col" for o in made.program.operands) == trained
-
-
-def small(x, *matrices, number=0.5):
-    """Products of ``x * number``, all small."""
-    return tuple((x * number).reshape(-1, D) @ m for m in matrices)
-
-
 NUMBERS = {
-    "one product": (small, True),
-    "two products": (lambda x, m: small(x, m, m + 1), True),
+    "one product": (lambda x, m: ((x * 0.5).reshape(-1, D) @ m,), True),
     "transposed": (lambda x, m: ((x * 0.5).t() @ x[:, :RANK],), True),
-    "an integer": (lambda x, m: small(x, m, number=3), True),
     "a large product": (lambda x, m: ((y := x * 0.5) @ m, y @ x.t()), False),
     "another reader": (lambda x, m: ((y := x * 0.5) @ m, y.sin()), False),
-    "an output": (lambda x, m: ((y := x * 0.5) @ m, y), False),
     "both factors": (lambda x, m: ((y := x[:, :1] * 0.5).t() @ y,), False),
     "a tensor": (lambda x, m: ((x * x[:1]) @ m,), False),
     "another dtype": (lambda x, m: ((x.half() * torch.tensor(0.5).item()).double() @ m,), False),
@@ -135,17 +114,13 @@ def dropped(x):
 
 SUMS = {
     "of low rank between": (lambda x: mm(x, 2) + mm(x, 12) + mm(x, 1) + mm(x, 13), True),
-    "nested": (lambda x: (mm(x, 2) + mm(x, 12)) + (x + mm(x, 13)), True),
     "one of them twice": (lambda x: (((y := mm(x, 12)) + mm(x, 2)) + y) + mm(x, 13), True),
     "low rank twice": (lambda x: (((y := mm(x, 2)) + mm(x, 12)) + y) + mm(x, 13) + x, True),
-    "only one, twice": (lambda x: ((y := mm(x, 12)) + mm(x, 2)) + y, False),
     "through views": (lambda x: (mm(x, 2).view(8, 4, -1) + mm(x, 12).view(8, 4, -1))
                       + mm(x, 13).view(8, 4, -1), True),
     "behind dropout": (lambda x: mm(x, 12) + dropped(x) + mm(x, 13), True),
     "in order, behind dropout": (lambda x: mm(x, 12) + mm(x, 13) + dropped(x), False),
     "one, behind dropout": (lambda x: dropped(x) + mm(x, 12) + x, False),
-    "in order": (lambda x: mm(x, 12) + mm(x, 13) + mm(x, 2), False),
-    "none of low rank": (lambda x: x + mm(x, 12) + mm(x, 13), False),
     "one of full rank": (lambda x: x + mm(x, 2) + mm(x, 12), False),
     "a part is read": (lambda x: ((y := mm(x, 2) + mm(x, 12)) + mm(x, 13)) * y.sin(), False),
     "a part is wider": (lambda x: (mm(x, 2) + mm(x, 12))[:1] + mm(x, 13)[:1], False),
@@ -182,7 +157,5 @@ def test_what_is_of_low_rank():
         graph = aten_graph(lambda a, b: (a @ b,), randn(m, k), randn(k, n))
         return [low_rank(node) for node in graph.nodes if node.target in GEMMS]
 
-    assert ranks(64, 64, 8) == [True]
-    assert ranks(64, 64, 9) == ranks(64, 56, 8) == ranks(56, 64, 8) == [False]
-    assert ranks(2056, 2056, 256) == [True]
-    assert ranks(2056, 2056, 257) == [False]
+    assert ranks(64, 64, 8) == ranks(2056, 2056, 256) == [True]
+    assert ranks(64, 56, 8) == ranks(56, 64, 8) == ranks(2056, 2056, 257) == [False]

@@ -9,17 +9,17 @@ from passes import aten_graph, codes, run_pass
 from zoo.diffusion import WIDTH, Blocks, Single
 from zoo.idioms import joined
 
-from coda_inductor import explain, pipeline
+from coda_inductor import pipeline
 
 (NOOPS,) = (each.run for each in pipeline.ON_ATEN if each.name == "noops")
 aten = torch.ops.aten
 D, WIDE, STEP = WIDTH, 4 * WIDTH, 8
 
 
-@pytest.mark.parametrize(("layers", "dynamic"), [(3, False), (1, True)])
-def test_single_blocks_concatenate_streams_once_and_no_columns(layers, dynamic):
+def test_single_blocks_concatenate_streams_once_and_no_columns():
+    layers = 2
     model = Blocks(Single, layers).double()
-    harness = check(model, randn(1, 10, D), randn(1, 6, D), randn(1, D), dynamic=dynamic)
+    harness = check(model, randn(1, 10, D), randn(1, 6, D), randn(1, D), dynamic=True)
     assert harness.counts["concatenated"] == harness.counts["modulated"] == layers
     assert harness.counts["layer_norm"] == layers - 1
     joined = [n for n in harness.graph.nodes if n.target is aten.cat.default]
@@ -33,7 +33,6 @@ SHAPES = (WIDE, D), (D, D + WIDE)
 
 
 @pytest.mark.parametrize("function", [
-    joined,
     lambda x, up, down: joined(x, up, down, x[0, 0]),
     lambda x, up, down: joined(x, up, down[:, torch.arange(D + WIDE)]).relu(),
     lambda x, up, down: F.linear(  # three parts, the widest in the middle
@@ -57,6 +56,9 @@ def broken(function):
 REFUSED = {
     "read elsewhere": broken(lambda x, h, w: (F.linear(c := torch.cat([x, h], -1), w), c.sin())),
     "no epilogue": lambda x, up, down: F.linear(torch.cat([x, F.linear(x, up).atan()], -1), down),
+    "of inputs": lambda x, up, w: F.linear(torch.cat([x, x.repeat(1, 1, 4).sin()], -1), w),
+    "of rows": broken(lambda x, h, w: torch.cat([x, h[..., :D]], 1) @ w[:, :D]),
+    "of two dtypes": broken(lambda x, h, w: torch.cat([x.float(), h], -1) @ w.T),
     "aligned": broken(lambda x, h, w: F.linear(torch.cat([x[..., :-1], h, x[..., -1:]], -1), w)),
 }
 
@@ -65,48 +67,23 @@ REFUSED = {
 def test_where_it_saves_nothing(name):
     harness = check(REFUSED[name], randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
     assert harness.counts["concatenated"] == 0
-    assert any(name in refusal.text for refusal in harness.report.refusals), codes(harness)
-
-
-@pytest.mark.parametrize(("d", "wide", "wins"), [(3072, 12288, True), (32768, 4096, False)])
-def test_a_part_is_computed_by_an_epilogue_that_is_expected_to_win(d, wide, wins):
-    shapes = (4096, d), (wide, d), (512, d + wide)
-    args = [torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
-    with torch.no_grad():
-        first, *others = explain(joined, *args, gpu="h200").sites
-    assert first.fused == wins
-    assert len(others) == 1 + wins
-    assert first.choice.fused_us is None or first.choice.fused_us < first.choice.unfused_us
-
-
-@pytest.mark.parametrize("function", [
-    lambda x, up, down: F.linear(torch.cat([x, x.repeat(1, 1, 4).sin()], -1), down),
-    broken(lambda x, h, w: torch.cat([x, h[..., :D]], 1) @ w[:, :D]),  # of rows
-    broken(lambda x, h, w: torch.cat([x.float(), h], -1) @ w.T),  # of two dtypes
-])  # fmt: skip
-def test_other_concatenations_are_nobodys(function):
-    harness = check(function, randn(2, 6, D), *(randn(*shape) for shape in SHAPES))
-    assert harness.counts["concatenated"] == 0
-    assert not harness.report.refusals
+    said = any(name in refusal.text for refusal in harness.report.refusals)
+    assert said != name.startswith("of "), codes(harness)
 
 
 SLICES = {
     "all, in order": (lambda x: torch.cat([x[:, :4], x[:, 4:7], x[:, 7:]], 1), True),
-    "from the end": (lambda x: torch.cat([x[:, :-2], x[:, -2:]], 1), True),
     "another order": (lambda x: torch.cat([x[:, 4:], x[:, :4]], 1), False),
     "with a gap": (lambda x: torch.cat([x[:, :3], x[:, 4:]], 1), False),
-    "without the end": (lambda x: torch.cat([x[:, :3], x[:, 3:9]], 1), False),
     "of two tensors": (lambda x: torch.cat([x[:, :3], x.cos()[:, 3:]], 1), False),
     "along another dimension": (lambda x: torch.cat([x[:, :5], x[:, 5:]], 2), False),
     "of another layout": (lambda x: torch.cat([x.mT[:, :2], x.mT[:, 2:]], 1).view(-1), False),
-    "every second one": (lambda x: torch.cat([x[:, ::2], x[:, 5:]], 1), False),
 }
 
 
 @pytest.mark.parametrize(("function", "goes"), SLICES.values(), ids=SLICES)
 @pytest.mark.parametrize("shown", [False, True])
 def test_all_slices_of_a_tensor_are_that_tensor(function, goes, shown):
-
     def all_of_it(x):
         found = function(x.sin())
         return found if shown else found.cos()

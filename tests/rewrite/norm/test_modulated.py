@@ -9,46 +9,37 @@ from harness import Harness
 from torch import nn
 from torch._dynamo.utils import counters
 from zoo.diffusion import WIDTH, Block, Blocks, Picture, Tabled
-from zoo.idioms import rms_by_hand
 
 from coda_inductor import explain
 from coda_inductor.semantic.norms import layer_norm
 
-D, EPS = WIDTH, 1e-6
+D, EPS = WIDTH, 1e-2  # large, so that another eps shows
 
 
 def norms(harness):
     return [n for n in harness.raised.nodes if n.target is layer_norm]
 
 
-@pytest.mark.parametrize(("layers", "dynamic"), [(3, False), (1, True)])
-def test_all_norms_but_the_first_wait(layers, dynamic):
-    harness = check(Blocks(Block, layers).double(), randn(1, 10, D), randn(1, D), dynamic=dynamic)
+def test_all_norms_but_the_first_wait():
+    layers = 2
+    harness = check(Blocks(Block, layers).double(), randn(1, 10, D), randn(1, D))
     assert harness.counts["modulated"] == len(norms(harness)) == 2 * layers
     assert harness.counts["layer_norm"] == 2 * layers - 1
     assert sum("var_mean" in str(n.target) for n in harness.graph.nodes) == 1
 
 
-def modulated(change, eps=EPS):
+def modulated(change):
     """``change`` of (bare norm, scale, shift), behind another norm and before a product."""
 
     def function(x, w, scale, shift):
         x = x + F.linear(F.layer_norm(x, (D,)), w)
-        return F.linear(change(F.layer_norm(x, (D,), eps=eps), scale, shift), w)
+        return F.linear(change(F.layer_norm(x, (D,), eps=EPS), scale, shift), w)
 
     return function
 
 
-def explained(function, *shapes):
-    """What a call of bfloat16 tensors is expected to do on an H200."""
-    args = [torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
-    with torch.no_grad():
-        return explain(function, *args, gpu="h200")
-
-
 TAKEN = {
     "as written": lambda n, scale, shift: n * (1 + scale) + shift,
-    "turned": lambda n, scale, shift: shift + (1 + scale) * n,
     "a scale alone": lambda n, scale, shift: n * (1 + scale),
     "vectors": lambda n, scale, shift: n * scale[0, 0] + shift[0],
     "a shift alone": lambda n, scale, shift: n + shift,
@@ -57,7 +48,6 @@ LEFT = {
     "two readers": lambda n, scale, shift: n * scale + n.sin(),
     "one value a row": lambda n, scale, shift: n * scale[..., :1] + n[..., :1] * shift,
     "another factor": lambda n, scale, shift: torch.add(n, shift, alpha=2),
-    "a wider result": lambda n, scale, shift: (n * torch.stack([scale, shift]))[1],
     "integers": lambda n, scale, shift: n * (scale > 0).long(),
     "of each row of a batch": lambda n, scale, shift: n * torch.cat([scale, shift]),
 }
@@ -65,7 +55,6 @@ LEFT = {
 
 @pytest.mark.parametrize("table", [TAKEN, LEFT], ids=["taken", "left"])
 def test_what_is_taken(table):
-    """Each between products of its own, in one graph."""
     vector = (1, 1, D)
     function, tensors = side_by_side(
         map(modulated, table.values()), (2, 6, D), (D, D), vector, vector
@@ -75,67 +64,38 @@ def test_what_is_taken(table):
     assert harness.counts["modulated"] == harness.counts["layer_norm"] == number
 
 
-def one_norm(norm, batch, rows=256, **how):
-    """The counts of a modulated ``norm`` between products, and the kinds of the last operands."""
-
-    def function(x, w, scale, shift, bias, *vectors):
-        x = x + F.linear(norm(x, None, None), w)
-        vectors = *vectors, *[None] * (2 - len(vectors))
-        return F.linear(norm(x, *vectors) * (1 + scale[:, None]) + shift[:, None], w, bias)
-
-    vectors = how.pop("vectors", 0)
-    inputs = randn(2, rows, D), randn(D, D), randn(batch, D), randn(batch, D), randn(D)
-    harness = check(function, *inputs, *(randn(D) for _ in range(vectors)), **how)
-    return harness.counts, [o.kind for o in harness.fused[-1].program.operands]
-
-
-def layer(x, weight, bias):
-    return F.layer_norm(x, (D,), weight, bias, EPS)
-
-
-def rms(x, weight, _bias):
-    return F.rms_norm(x, (D,), weight, EPS)
-
-
 @pytest.mark.parametrize(("norm", "weights", "dynamic"), [
-    (rms, 0, False), (rms, 1, True), (layer, 1, True), (layer, 2, False),
+    (F.rms_norm, 1, True), (F.rms_norm, 0, False), (F.layer_norm, 2, False),
 ])  # fmt: skip
 def test_norms_with_a_weight_or_without(norm, weights, dynamic):
     """The shift meets the next product's weight, as R5's. Nothing is subtracted from rows for
     RMSNorm."""
     batch, kind = (2, "batch") if dynamic else (1, "row")
-    counts, kinds = one_norm(norm, batch, vectors=weights, dynamic=dynamic)
-    name = "rms_norm" if norm is rms else "layer_norm"
-    assert counts["modulated"] == counts[name] == 1
-    assert norm is layer or kinds == ["col", kind]  # rstd, offset
+
+    def function(x, w, scale, shift, bias, *vectors):
+        x = x + F.linear(norm(x, (D,)), w)
+        n = norm(x, (D,), *vectors)
+        return F.linear(n * (1 + scale[:, None]) + shift[:, None], w, bias)
+
+    inputs = randn(2, 256, D), randn(D, D), randn(batch, D), randn(batch, D), randn(D)
+    harness = check(function, *inputs, *(randn(D) for _ in range(weights)), dynamic=dynamic)
+    assert harness.counts["modulated"] == harness.counts[norm.__name__] == 1
+    kinds = [o.kind for o in harness.fused[-1].program.operands]
+    assert norm is F.layer_norm or kinds == ["col", kind]  # rstd, offset
 
 
-def test_a_gate_behind_a_norm_stays_a_gate():
-    """Z-Image: a norm with a weight, read by no product."""
-
-    def function(x, w, weight, gate):
-        return x + gate * F.rms_norm(F.linear(x, w), (D,), weight)
-
-    harness = check(function, randn(2, 256, D), randn(D, D), randn(D), randn(2, 1, D))
-    assert not harness.counts["modulated"]
+def test_tables_and_rms_norms():
+    harness = check(Blocks(Tabled, 2).double(), randn(2, 256, D), randn(2, D))
+    assert harness.counts["modulated"] == 4
+    assert harness.counts["rms_norm"] == 3
 
 
-@pytest.mark.parametrize("rows", [256, 8])
-def test_tables_and_rms_norms(rows):
-    """Where parts are smaller than tiles, norms stay, with their modulation."""
-    harness = check(Blocks(Tabled, 2).double(), randn(2, rows, D), randn(2, D))
-    assert harness.counts["modulated"] == (4 if rows == 256 else 0)
-    assert harness.counts["rms_norm"] == (3 if rows == 256 else 0)
-
-
-@pytest.mark.parametrize(("norm", "batch", "shifted", "waits"), [
-    (F.rms_norm, 2, True, True), (F.rms_norm, 16, False, True), (F.rms_norm, 16, True, False),
-    (F.layer_norm, 1, False, True), (F.layer_norm, 2, False, True),
-    (F.layer_norm, 16, False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm", "batch", "shifted", "waits"),
+    [(F.rms_norm, 16, True, False), (F.layer_norm, 2, False, True)],
+)
 def test_weights_are_read_again_for_each_row_of_a_batch(norm, batch, shifted, waits):
-    """Where something is added to a product, which with 16 is expected to cost more than is
-    saved."""
+    """Where something is added to a product; with 16 that costs more than is saved."""
     m, d = 16384, 4096
 
     def function(x, w, scale, shift):
@@ -143,49 +103,27 @@ def test_weights_are_read_again_for_each_row_of_a_batch(norm, batch, shifted, wa
         n = norm(x, (d,)) * scale[:, None]
         return x, F.linear(n + shift[:, None] if shifted else n, w).cumsum(1)
 
-    found = explained(function, (batch, m // batch, d), (d, d), (batch, d), (batch, d))
+    shapes = (batch, m // batch, d), (d, d), (batch, d), (batch, d)
+    args = [torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+    with torch.no_grad():
+        found = explain(function, *args, gpu="h200")
     sites = found.sites if norm is F.layer_norm else found.sites[-1:]
     assert {norm.__name__ in site.patterns for site in sites} == {waits}
     assert ("layer-norm-slower" in {why.code for why in found.near_misses}) != waits
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_a_stream_that_lies_column_by_column(last):
-    """It is copied once, unless the caller would see other strides."""
-    norm = nn.LayerNorm(D) if last else nn.Identity()
-    harness = check(Picture(norm).double(), randn(2, 3, 64, 32), randn(2, D))
-    assert harness.counts["residual"] == 4 * last
-    assert harness.counts["layer_norm"] == 3 * last
+def test_a_stream_that_lies_column_by_column():
+    harness = check(Picture(nn.LayerNorm(D)).double(), randn(2, 3, 64, 32), randn(2, D))
+    assert harness.counts["residual"] == 4
+    assert harness.counts["layer_norm"] == 3
 
 
-@pytest.mark.parametrize("norm", [layer, rms])
-def test_a_float64_scale_is_not_narrowed(norm):
+def test_a_float64_scale_is_not_narrowed():
     def function(x, w, scale):
-        return F.linear(norm(F.linear(x, w), None, None) * scale, w.double())
+        return F.linear(F.layer_norm(F.linear(x, w), (D,)) * scale, w.double())
 
     inputs = randn(64, D).bfloat16(), randn(D, D).bfloat16(), randn(1, D).double()
     assert not check(function, *inputs, tolerance=0.1).counts["modulated"]
-
-
-def test_another_eps_is_another_program():
-    def keys(eps):
-        args = randn(2, 6, D), randn(D, D), randn(1, 1, D), randn(1, 1, D)
-        return str(check(modulated(TAKEN["as written"], eps), *args).graph)
-
-    assert keys(1e-6) == keys(1e-6) != keys(1e-5)
-
-
-def test_a_product_that_a_kernel_reads_anyway_is_fused_only_where_that_is_expected_to_win():
-    m, d = 32768, 1024
-
-    def function(x, w, scale, shift):
-        x = x + F.linear(F.layer_norm(x, (d,)), w)
-        n = F.layer_norm(x, (d,)) * (1 + scale) + shift
-        return x, F.rms_norm(F.linear(n, w), (d,)).cumsum(1)
-
-    first, last = explained(function, (1, m, d), (d, d), (1, 1, d), (1, 1, d)).sites
-    assert "layer_norm" in first.patterns
-    assert last.refusal.code == "expected-slower"
 
 
 def test_vectors_of_a_batch():
@@ -222,18 +160,3 @@ def test_one_plus_scale_is_not_rounded():
     found = Harness().run(function, x, scale)
     want = function(x.double(), scale.double()).bfloat16()
     assert (found != want).double().mean() < 0.01  # one in three with 1 + scale in bfloat16
-
-
-def test_weighted_norms_of_such_a_stream():
-    """The copies in front of products are gone when the norms are read."""
-    linear = nn.Linear(D, D, bias=False).double()
-
-    def function(x, weight, scale):
-        x = x.mT
-        for _ in range(2):
-            x = x + linear(rms_by_hand(x, weight) * (1 + scale))
-        return linear(x)
-
-    harness = check(function, randn(2, D, 256), randn(D), randn(2, 1, D))
-    assert harness.counts["modulated"] == 2
-    assert harness.counts["rms_norm"] == 1

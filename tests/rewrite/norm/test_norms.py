@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms between GEMMs: the same function, and nothing normalized is stored. RMSNorm
-forward and backward (rules R1 to R4), LayerNorm in inference (R5).
-
-In float64, where a wrong identity shows far above the rounding. ``TILED`` cases are tried with the
-op itself too, whose partials then have several tiles. The means of LayerNorms are large beside
-deviations, so that a mean in the wrong place shows. ``test_numerics`` asks it of bfloat16.
-"""
+"""Norms between GEMMs: the same function, and nothing normalized is stored. RMSNorm forward and
+backward (R1 to R4), LayerNorm in inference (R5), whose means are large beside deviations, so that a
+mean in the wrong place shows. ``TILED`` cases leave the op itself, whose partials have tiles."""
 
 import copy
 import operator
@@ -73,15 +69,6 @@ MLP, GATED = (UP, (HIDDEN,), DOWN), (UP, UP, DOWN)
 # name: (function, shapes of its weights behind w and gamma, norms in it)
 CASES = {
     "one GEMM": (behind(F.linear), (UP,), 1),
-    "no weight": (lambda x, w, g, a: F.linear(norm(x, w, None), a) * g[0], (UP,), 1),
-    "three GEMMs": (
-        behind(lambda n, a, b, c: F.linear(n, a).softmax(-1) * F.linear(n, b) + F.linear(n, c)),
-        (UP, UP, UP), 1,
-    ),
-    "one with a bias, one without": (
-        behind(lambda n, a, bias, b: F.linear(n, a, bias) * F.linear(n, b).tanh()),
-        (UP, (HIDDEN,), UP), 1,
-    ),
     "shared weight": (
         behind(lambda n, a, b: (
             F.linear(n, a).sin() + F.linear(n, b) + F.linear(n, a + 0).cos() * F.linear(n, a)
@@ -120,7 +107,6 @@ def cases(names) -> tuple[SideBySide, tuple[torch.Tensor, ...], int]:
 
 @pytest.mark.parametrize("custom", [False, True])
 def test_gradients_are_eagers(custom, monkeypatch):
-    """Also with the op itself."""
     if custom:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
     models, inputs, norms = cases(TILED if custom else CASES)
@@ -132,18 +118,8 @@ def test_gradients_are_eagers(custom, monkeypatch):
     assert not any("rms_norm" in name for name in harness.ops())
 
 
-# What is frozen, by name of the parameter -> (weights of column partials, GEMMs of the graph).
-# Forward: first, gate, up, down. Backward: a weight gradient for each of these that is trained, and
-# the gradients of the activation, of n (one GEMM for two) and of x, as far as anything needs them.
-FROZEN = {
-    (): (1, 4 + 4 + 3),
-    ("gamma",): (0, 4 + 4 + 3),
-    ("gate",): (1, 4 + 3 + 3),
-    ("x", "w"): (1, 4 + 3 + 2),
-    ("x", "w", "gamma"): (0, 4 + 3 + 1),
-    ("w", "gamma", "gate", "up", "down"): (0, 4 + 0 + 3),
-    ("x", "w", "gamma", "gate", "up"): (0, 4 + 1 + 0),
-}
+# What is frozen, by name of the parameter -> weights of column partials.
+FROZEN = {(): 1, ("gamma",): 0, ("x", "w", "gamma"): 0, ("w", "gamma", "gate", "up", "down"): 0}
 
 
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
@@ -154,24 +130,19 @@ def test_frozen_parameters_cost_nothing(frozen, monkeypatch):
     for name in frozen:
         leaves[name].requires_grad_(False)
     harness = check_gradients(function, x)
-    columns, gemms = FROZEN[frozen]
-    assert harness.counts["rms_norm"] == 1
     # Nothing in front of the norm is trained: dz is scaled for the weight, which does not count.
     assert harness.counts["rms_norm_backward"] == (not {"x", "w", "gamma"} <= {*frozen})
-    assert sum(r.axis == "col" for s in harness.fused for r in s.program.reduces) == columns
-    # Gate and up share a call, and so do their two gradients of n; the latter are one GEMM.
-    assert len(harness.report.sites) == gemms - 1
+    columns = [r for s in harness.fused for r in s.program.reduces if r.axis == "col"]
+    assert len(columns) == FROZEN[frozen]
 
 
 @pytest.mark.parametrize(("name", "early"), [
-    ("GELU", False), ("SwiGLU", True), ("packed gate and up", True), ("shared weight", False),
-    ("head wider than 4 d", False),
+    ("GELU", False), ("packed gate and up", True), ("head wider than 4 d", False),
 ])  # fmt: skip
 def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     """Partials of rowsum(dz * z) come with the activation's gradient, if z is at hand; a bias hides
-    it. Reading 80 columns of a wide head's z costs more than another pass over 16 of dx: it is not
-    kept for the backward pass. Nor is its gradient copied to be scaled, which where the loss is the
-    caller's would be the largest tensor of a step: 2 GiB of Llama's."""
+    it. A wide head's z is not kept for that, nor is its gradient copied to be scaled: 2 GiB of
+    Llama's."""
     leave_custom_ops(monkeypatch)
     function, x, _ = case(name)
     harness = check_gradients(function, x)
@@ -183,18 +154,15 @@ def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     assert not any(n.meta["val"].shape[-1] == WIDE for n in products)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
+def test_the_gemm_in_front_is_found_however_deep_the_stream_is():
     """A regression: with the residual on the right (GPT-2 writes it so), the search went through
     the whole stream first, gave up, and from the fifth layer on took an older GEMM for it."""
 
     def deep(x, first, *layers):
         x = F.linear(x, first)
         for v, o, up, down in zip(*[iter(layers)] * 4, strict=True):
-            y = F.linear(F.linear(F.rms_norm(x, (D,), None, EPS), v).cumsum(1), o)
-            x = y + x if turned else x + y
-            z = F.linear(F.gelu(F.linear(F.rms_norm(x, (D,), None, EPS), up)), down)
-            x = z + x if turned else x + z
+            x = F.linear(F.linear(F.rms_norm(x, (D,), None, EPS), v).cumsum(1), o) + x
+            x = F.linear(F.gelu(F.linear(F.rms_norm(x, (D,), None, EPS), up)), down) + x
         return x
 
     layers = 6
@@ -202,20 +170,10 @@ def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
     assert check(Weights(deep, *weights), randn(2, 5, D)).counts["rms_norm"] == 2 * layers
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(1, -3), (0.5, 0.25)])
-def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
-    function = behind(lambda n, a, bias: torch.addmm(bias, n, a.t(), alpha=alpha, beta=beta))
+def test_norm_moves_past_addmm_with_alpha_and_beta():
+    function = behind(lambda n, a, bias: torch.addmm(bias, n, a.t(), alpha=0.5, beta=-3))
     shapes = (4, D), SQUARE, (D,), UP, (HIDDEN,)
     assert check(function, *(randn(*s) for s in shapes)).counts == {"rms_norm": 1}
-
-
-def test_a_norm_whose_gradient_is_disabled_stays():
-    """Its gradient is rewritten with it or not at all."""
-    function, x, _ = case("SwiGLU")
-    harness = check_gradients(function, x, disable=["rms_norm_backward"])
-    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
-    assert "disabled" in codes(harness)
-    assert check(function, x.detach(), disable=["rms_norm_backward"]).counts["rms_norm"] == 1
 
 
 def test_float16_needs_the_option():
@@ -255,7 +213,6 @@ LAYER_NORMS = {
     "layer: neither": (
         lambda x, w, g, b, a: F.linear(layer(x, w, None, None), a) * (g + b)[0], (UP,), 1,
     ),
-    "layer: bias only": (lambda x, w, g, b, a: F.linear(layer(x, w, None, b), a) * g[0], (UP,), 1),
     "layer: a bias, and none": (
         lambda x, w, g, b, a, bias, c: (
             F.linear(n := layer(x, w, g, b), a, bias) * F.linear(n, c).tanh()
@@ -278,49 +235,39 @@ def test_values_of_layer_norms_are_eagers(names, monkeypatch):
     harness = check(models, *(x.detach() for x in inputs))
     assert harness.counts["layer_norm"] == norms
     assert harness.ops()["aten.rsqrt.default"] == norms + len(names)  # and those in front
-    if names is not LAYER_NORMS:
-        # In front: h = (x - pivot) gamma and two sums; behind: scale, shift and offset.
-        first, second = (site.program for site in harness.fused[:2])
-        assert len(first.stores) == 1  # nothing else reads the stream
-        assert [r.axis for r in first.reduces] == ["row", "row"]
-        assert sorted(o.kind for o in second.operands) == ["col", "col", "row", "row"]
 
 
-def weight_behind(x, w, gamma):
+def test_in_training_layer_norms_stay_for_that_reason_alone():
     """x-transformers multiplies by ``gamma + 1``, which inference takes for a weight."""
-    return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
 
+    def weight_behind(x, w, gamma):
+        return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
 
-@pytest.mark.parametrize("make", [
-    lambda: case("layer: two norms")[0], lambda: Weights(weight_behind, randn(D, D), randn(D)),
-])  # fmt: skip
-def test_in_training_layer_norms_stay_for_that_reason_alone(make):
-    harness = check_gradients(make(), randn(2, 5, D).requires_grad_())
+    model = Weights(weight_behind, randn(D, D), randn(D))
+    harness = check_gradients(model, randn(2, 5, D).requires_grad_())
     assert "layer-norm-training" in codes(harness)
     assert "norm-read-elsewhere" not in codes(harness)
     assert harness.counts["layer_norm"] == 0
 
 
-@pytest.mark.parametrize("term", [torch.bfloat16, torch.float32])
-def test_a_layer_norm_of_what_float32_was_added_to_stays(term):
+def test_a_layer_norm_of_what_float32_was_added_to_stays():
     """In 16 bits its operand would round at the size of what was added."""
 
     def function(x, w, a):
         x = F.linear(x, w)
-        n, x = F.layer_norm(x, (D,)).cumsum(0), x + x.to(term).sin()
+        n, x = F.layer_norm(x, (D,)).cumsum(0), x + x.float().sin()
         return n, F.linear(F.layer_norm(x, (D,)).bfloat16(), a)
 
-    harness = Harness(reference=True)
-    harness.run(function, *(randn(*s, dtype=torch.bfloat16) for s in ((6, D), (D, D), (HIDDEN, D))))
-    stays = term == torch.float32
-    assert harness.counts["layer_norm"] == (not stays)
-    assert ("layer-norm-wide" in codes(harness)) == stays
+    harness, shapes = Harness(reference=True), ((6, D), (D, D), (HIDDEN, D))
+    harness.run(function, *(randn(*shape, dtype=torch.bfloat16) for shape in shapes))
+    assert harness.counts["layer_norm"] == 0
+    assert "layer-norm-wide" in codes(harness)
 
 
 def test_a_dynamic_size_stays_dynamic():
     """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
     function, *_ = case("layer: rows flattened")
-    check_sizes(function, *((randn(2, length, D),) for length in (5, 6, 9)))
+    check_sizes(function, (randn(2, 5, D),), (randn(2, 9, D),))
 
 
 def three_of_one_stream(x, y, w, gamma, beta):
