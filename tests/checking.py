@@ -25,14 +25,7 @@ swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-def check(
-    function: Any,
-    *args: Any,
-    dynamic: bool | None = None,
-    tolerance: float | None = None,
-    strides: bool = False,
-    **options: Any,
-) -> Harness:
+def check(function, *args, dynamic=None, tolerance=None, strides=False, **options) -> Harness:
     """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes.
 
     Both runs get copies of ``args``, which are compared too: mutations must agree. ``tolerance``
@@ -50,12 +43,7 @@ def check(
 
 
 def check_gradients(
-    function: Any,
-    *args: Any,
-    dynamic: bool | None = None,
-    tolerance: float | None = None,
-    strides: bool = False,
-    **options: Any,
+    function, *args, dynamic=None, tolerance=None, strides=False, **options
 ) -> Harness:
     """Run ``function`` forward and backward in eager and through the passes: same outputs, and same
     gradients of its parameters and of those ``args`` that require one."""
@@ -88,13 +76,11 @@ def check_sizes(function: Any, *calls: tuple[Any, ...]) -> Harness:
 def differentiate(outputs: Any, of: tuple[Any, Any]) -> list[torch.Tensor | None]:
     """Backpropagate fixed random numbers from every output that has a gradient; returns those of
     the leaves in ``of`` = (function, args)."""
-    differentiable = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
+    found = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
     generator = torch.Generator().manual_seed(7)
     # The same numbers in every dtype, so that gradients of two dtypes can be compared.
-    given = [
-        torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in differentiable
-    ]
-    torch.autograd.backward(differentiable, given)
+    given = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in found]
+    torch.autograd.backward(found, given)
     function, args = of
     parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
     return [t.grad for t in (*parameters, *tree_leaves(args)) if isinstance(t, torch.Tensor)]

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import sys
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -98,13 +97,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for code in config.stash.get(LEFT, ()):
         terminalreporter.write_line(f"FAILED: no test provokes the reason {code!r}", red=True)
-
-
-def pytest_report_header() -> list[str]:
-    """Why tests that name the backend will fail, where they will."""
-    if entry_points(group="torch_dynamo_backends", name="coda"):
-        return []
-    return ["no backend 'coda': coda_inductor is not installed (pip install --no-deps -e .)"]
 
 
 def pytest_collection_finish() -> None:

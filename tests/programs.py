@@ -132,16 +132,10 @@ def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             routes, "s sigmoid acc0; act mul acc0 s; y mul act acc1", "acc0 acc1 y",
             accs=("acc0", "acc1"),
         ),
-        "experts_up_biased": made(
-            f"{routes} b0:row b1:row",
-            "z add acc0 b0; u add acc1 b1; s sigmoid z; act mul z s; y mul act u",
-            "acc0 u y", accs=("acc0", "acc1"),
-        ),
         "experts_alternating": made(
             f"{routes} b0:row b1:row", "z add acc0 b0; s sigmoid z; u add acc1 b1; y mul s u",
             "z u y", accs=("acc0", "acc1"), alternating=True,
         ),
-        "experts_plain_biased": made("groups:groups:int32 b0:row", "z add acc b0; y relu z", "y"),
         "experts_down": made("groups:groups:int32", "", "acc"),
         "experts_dgrad": made(
             f"{routes} w:col:float32 g:tile u:tile",
@@ -284,19 +278,6 @@ def heads(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     return {name: legal(program) for name, program in named.items()}
 
 
-def residual() -> EpilogueProgram:
-    """Attention output and down projection: residual and norm's operand out, its sum of squares and
-    its maximum, one a row."""
-    return parsed(
-        "bfloat16",
-        "inv_a:col:float32 inv_b:row:float32 res:tile gamma:row:float32",
-        "y0 mul acc inv_a; y mul y0 inv_b; x add y res; h mul x gamma; sq mul x x; size abs h",
-        "x h",
-        "squares:sq top:size:row:max",
-        a_dtype=E4M3,
-    )
-
-
 def activated() -> EpilogueProgram:
     """A projection of whose activation the maxima of columns are wanted."""
     return parsed(
@@ -313,7 +294,13 @@ def fp8() -> dict[str, EpilogueProgram]:
     """The sites of a Llama layer in torchao's rowwise recipe. The maxima are what the next
     quantization needs."""
     named = {
-        "fp8_residual": residual(),
+        # Attention output and down projection: residual and norm's operand out, its sum of squares
+        # and its maximum, one a row.
+        "fp8_residual": parsed(
+            "bfloat16", "inv_a:col:float32 inv_b:row:float32 res:tile gamma:row:float32",
+            "y0 mul acc inv_a; y mul y0 inv_b; x add y res; h mul x gamma; sq mul x x; size abs h",
+            "x h", "squares:sq top:size:row:max", a_dtype=E4M3,
+        ),
         # Gate and up, whose operand is shared.
         "fp8_swiglu": parsed(
             "bfloat16", "inv_a:col:float32 inv_g:row:float32 inv_u:row:float32",
@@ -369,10 +356,7 @@ def inputs(
     bs = []
     for _ in range(terms * len(program.accs)):
         b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.b_dtype)
-        if program.fp8:  # in which nothing is computed
-            b = b if integers else (b.float() / k**0.5).to(b.dtype)
-        else:
-            b = b if integers else b / k**0.5
+        b = b if integers else (b.float() / k**0.5).to(b.dtype)  # nothing is computed in FP8
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": (), "table": (m, program.head)}
     shapes["batch"] = (batch, n)

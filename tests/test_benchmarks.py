@@ -44,10 +44,10 @@ def test_the_shipped_tables_are_made_of_what_is_committed(name, tmp_path):
 
 
 @pytest.mark.usefixtures("without_code")
-def test_a_whole_model_is_updated_within_its_backward_pass_and_counts_what_is_frozen(capsys):
+def test_a_whole_model_is_updated_within_its_backward_pass_but_for_what_is_frozen():
     pytest.importorskip("peft")
     variant = "tiny lora coda 2x32 adamw in_backward memory=0.5"
-    workload, flops = whole.built(variant)
+    workload, _ = whole.built(variant)
     workload.optimizer = whole.optimizer_of(whole.parsed(variant), workload.model)
     before = {n: p.clone() for n, p in workload.model.named_parameters()}
     taken = []
@@ -59,10 +59,3 @@ def test_a_whole_model_is_updated_within_its_backward_pass_and_counts_what_is_fr
     assert coda_inductor.reports()[-1].memory
     for name, now in workload.model.named_parameters():
         assert torch.equal(now, before[name]) == ("lora_B" not in name)
-    _, full = whole.built("tiny bf16 coda 2x32")
-    adapters = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
-    attention = 6 * 64 * 32
-    assert flops - attention - 6 * adapters == (full - attention) * 4 / 6
-    with pytest.raises(SystemExit):
-        whole.main(["unused.json", "--variant", "8B lorra coda"])
-    assert "'lorra' is none of 8B, " in capsys.readouterr().err

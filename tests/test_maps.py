@@ -62,15 +62,6 @@ def test_no_page_names_a_file_that_is_gone_or_links_to_nothing():
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-def test_make_smoke_names_tests_that_there_are():
-    page = (ROOT / "Makefile").read_text()
-    text = re.search(r"^SMOKE := (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)[1]
-    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?(?:\[coda-(\w+))?", text)
-    assert len(named) >= 5
-    for path, *names in named:
-        assert all(f"def {name}(" in (ROOT / path).read_text() for name in names if name)
-
-
 def test_no_page_names_a_reason_that_is_gone():
     first = {code.partition("-")[0] for code in REMEDIES if "-" in code}
     named = {c for page in PAGES for c in re.findall(r"`([a-z]+-[a-z-]+)`", page.read_text())}
