@@ -26,12 +26,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 
 
 def check(function, *args, dynamic=None, tolerance=None, strides=False, **options) -> Harness:
-    """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes.
-
-    Both runs get copies of ``args``, which are compared too: mutations must agree. ``tolerance``
-    replaces the one of the result's dtype, where the inputs' is lower; results must have eager's
-    ``strides`` if asked.
-    """
+    """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes,
+    and ``strides`` if asked. Both get copies of ``args``, which are compared too: mutations must
+    agree. ``tolerance`` replaces the one of the result's dtype, where the inputs' is lower."""
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
     harness = Harness(**options)
     have = harness.run(function, *ours, dynamic=dynamic)
@@ -61,15 +58,13 @@ def strides_of(result: Any) -> list[tuple[int, ...]]:
 
 
 def check_sizes(function: Any, *calls: tuple[Any, ...]) -> Harness:
-    """Compile ``function`` once for the arguments of all ``calls``: one graph serves them, and
-    values are eager's."""
-    harness, graphs = Harness(), set()
-    compiled = torch.compile(function, backend=harness, dynamic=True)
+    """One graph serves the arguments of all ``calls``, and values are eager's."""
+    harness = Harness()
+    compiled = torch.compile(function, backend=harness, dynamic=True, fullgraph=True)
     with torch.no_grad():
         for args in calls:
             assert_same(compiled(*args), function(*args))
-            graphs.add(harness.graphs)
-    assert len(graphs) == 1
+    assert harness.graphs == 1
     return harness
 
 
@@ -102,8 +97,8 @@ def assert_same(have: Any, want: Any, tolerance: float | None = None) -> None:
 
 
 def side_by_side(functions: Any, *shapes: tuple[int, ...]) -> tuple[Any, list[torch.Tensor]]:
-    """A function that calls each of ``functions`` with float64 tensors of its own, of ``shapes``,
-    and those tensors: one graph compiles faster than many."""
+    """A function that calls each of ``functions`` with tensors of its own, of ``shapes``, and those
+    tensors: one graph compiles faster than many."""
     functions, n = list(functions), len(shapes)
 
     def all_of_them(*tensors: torch.Tensor) -> list[Any]:
@@ -138,13 +133,12 @@ def raised(harness: Harness, op: Any) -> int:
 
 def reasons(harness: Harness) -> str:
     """Every reason that the report gives: near misses, then the GEMMs that were not fused."""
-    report = harness.report
-    return "\n".join([*report.near_misses, *(s.reason for s in report.sites if not s.fused)])
+    left = (site.reason for site in harness.report.sites if not site.fused)
+    return "\n".join([*harness.report.near_misses, *left])
 
 
 def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
-    """Let every fused site stay a ``gemm_epilogue`` call, as with a kernel on CUDA: its partials
-    then have several tiles, and the op's own CPU implementation runs."""
+    """Let fused sites stay ``gemm_epilogue`` calls, as on CUDA, with partials of several tiles."""
     monkeypatch.setattr(Plan, "judge", lambda *_: Choice("kernel", config))
     monkeypatch.setattr(lower.pool, "wait", dict.fromkeys)  # every request: no error
     monkeypatch.setattr(lower.pool, "submit", len)
@@ -166,8 +160,7 @@ def replace_pass(monkeypatch: Any, name: str, run: Any, **how: Any) -> Any:
 
 
 def slice_logits(monkeypatch: Any, size: int) -> None:
-    """Let the gradient of logits be made in slices of ``size`` bytes, whether that saves memory or
-    not."""
+    """Let the gradient of logits be made in slices of ``size`` bytes, whatever that saves."""
     monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", size)
     monkeypatch.setattr("coda_inductor.rewrite.loss.slices.no_gain", lambda *_: "")
 

@@ -69,8 +69,7 @@ TERMS = {**dict.fromkeys(B_MAJOR, 1), "norm_bwd_joined": 2}
 
 @functools.cache
 def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
-    """Those of the sites of a Llama layer, forward and backward, of the activation of an ungated
-    MLP, of an LM head before a cross entropy, and of a projection to heads that are rotated."""
+    """Sites of a Llama layer, forward and backward, an ungated MLP, and an LM head."""
     made = functools.partial(parsed, dtype)
     pair = functools.partial(
         made,
@@ -123,8 +122,7 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
 
 @functools.cache
 def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
-    """Those of a mixture's experts: gate and up, down, down's dgrad with the router's gradient, and
-    the dgrad of gate and up."""
+    """A mixture's experts: gate and up, down, and both dgrads, one with the router's gradient."""
     made = functools.partial(parsed, dtype)
     routes = "groups:groups:int32 index:index:int32"
     programs = {
@@ -244,8 +242,8 @@ def rotary(
     dtype: str = "bfloat16",
     tables: str = "",
 ) -> EpilogueProgram:
-    """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, of which
-    those ``distance`` apart belong together (None: all of them, halves of it)."""
+    """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, those
+    ``distance`` apart together (None: all of them, halves of it)."""
     width, tables = width or head, tables or dtype
     return parsed(
         dtype,
@@ -280,19 +278,13 @@ def heads(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
 
 def activated() -> EpilogueProgram:
     """A projection of whose activation the maxima of columns are wanted."""
-    return parsed(
-        "float32",
-        "inv_a:scalar inv_b:scalar",
-        "y0 mul acc inv_a; y mul y0 inv_b; r relu y; size abs r",
-        "r:bfloat16",
-        "left:size:col:max",
-        a_dtype=E4M3,
-    )
+    steps = "y0 mul acc inv_a; y mul y0 inv_b; r relu y; size abs r"
+    stores, reduces = "r:bfloat16", "left:size:col:max"
+    return parsed("float32", "inv_a:scalar inv_b:scalar", steps, stores, reduces, a_dtype=E4M3)
 
 
 def fp8() -> dict[str, EpilogueProgram]:
-    """The sites of a Llama layer in torchao's rowwise recipe. The maxima are what the next
-    quantization needs."""
+    """A Llama layer in torchao's rowwise recipe, with maxima for the next quantization."""
     named = {
         # Attention output and down projection: residual and norm's operand out, its sum of squares
         # and its maximum, one a row.
@@ -338,12 +330,8 @@ def inputs(
     batch: int = 1,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Random (as_, bs, operands) for ``program``; products of order one. Of a program with heads
-    ``n`` is rounded up to whole ones.
-
-    With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
-    ``terms``: how many products, each over K, the accumulator is the sum of. ``batch``: of how many
-    equal parts the rows are.
-    """
+    ``n`` is rounded up to whole ones. ``integers``: small ones, of which every sum is exact.
+    ``terms``: how many products the accumulator is the sum of. ``batch``: parts of the rows."""
 
     def randn(*shape: int, dtype: str) -> torch.Tensor:
         values = torch.randn(shape, device=device)

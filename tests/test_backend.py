@@ -19,7 +19,6 @@ import coda_inductor
 from coda_inductor import OptionError, joint
 from coda_inductor.backend import coda
 from coda_inductor.joint import JointPass
-from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 
@@ -51,21 +50,14 @@ def test_debug_folder(tmp_path):
         assert coda_inductor.EpilogueProgram.from_json(again) == site.program
 
 
-def test_gemms_and_everything_can_be_disabled(without_code):
-    fused = {}
-    for names in ("gemm:o", "gemm:up", "*"):
+def test_gemms_and_everything_can_be_disabled():
+    x = torch.randn(3, D).double()
+    for names, fused in (("gemm:up", {"o", "gate"}), ("*", set())):
         coda_inductor.report.forget()
         torch._dynamo.reset()
-        torch.testing.assert_close(
-            *run(whole().double(), torch.randn(3, D).double(), disable=names)
-        )
-        found = [site for each in coda_inductor.reports() for site in each.sites]
-        fused[names] = {site.site: site.fused for site in found}
-    assert fused == {
-        "gemm:o": {"o": False, "gate + up": True},
-        "gemm:up": {"o": True, "gate": True, "up": False},
-        "*": {},
-    }
+        torch.testing.assert_close(*run(whole().double(), x, disable=names))
+        sites = [site for each in coda_inductor.reports() for site in each.sites]
+        assert {site.site for site in sites if site.fused} == fused
 
 
 def test_debug_folder_that_cannot_be_made_reaches_the_user(tmp_path):
@@ -119,22 +111,21 @@ def uuid(before=None, **options):
 #: What changes what is made of a graph.
 OPTIONS = [
     {"gate": "never"}, {"disable": ["swiglu"]}, {"strict": True}, {"fp16_norms": True},
-    {"reference": True}, {"tune": "always"}, {"tune": "never"}, {"tune_seconds": 5},
-    {"memory": 0.5}, {"memory": 0.4}, {"memory": "1 GiB"}, {"numerics": "eager"},
+    {"reference": True}, {"tune": "always"}, {"tune_seconds": 5}, {"memory": 0.5},
+    {"numerics": "eager"},
 ]  # fmt: skip
 
 
 def test_uuid_changes_with_what_changes_a_graph_and_with_nothing_else(monkeypatch, tmp_path):
     before, path = uuid(), tmp_path / "mine.py"
-    assert isinstance(before, str)
     found = [before, *(uuid(**options) for options in OPTIONS)]
     found += [uuid(UsersPass("1")), uuid(UsersPass("2"))]
     for name in ("measurements", "versions"):
         with monkeypatch.context() as patch:
             patch.setitem(joint.QUACK.facts, name, lambda: ("another",))
             found.append(uuid())
-    for text in ("x = 1\n", "x = 2\n"):
-        path.write_text(text)
+    for number in (1, 2):
+        path.write_text(f"x = {number}")
         found.append(uuid(patterns=str(path)))
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         found.append(uuid())
@@ -156,16 +147,3 @@ def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass(tmp_path):
     ours = JointPass(Record(parse(None, {}), "test"))  # ``torch.compile`` copies the configuration
     ours.record.fake = FakeTensorMode().from_tensor(torch.ones(1))  # which cannot be copied
     assert copy.deepcopy({"joint_custom_pre_pass": ours}) == {"joint_custom_pre_pass": ours}
-
-
-def test_a_compile_server_starts_before_a_large_graph_is_traced(monkeypatch):
-    started = []
-    monkeypatch.setattr(joint.pool, "warm_up", lambda: started.append(True))
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    graph = torch.fx.symbolic_trace(lambda x, y: x)
-    for size, device in ((64, "cuda"), (2048, "cpu"), (2048, "cuda")):
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            weight = torch.empty(size, size, device=device)
-        assert not started
-        joint.begin(graph, [weight, 3], Record(parse(None, None), "graph"))
-    assert started

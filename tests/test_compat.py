@@ -36,8 +36,7 @@ def test_private_names_stand_in_compat_only():
     texts = {p: p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "compat.py"}
     own = re.findall(r"(?:def |class |self\.)(\w+)", "".join(texts.values()))
     own = {*own, "_exit", "_coda_mixed", "_CODE_STATE"}
-    listed = {part for path in compat.KERNELS for part in (path, path.rpartition(".")[0])}
-    listed_names = {path.rpartition(".")[2] for path in compat.KERNELS}
+    listed = {part for path in compat.KERNELS for part in (path, *path.rpartition(".")[::2])}
     wrong = []
     for path, text in texts.items():
         for name in names_of_others(ast.parse(text)):
@@ -45,8 +44,7 @@ def test_private_names_stand_in_compat_only():
             if last in own or not (private(name) or name.startswith(("quack", "cutlass"))):
                 continue
             public = name.startswith("cutlass") and not private(name)
-            known = name in listed or (private(name) and last in listed_names)
-            if "mainloop" not in path.parts or not (public or known):
+            if "mainloop" not in path.parts or not (public or {name, last} & listed):
                 wrong.append(f"{path.relative_to(PACKAGE)}: {name}")
     assert not wrong
 

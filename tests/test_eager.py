@@ -102,13 +102,10 @@ def test_programs_round_what_kernels_accumulate(function):
     assert not torch.equal(Harness(reference=True).run(function, *arguments), want)
 
 
-def clamped(x, w):
-    return (x @ w).clamp(-0.3, 0.7)
-
-
 def test_numbers_are_compared_as_eager_compares_them():
     """-0.3 in bfloat16 is less than -0.3, but eager rounds both. At the limit torch 2.13 passes a
     gradient on, torch 2.15 does not."""
+    clamped = lambda x, w: (x @ w).clamp(-0.3, 0.7)  # noqa: E731
     x, w = torch.eye(8).bfloat16(), torch.full((8, 8), -0.3).bfloat16().requires_grad_()
     y = Harness(numerics="eager", gate="always").train(clamped, x, w)
     have, want = (torch.autograd.grad(z.sum(), [w])[0] for z in (y, clamped(x, w)))
@@ -146,15 +143,11 @@ def test_sums_of_rows_stay_outside_of_epilogues():
 
 
 def test_only_passes_that_keep_all_bits_run():
-    tokens = torch.randint(V, (2, T))
-    changed = []
-    for options in ({}, {"numerics": "eager"}):
-        harness = Harness(**options)
-        harness.train(Everything().bfloat16(), tokens, tokens)[0].backward()
-        changed.append({*harness.record.changed})
+    tokens, harness = torch.randint(V, (2, T)), Harness(numerics="eager")
+    harness.train(Everything().bfloat16(), tokens, tokens)[0].backward()
     allowed = {p.name for p in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if p.eager}
-    assert {"packed", "idioms", "attention", "norm"} <= changed[0] - allowed
-    assert "fuse" in changed[1] <= allowed
+    assert "fuse" in harness.record.changed.keys() <= allowed
+    assert not {"packed", "idioms", "attention", "norm"} & allowed
 
 
 def test_inductors_own_kernels_round_too():

@@ -60,11 +60,11 @@ def given(layers=1):
     }  # fmt: skip
 
 
-def run(name, text=None, layers=1, **more):
+def run(name, text=None, layers=1):
     """The namespace after a block, and what has fired."""
     torch._dynamo.reset()
     counters.clear()
-    names = {**given(layers), **more}
+    names = given(layers)
     torch.manual_seed(1)
     exec(compile(BLOCKS[name] if text is None else text, name, "exec"), names)  # noqa: S102
     return names, Counter(counters["coda"])
@@ -92,12 +92,6 @@ def gradients(names):
     return {n: p.grad for n, p in names["model"].named_parameters() if p.grad is not None}
 
 
-def zero(names):
-    """Parameters that DeepSpeed shards."""
-    get = names["deepspeed"].utils.safe_get_full_fp32_param
-    return [get(p) for p in names["model"].parameters()]
-
-
 TRAINED = {"rms_norm": NORMS, "swiglu": GATES, "rms_norm_backward": NORMS, "swiglu_backward": GATES}
 #: One graph serves all blocks.
 SHARED = {"rms_norm": 1, "swiglu": 1, "swiglu_backward": 1}
@@ -105,42 +99,27 @@ SHARED = {"rms_norm": 1, "swiglu": 1, "swiglu_backward": 1}
 BLOCKS_THAT_TRAIN = {
     "trainer": ("accelerate", {**TRAINED, "cross_entropy": 1}, weights),
     "peft": ("peft", TRAINED, gradients),
-    "deepspeed": ("deepspeed", SHARED, zero),
     "loop": ("torch", {**TRAINED, "cross_entropy": 1}, weights),
     "blocks": ("torch", {**SHARED, "cross_entropy": 0}, gradients),
     "blocks_and_loss": ("torch", {**SHARED, "cross_entropy": 1}, gradients),
 }
-IN_BLOCKS = ("deepspeed", "blocks", "blocks_and_loss")
 
 
 def test_every_block_is_run():
-    alone = {"generate", "export", "inductor"}
-    assert {*alone, *BLOCKS_THAT_TRAIN} == {*BLOCKS}
+    by_hand, alone = {"deepspeed"}, {"generate", "export", "inductor"}
+    assert {*by_hand, *alone, *BLOCKS_THAT_TRAIN} == {*BLOCKS}
     assert PAGE.count("```python") == len(BLOCKS)
 
 
-def settings_of_deepspeed(monkeypatch):
-    linear = torch.nn.functional.linear  # DeepSpeed replaces it for good
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    for key, value in {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}.items():
-        monkeypatch.setenv(key, value)
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    how = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    return {"settings": {**how, "optimizer": adam}}
-
-
 @pytest.mark.parametrize("name", BLOCKS_THAT_TRAIN)
-def test_it_trains_as_without_us(name, monkeypatch):
+def test_it_trains_as_without_us(name):
     needed, fires, compared = BLOCKS_THAT_TRAIN[name]
     pytest.importorskip(needed)
-    more = settings_of_deepspeed(monkeypatch) if name == "deepspeed" else {}
-    more["layers"] = SEVERAL if name in IN_BLOCKS else 1
-    ours, fired = run(name, **more)
+    layers = SEVERAL if name.startswith("blocks") else 1
+    ours, fired = run(name, layers=layers)
     coda_inductor.disable()
-    text = plain(name).replace("for block", "# ") if name == "deepspeed" else plain(name)
-    text = BLOCKS[name].replace('"coda"', '"eager"') if name.startswith("blocks") else text
-    eager, _ = run(name, text, **more)
+    text = BLOCKS[name].replace('"coda"', '"eager"') if layers == SEVERAL else plain(name)
+    eager, _ = run(name, text, layers=layers)
     assert {n: fired[n] for n in fires} == fires
     same(compared(ours), compared(eager))
     if name == "trainer":

@@ -15,7 +15,7 @@ from torch._inductor import config
 from zoo.layers import D, whole
 
 import coda_inductor
-from coda_inductor import pass_mode, warm
+from coda_inductor import pass_mode
 
 
 def test_inference_on_strided_rows():
@@ -38,13 +38,8 @@ import coda_inductor
 from coda_inductor import pipeline
 from coda_inductor.backend import coda
 
-def fail():
-    def fuse_gemms(graph, record):
-        raise OSError("No space left on device")
-
-    pipeline.ON_ATEN = tuple(
-        replace(each, run=fuse_gemms) if each.name == "fuse" else each for each in pipeline.ON_ATEN
-    )
+def fail(graph, record):
+    raise OSError("No space left on device")
 
 def process(whats, folder="one", artifacts="", fault=False):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(folder) + "/inductor"
@@ -53,7 +48,7 @@ def process(whats, folder="one", artifacts="", fault=False):
     if kept and kept.exists():
         torch.compiler.load_cache_artifacts(kept.read_bytes())
     if fault:
-        fail()
+        pipeline.ON_ATEN = tuple(replace(each, run=fail) for each in pipeline.ON_ATEN)
     for what in whats:
         compile(*what.split("+"))
     if kept and not kept.exists():
@@ -66,20 +61,19 @@ def compile(how, *others):
     counters.clear()
     reports = len(coda_inductor.reports())
     model = torch.nn.Linear(D, D, bias=False) if "small" in others else whole()
-    x, enabled = torch.randn(4, D), "enabled" in others
-    mode = coda_inductor.enabled() if enabled else nullcontext()
-    chosen = {} if enabled else {"backend": coda}
+    x, mode, chosen = torch.randn(4, D), nullcontext(), {"backend": coda}
+    if "enabled" in others:
+        mode, chosen = coda_inductor.enabled(), {}
     with torch.set_grad_enabled(how == "train"), mode:
         ours = torch.compile(model, **chosen)(x)
         torch.testing.assert_close(ours, model(x))
         if how == "train":
             ours.sum().backward()
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
-    version, missed = coda_inductor.__version__, counters["inductor"]["fxgraph_cache_miss"]
     new = coda_inductor.reports()[reports:]
     print(json.dumps({
-        "hits": hits, "counters": counters["coda"], "result": ours.tolist(),
-        "version": version, "missed": missed,
+        "hits": hits, "missed": counters["inductor"]["fxgraph_cache_miss"],
+        "counters": counters["coda"], "result": ours.tolist(), "version": coda_inductor.__version__,
         "cached": [report.from_cache for report in new],
         "reports": [repr(replace(report, from_cache=False)) for report in new],
     }))
@@ -100,8 +94,9 @@ def in_new_processes(folder: Path, *stages: dict, source: Path = ROOT) -> list[d
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }
-    script = SCRIPT.replace("MARK", repr(MARK))
-    done = python("-c", script, json.dumps(stages), cwd=folder, **environment)
+    done = python(
+        "-c", SCRIPT.replace("MARK", repr(MARK)), json.dumps(stages), cwd=folder, **environment
+    )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     parts = done.stderr.split(MARK)[1:]
     return [{**one, "log": log} for one, log in zip(found, parts, strict=True)]
@@ -128,8 +123,7 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     assert small["result"] == carried["result"] == other["result"]
     kept = [(each["hits"], each["missed"]) for each in (small, carried, other)]
     assert kept == [([0, 0], 2), ([2, 1], 0), ([0, 0], 2)]  # forward and backward
-    versions = [each["version"] for each in (small, carried, other)]
-    assert versions == [coda_inductor.__version__, coda_inductor.__version__, "9.9"]
+    assert other["version"] == "9.9"
     assert "No space left on device" in failed["log"]
     for compiled, hit in zip(first, second, strict=True):
         assert (compiled["hits"], compiled["cached"]) == ([0, 0], [False])
@@ -137,8 +131,6 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
         assert (hit["hits"][1], hit["cached"]) == (1, [True])
         assert all(hit[name] == compiled[name] for name in ("result", "reports", "counters"))
     assert second[0]["counters"]["rms_norm"] == 1
-    files = [*(tmp_path / "one/coda" / warm.FOLDER).iterdir()]
-    assert max(file.stat().st_size for file in files) < 4096
 
 
 def another_version(folder: Path) -> Path:
