@@ -25,20 +25,10 @@ swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-def check(
-    function: Any,
-    *args: Any,
-    dynamic: bool | None = None,
-    tolerance: float | None = None,
-    strides: bool = False,
-    **options: Any,
-) -> Harness:
-    """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes.
-
-    Both runs get copies of ``args``, which are compared too: mutations must agree. ``tolerance``
-    replaces the one of the result's dtype, where the inputs' is lower; results must have eager's
-    ``strides`` if asked.
-    """
+def check(function, *args, dynamic=None, tolerance=None, strides=False, **options) -> Harness:
+    """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes,
+    and ``strides`` if asked. Both get copies of ``args``, which are compared too: mutations must
+    agree. ``tolerance`` replaces the one of the result's dtype, where the inputs' is lower."""
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
     harness = Harness(**options)
     have = harness.run(function, *ours, dynamic=dynamic)
@@ -50,12 +40,7 @@ def check(
 
 
 def check_gradients(
-    function: Any,
-    *args: Any,
-    dynamic: bool | None = None,
-    tolerance: float | None = None,
-    strides: bool = False,
-    **options: Any,
+    function, *args, dynamic=None, tolerance=None, strides=False, **options
 ) -> Harness:
     """Run ``function`` forward and backward in eager and through the passes: same outputs, and same
     gradients of its parameters and of those ``args`` that require one."""
@@ -73,28 +58,24 @@ def strides_of(result: Any) -> list[tuple[int, ...]]:
 
 
 def check_sizes(function: Any, *calls: tuple[Any, ...]) -> Harness:
-    """Compile ``function`` once for the arguments of all ``calls``: one graph serves them, and
-    values are eager's."""
-    harness, graphs = Harness(), set()
-    compiled = torch.compile(function, backend=harness, dynamic=True)
+    """One graph serves the arguments of all ``calls``, and values are eager's."""
+    harness = Harness()
+    compiled = torch.compile(function, backend=harness, dynamic=True, fullgraph=True)
     with torch.no_grad():
         for args in calls:
             assert_same(compiled(*args), function(*args))
-            graphs.add(harness.graphs)
-    assert len(graphs) == 1
+    assert harness.graphs == 1
     return harness
 
 
 def differentiate(outputs: Any, of: tuple[Any, Any]) -> list[torch.Tensor | None]:
     """Backpropagate fixed random numbers from every output that has a gradient; returns those of
     the leaves in ``of`` = (function, args)."""
-    differentiable = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
+    found = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
     generator = torch.Generator().manual_seed(7)
     # The same numbers in every dtype, so that gradients of two dtypes can be compared.
-    given = [
-        torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in differentiable
-    ]
-    torch.autograd.backward(differentiable, given)
+    given = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in found]
+    torch.autograd.backward(found, given)
     function, args = of
     parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
     return [t.grad for t in (*parameters, *tree_leaves(args)) if isinstance(t, torch.Tensor)]
@@ -116,8 +97,8 @@ def assert_same(have: Any, want: Any, tolerance: float | None = None) -> None:
 
 
 def side_by_side(functions: Any, *shapes: tuple[int, ...]) -> tuple[Any, list[torch.Tensor]]:
-    """A function that calls each of ``functions`` with float64 tensors of its own, of ``shapes``,
-    and those tensors: one graph compiles faster than many."""
+    """A function that calls each of ``functions`` with tensors of its own, of ``shapes``, and those
+    tensors: one graph compiles faster than many."""
     functions, n = list(functions), len(shapes)
 
     def all_of_them(*tensors: torch.Tensor) -> list[Any]:
@@ -152,13 +133,12 @@ def raised(harness: Harness, op: Any) -> int:
 
 def reasons(harness: Harness) -> str:
     """Every reason that the report gives: near misses, then the GEMMs that were not fused."""
-    report = harness.report
-    return "\n".join([*report.near_misses, *(s.reason for s in report.sites if not s.fused)])
+    left = (site.reason for site in harness.report.sites if not site.fused)
+    return "\n".join([*harness.report.near_misses, *left])
 
 
 def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
-    """Let every fused site stay a ``gemm_epilogue`` call, as with a kernel on CUDA: its partials
-    then have several tiles, and the op's own CPU implementation runs."""
+    """Let fused sites stay ``gemm_epilogue`` calls, as on CUDA, with partials of several tiles."""
     monkeypatch.setattr(Plan, "judge", lambda *_: Choice("kernel", config))
     monkeypatch.setattr(lower.pool, "wait", dict.fromkeys)  # every request: no error
     monkeypatch.setattr(lower.pool, "submit", len)
@@ -180,8 +160,7 @@ def replace_pass(monkeypatch: Any, name: str, run: Any, **how: Any) -> Any:
 
 
 def slice_logits(monkeypatch: Any, size: int) -> None:
-    """Let the gradient of logits be made in slices of ``size`` bytes, whether that saves memory or
-    not."""
+    """Let the gradient of logits be made in slices of ``size`` bytes, whatever that saves."""
     monkeypatch.setattr("coda_inductor.semantic.loss.SLICE_BYTES", size)
     monkeypatch.setattr("coda_inductor.rewrite.loss.slices.no_gain", lambda *_: "")
 

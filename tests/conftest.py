@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import sys
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def pytest_testnodedown(node) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run of all tests that passes has provoked every reason there is, where none is skipped for
-    a package, and no GPU has what a machine without one is told."""
+    a package or because there is a GPU."""
     config = session.config
     if hasattr(config, "workeroutput"):
         config.workeroutput[CODES] = sorted(provoked.codes)
@@ -98,13 +97,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for code in config.stash.get(LEFT, ()):
         terminalreporter.write_line(f"FAILED: no test provokes the reason {code!r}", red=True)
-
-
-def pytest_report_header() -> list[str]:
-    """Why tests that name the backend will fail, where they will."""
-    if entry_points(group="torch_dynamo_backends", name="coda"):
-        return []
-    return ["no backend 'coda': coda_inductor is not installed (pip install --no-deps -e .)"]
 
 
 def pytest_collection_finish() -> None:
@@ -149,8 +141,7 @@ def clean_slate():
 
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory: pytest.TempPathFactory):
-    """Compiled kernels and measurements of the tests stay out of the user's cache; processes that
-    a test starts do not read graphs from torch's compile caches either."""
+    """Nothing goes into the user's cache, and no process reads graphs from torch's caches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_CACHE_DIR", str(tmp_path_factory.mktemp("coda_cache")))
         patch.setenv("COLUMNS", "1000")  # a terminal that breaks no line
@@ -161,8 +152,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_made_for_logs():
-    """Dynamo empties the processor's caches to time each graph's guards, 20 ms a graph, and
-    AOTAutograd prints graphs that no log takes, a fortieth of the time."""
+    """Dynamo times guards, 20 ms a graph, and AOTAutograd prints graphs that no log takes."""
     compiler = "torch._functorch._aot_autograd.graph_compile"
     none = {
         "torch._dynamo.guards.profile_guard_manager": 0.0,
@@ -177,8 +167,7 @@ def nothing_is_made_for_logs():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_notice():
-    """The process is told nothing of missing kernels: tests count other warnings. From here on the
-    codes of refusals are noted."""
+    """The process is told nothing of missing kernels. From here on codes of refusals are noted."""
     provoked.note_codes()
     from coda_inductor import notice
 
@@ -198,8 +187,7 @@ def warned(caplog: pytest.LogCaptureFixture):
 
 @pytest.fixture
 def without_code(monkeypatch: pytest.MonkeyPatch):
-    """``backend="coda"`` runs graphs op by op behind our passes, for tests that are not about
-    Inductor's code: most of their time was its C++ compiler's."""
+    """``backend="coda"`` runs graphs op by op behind our passes, without Inductor's C++."""
     from harness import as_it_is
 
     from coda_inductor import op_by_op

@@ -27,11 +27,8 @@ class Machine:
     Attributes:
         said: (number of the process, message), of all processes.
         dies: config -> what a process raises at it.
-        waited: how long candidates were waited for.
         answers: what takes the place of an answer: called with a message, None for the usual one.
         uncompiled: config -> why it has no kernel.
-        takes_no_process: it is in exclusive mode, say.
-        ended: numbers of the processes that were ended.
     """
 
     def __init__(self):
@@ -45,8 +42,7 @@ class Machine:
         self.submitted: list[Any] = []
         self.dropped: list[Any] = []
         self.numbers = itertools.count()
-        self.busy = 0
-        self.most = 0
+        self.busy = self.most = 0
 
     @property
     def measured(self) -> list[str]:

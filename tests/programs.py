@@ -69,8 +69,7 @@ TERMS = {**dict.fromkeys(B_MAJOR, 1), "norm_bwd_joined": 2}
 
 @functools.cache
 def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
-    """Those of the sites of a Llama layer, forward and backward, of the activation of an ungated
-    MLP, of an LM head before a cross entropy, and of a projection to heads that are rotated."""
+    """Sites of a Llama layer, forward and backward, an ungated MLP, and an LM head."""
     made = functools.partial(parsed, dtype)
     pair = functools.partial(
         made,
@@ -123,8 +122,7 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
 
 @functools.cache
 def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
-    """Those of a mixture's experts: gate and up, down, down's dgrad with the router's gradient, and
-    the dgrad of gate and up."""
+    """A mixture's experts: gate and up, down, and both dgrads, one with the router's gradient."""
     made = functools.partial(parsed, dtype)
     routes = "groups:groups:int32 index:index:int32"
     programs = {
@@ -132,16 +130,10 @@ def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             routes, "s sigmoid acc0; act mul acc0 s; y mul act acc1", "acc0 acc1 y",
             accs=("acc0", "acc1"),
         ),
-        "experts_up_biased": made(
-            f"{routes} b0:row b1:row",
-            "z add acc0 b0; u add acc1 b1; s sigmoid z; act mul z s; y mul act u",
-            "acc0 u y", accs=("acc0", "acc1"),
-        ),
         "experts_alternating": made(
             f"{routes} b0:row b1:row", "z add acc0 b0; s sigmoid z; u add acc1 b1; y mul s u",
             "z u y", accs=("acc0", "acc1"), alternating=True,
         ),
-        "experts_plain_biased": made("groups:groups:int32 b0:row", "z add acc b0; y relu z", "y"),
         "experts_down": made("groups:groups:int32", "", "acc"),
         "experts_dgrad": made(
             f"{routes} w:col:float32 g:tile u:tile",
@@ -256,8 +248,8 @@ def rotary(
     dtype: str = "bfloat16",
     tables: str = "",
 ) -> EpilogueProgram:
-    """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, of which
-    those ``distance`` apart belong together (None: all of them, halves of it)."""
+    """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, those
+    ``distance`` apart together (None: all of them, halves of it)."""
     width, tables = width or head, tables or dtype
     return parsed(
         dtype,
@@ -290,36 +282,23 @@ def heads(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     return {name: legal(program) for name, program in named.items()}
 
 
-def residual() -> EpilogueProgram:
-    """Attention output and down projection: residual and norm's operand out, its sum of squares and
-    its maximum, one a row."""
-    return parsed(
-        "bfloat16",
-        "inv_a:col:float32 inv_b:row:float32 res:tile gamma:row:float32",
-        "y0 mul acc inv_a; y mul y0 inv_b; x add y res; h mul x gamma; sq mul x x; size abs h",
-        "x h",
-        "squares:sq top:size:row:max",
-        a_dtype=E4M3,
-    )
-
-
 def activated() -> EpilogueProgram:
     """A projection of whose activation the maxima of columns are wanted."""
-    return parsed(
-        "float32",
-        "inv_a:scalar inv_b:scalar",
-        "y0 mul acc inv_a; y mul y0 inv_b; r relu y; size abs r",
-        "r:bfloat16",
-        "left:size:col:max",
-        a_dtype=E4M3,
-    )
+    steps = "y0 mul acc inv_a; y mul y0 inv_b; r relu y; size abs r"
+    stores, reduces = "r:bfloat16", "left:size:col:max"
+    return parsed("float32", "inv_a:scalar inv_b:scalar", steps, stores, reduces, a_dtype=E4M3)
 
 
 def fp8() -> dict[str, EpilogueProgram]:
-    """The sites of a Llama layer in torchao's rowwise recipe. The maxima are what the next
-    quantization needs."""
+    """A Llama layer in torchao's rowwise recipe, with maxima for the next quantization."""
     named = {
-        "fp8_residual": residual(),
+        # Attention output and down projection: residual and norm's operand out, its sum of squares
+        # and its maximum, one a row.
+        "fp8_residual": parsed(
+            "bfloat16", "inv_a:col:float32 inv_b:row:float32 res:tile gamma:row:float32",
+            "y0 mul acc inv_a; y mul y0 inv_b; x add y res; h mul x gamma; sq mul x x; size abs h",
+            "x h", "squares:sq top:size:row:max", a_dtype=E4M3,
+        ),
         # Gate and up, whose operand is shared.
         "fp8_swiglu": parsed(
             "bfloat16", "inv_a:col:float32 inv_g:row:float32 inv_u:row:float32",
@@ -357,12 +336,8 @@ def inputs(
     batch: int = 1,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Random (as_, bs, operands) for ``program``; products of order one. Of a program with heads
-    ``n`` is rounded up to whole ones.
-
-    With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
-    ``terms``: how many products, each over K, the accumulator is the sum of. ``batch``: of how many
-    equal parts the rows are.
-    """
+    ``n`` is rounded up to whole ones. ``integers``: small ones, of which every sum is exact.
+    ``terms``: how many products the accumulator is the sum of. ``batch``: parts of the rows."""
 
     def randn(*shape: int, dtype: str) -> torch.Tensor:
         values = torch.randn(shape, device=device)
@@ -375,10 +350,7 @@ def inputs(
     bs = []
     for _ in range(terms * len(program.accs)):
         b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.b_dtype)
-        if program.fp8:  # in which nothing is computed
-            b = b if integers else (b.float() / k**0.5).to(b.dtype)
-        else:
-            b = b if integers else b / k**0.5
+        b = b if integers else (b.float() / k**0.5).to(b.dtype)  # nothing is computed in FP8
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": (), "table": (m, program.head)}
     shapes["batch"] = (batch, n)

@@ -3,6 +3,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,74 +13,40 @@ from processes import python
 from coda_inductor import compat
 from coda_inductor.mainloop import availability
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "coda_inductor"
-
-
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path != PACKAGE / "compat.py":
-            yield path, ast.parse(path.read_text())
+PACKAGE = Path(compat.__file__).parent
 
 
 def private(name: str) -> bool:
     return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
 
 
-def foreign(tree: ast.Module) -> Iterator[str]:
+def names_of_others(tree: ast.Module) -> Iterator[str]:
     """What a module imports of torch and the kernel libraries, and private attributes of things
     that are not its own."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names = [above + alias.name for alias in node.names]
-            yield from (n for n in names if n.split(".")[0] in ("torch", "quack", "cutlass"))
+            yield from (n for n in names if n.startswith(("torch", "quack", "cutlass")))
         elif isinstance(node, ast.Attribute) and private(node.attr):
-            if not ast.unparse(node).startswith(("self.", "cls.")):
-                yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and private(str(name.value)):
-                yield f".{name.value}"
-
-
-def own_names() -> set[str]:
-    """What the package itself calls by a private name."""
-    found = set()
-    for _, tree in modules():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= {node.attr} if ast.unparse(node).startswith("self.") else set()
-    return found
-
-
-KERNEL_NAMES = {path.rpartition(".")[2] for path in compat.KERNELS}
+            yield from (n for n in [ast.unparse(node)] if not n.startswith(("self.", "cls.")))
 
 
 def test_private_names_stand_in_compat_only():
-    ours = own_names() | {"_exit", "_coda_mixed", "_CODE_STATE"}
+    texts = {p: p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "compat.py"}
+    own = re.findall(r"(?:def |class |self\.)(\w+)", "".join(texts.values()))
+    own = {*own, "_exit", "_coda_mixed", "_CODE_STATE"}
+    listed = {part for path in compat.KERNELS for part in (path, *path.rpartition(".")[::2])}
     wrong = []
-    for path, tree in modules():
-        in_mainloop = "mainloop" in path.parts
-        for name in foreign(tree):
-            library = name.startswith(("quack", "cutlass"))
-            if not (private(name) or library) or name.rpartition(".")[2] in ours:
+    for path, text in texts.items():
+        for name in names_of_others(ast.parse(text)):
+            last = name.rpartition(".")[2]
+            if last in own or not (private(name) or name.startswith(("quack", "cutlass"))):
                 continue
-            if in_mainloop and (name.startswith("cutlass") and not private(name)):
-                continue  # CuTeDSL's public names
-            if not (in_mainloop and known(name)):
-                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+            public = name.startswith("cutlass") and not private(name)
+            if "mainloop" not in path.parts or not (public or {name, last} & listed):
+                wrong.append(f"{path.relative_to(PACKAGE)}: {name}")
     assert not wrong
-
-
-def known(name: str) -> bool:
-    """Does compat list ``name``, a module of one of its names, or such an attribute?"""
-    above = (f"{path}." for path in compat.KERNELS)
-    if name.startswith(("quack", "cutlass")) and any(p.startswith(f"{name}.") for p in above):
-        return True
-    return private(name) and name.rpartition(".")[2] in KERNEL_NAMES
 
 
 def test_without_a_name_of_the_kernel_libraries_there_are_no_kernels(monkeypatch):
@@ -87,9 +54,7 @@ def test_without_a_name_of_the_kernel_libraries_there_are_no_kernels(monkeypatch
     for path in compat.KERNELS:
         monkeypatch.setattr(availability, "KERNELS", (path, f"{path}_gone"))
         assert availability.missing_from_libraries() == f"{path}_gone"
-    why = availability.library_stack.__wrapped__()
-    assert why.code == "no-kernel-stack"
-    assert f"has no {path}_gone" in why.text
+    assert availability.library_stack.__wrapped__().code == "no-kernel-stack"
 
 
 #: A process without some names of torch's compiles a model, and computes what eager does; then
@@ -147,10 +112,7 @@ def test_without_names_of_torchs_models_compile_and_are_right(tmp_path):
     done = python(tmp_path / "remove.py", PACKAGE, json.dumps([[*part] for part in parts]), **own)
     lines, (_, *logs) = done.stdout.splitlines(), done.stderr.split("-- next --")
     for entries, line, log, essential in zip(parts, lines, logs, (True, False), strict=True):
-        for entry in entries.values():
-            assert f"this torch has no {entry.path}_gone" in log
-            assert entry.without in log
+        assert all(f"this torch has no {entry.path}_gone" in log for entry in entries.values())
         found = json.loads(line)
         assert set(found["lacking"]) == {f"{e.path}_gone" for e in entries.values() if essential}
         assert found["analysed"] == (not essential)
-        assert ("falls back to Inductor: it does nothing" in log) == essential

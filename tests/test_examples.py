@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make demo`` tells what was matched, absorbed and saved, and errors, in 100 columns. The other
-examples run."""
+"""``make demo`` tells what was matched, and errors, in 100 columns. The other examples run."""
 
 import functools
 import importlib
@@ -36,8 +35,6 @@ def test_a_real_run(monkeypatch, capsys):
     demo.main()
     said = capsys.readouterr().out
     assert "1 x swiglu" in said
-    assert "may be fused, and run as plain ops: device cpu" in said
-    assert "that kernels would save" in said
     assert max(map(len, said.splitlines())) <= 100
     errors = dict(re.findall(r"(\S+) +(\S+e-\d+)$", said, re.MULTILINE))
     assert all(0 < float(errors[name]) < 0.1 for name in ("eager", "torch.compile", "coda"))
@@ -69,25 +66,13 @@ def test_each_example_runs_alone_and_prints_no_speed_on_a_cpu(name, capsys, monk
 
 
 @pytest.mark.usefixtures("without_code")
-@pytest.mark.parametrize(("arguments", "fires", "needs"), [
-    (["--packed", "--memory", "0.5"], "swiglu", ""), (["--lora"], "swiglu", "peft"),
-    (["--fp8", "rowwise"], "fp8_quantize", "torchao"),
-])  # fmt: skip
-def test_the_loop_trains_in_other_ways(arguments, fires, needs, monkeypatch, tmp_path):
-    """Masks of packed rows stay on a CPU."""
-    if needs:
-        pytest.importorskip(needs)
-    if needs == "torchao":
-        needs_scaled_mm()
+def test_the_loop_trains_in_other_ways(monkeypatch, tmp_path):
+    """All of them at once. Adapters are also those of ``lora_fp8.py``."""
+    pytest.importorskip("torchao")
+    needs_scaled_mm()
     monkeypatch.chdir(tmp_path)
     counters["coda"].clear()
     coda_inductor.report.forget()
-    importlib.import_module("finetune").main(arguments)
-    assert counters["coda"][fires], dict(counters["coda"])
-    assert any(report.memory for report in coda_inductor.reports()) == ("--memory" in arguments)
-
-
-def test_each_example_is_one_file():
-    ours = {path.stem for path in EXAMPLES.glob("*.py")}
-    for path in EXAMPLES.glob("*.py"):
-        assert not ours & set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
+    importlib.import_module("finetune").main(["--fp8", "rowwise", "--packed", "--memory", "0.5"])
+    assert counters["coda"]["fp8_quantize"], dict(counters["coda"])
+    assert any(report.memory for report in coda_inductor.reports())

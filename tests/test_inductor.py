@@ -2,7 +2,6 @@
 """Through Inductor itself, code generation and caches included: few cases, each takes seconds."""
 
 import json
-import logging
 import shutil
 import zipfile
 from pathlib import Path
@@ -16,25 +15,19 @@ from torch._inductor import config
 from zoo.layers import D, whole
 
 import coda_inductor
-from coda_inductor import pass_mode, warm
+from coda_inductor import pass_mode
 
 
-def test_inference_through_the_entry_point():
-    model, x = whole(), torch.randn(2, 3, D)
-    compiled = torch.compile(model, backend="coda", mode="default")
+def test_inference_on_strided_rows():
+    model, x = whole(), torch.randn(3, 2, 2 * D)[..., ::2].transpose(0, 1)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x))
-        # Other strides are another graph; the values are eager's.
-        strided = torch.randn(3, 2, 2 * D)[..., ::2].transpose(0, 1)
-        torch.testing.assert_close(compiled(strided), model(strided))
-        expanded = torch.randn(1, 1, D).expand(2, 3, D)
-        torch.testing.assert_close(compiled(expanded), model(expanded))
-    # The residual stream of the transposed input is not row-major: its norm is left to Inductor.
-    assert dict(counters["coda"]) == {"rms_norm": 2, "swiglu": 3, "residual": 2}
+        torch.testing.assert_close(torch.compile(model, backend="coda")(x), model(x))
+    # The residual stream is not row-major: its norm is left to Inductor.
+    assert dict(counters["coda"]) == {"swiglu": 1}
 
 
 SCRIPT = """
-import json, logging, os, pathlib, sys, torch
+import json, os, pathlib, sys, torch
 import torch._inductor.compile_fx
 from apart import apart
 from contextlib import nullcontext
@@ -44,59 +37,44 @@ from zoo.layers import D, whole
 import coda_inductor
 from coda_inductor import pipeline
 from coda_inductor.backend import coda
-from coda_inductor.cache_dir import cache_dir
-from coda_inductor.warm import FOLDER
 
-def fail():
-    def fuse_gemms(graph, record):
-        raise OSError("No space left on device")
+def fail(graph, record):
+    raise OSError("No space left on device")
 
-    pipeline.ON_ATEN = tuple(
-        replace(each, run=fuse_gemms) if each.name == "fuse" else each for each in pipeline.ON_ATEN
-    )
-
-def process(whats, folder="one", artifacts="", level=None, fault=False, damage=False):
+def process(whats, folder="one", artifacts="", fault=False):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(folder) + "/inductor"
     os.environ["CODA_CACHE_DIR"] = os.path.abspath(folder) + "/coda"
     kept = artifacts and pathlib.Path(artifacts)
     if kept and kept.exists():
         torch.compiler.load_cache_artifacts(kept.read_bytes())
-    if level:
-        torch._logging.set_logs(modules={"coda_inductor": level})
     if fault:
-        fail()
-    if damage:
-        gone, cut = (cache_dir() / FOLDER).iterdir()
-        gone.unlink()
-        cut.write_bytes(cut.read_bytes()[:99])
+        pipeline.ON_ATEN = tuple(replace(each, run=fail) for each in pipeline.ON_ATEN)
     for what in whats:
-        compile(*what.split(" ", 1))
+        compile(*what.split("+"))
     if kept and not kept.exists():
         kept.write_bytes(torch.compiler.save_cache_artifacts()[0])
 
-def compile(how, options):
+def compile(how, *others):
     print(MARK, file=sys.stderr)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
     reports = len(coda_inductor.reports())
-    how, *others = how.split("+")
     model = torch.nn.Linear(D, D, bias=False) if "small" in others else whole()
-    x, enabled = torch.randn(4, D), "enabled" in others
-    mode = coda_inductor.enabled() if enabled else nullcontext()
-    chosen = {} if enabled else {"backend": coda, "options": json.loads(options)}
+    x, mode, chosen = torch.randn(4, D), nullcontext(), {"backend": coda}
+    if "enabled" in others:
+        mode, chosen = coda_inductor.enabled(), {}
     with torch.set_grad_enabled(how == "train"), mode:
         ours = torch.compile(model, **chosen)(x)
         torch.testing.assert_close(ours, model(x))
         if how == "train":
             ours.sum().backward()
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
-    version, missed = coda_inductor.__version__, counters["inductor"]["fxgraph_cache_miss"]
     new = coda_inductor.reports()[reports:]
     print(json.dumps({
-        "hits": hits, "counters": counters["coda"], "result": ours.tolist(),
-        "version": version, "missed": missed,
-        "cached": [report.from_cache for report in new], "tables": [r.table() for r in new],
+        "hits": hits, "missed": counters["inductor"]["fxgraph_cache_miss"],
+        "counters": counters["coda"], "result": ours.tolist(), "version": coda_inductor.__version__,
+        "cached": [report.from_cache for report in new],
         "reports": [repr(replace(report, from_cache=False)) for report in new],
     }))
 
@@ -104,80 +82,55 @@ for stage in json.loads(sys.argv[1]):
     apart(process, **stage)
 """
 ROOT = Path(coda_inductor.__file__).parents[1]
-#: What a table says below the GEMMs.
-CACHED = "\nfrom torch's compile cache, as it was compiled"
 #: Between what is logged of one compilation and of the next.
 MARK = "-- next --"
 
 
 def in_new_processes(folder: Path, *stages: dict, source: Path = ROOT) -> list[dict]:
-    """What SCRIPT finds, and its "log", for each of "whats" ("infer" or "train", and options) of
-    each process: ``stages`` are the arguments of ``process`` there. ``source``: of our package."""
+    """What SCRIPT finds, and its "log", for each of "whats" ("infer" or "train", and how) of each
+    process: ``stages`` are the arguments of ``process`` there. ``source``: of our package."""
     environment = {
         "PYTHONPATH": f"{source}:{ROOT / 'tests'}",
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        "TORCH_LOGS": "+coda_inductor",
     }
-    script = SCRIPT.replace("MARK", repr(MARK))
-    done = python("-c", script, json.dumps(stages), cwd=folder, **environment)
+    done = python(
+        "-c", SCRIPT.replace("MARK", repr(MARK)), json.dumps(stages), cwd=folder, **environment
+    )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     parts = done.stderr.split(MARK)[1:]
     return [{**one, "log": log} for one, log in zip(found, parts, strict=True)]
 
 
-WAYS = ("infer {}", "train+enabled {}")
-SMALL = ("train+small {}",)  # nothing to build in C++
+WAYS = ("infer", "train+enabled+small")
+SMALL = ("train+small",)  # nothing to build in C++
 
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     """With its report, and what failed once is not kept there. One process fails, one compiles, one
-    finds, one finds reports that are missing or damaged, and one has no cache but artifacts. Then
-    another version of ours runs on the first one's folders (pytorch/pytorch 144344: an older one's
-    gradients were read)."""
+    finds, and one has no cache but artifacts. Then another version of ours runs on the first one's
+    folders (pytorch/pytorch 144344: an older one's gradients were read)."""
     found = in_new_processes(
         tmp_path,
-        {"whats": WAYS[:1], "level": logging.INFO, "fault": True},
-        {"whats": WAYS, "level": logging.INFO},
+        {"whats": WAYS[:1], "fault": True},
         {"whats": WAYS},
-        {"whats": WAYS, "damage": True},
+        {"whats": WAYS},
         {"whats": SMALL, "artifacts": "kept"},
         {"whats": SMALL, "artifacts": "kept", "folder": "two"},
     )
-    failed, first, second, damaged = found[0], found[1:3], found[3:5], found[5:7]
-    small, carried = found[7:]
+    failed, first, second, (small, carried) = found[0], found[1:3], found[3:5], found[5:]
     (other,) = in_new_processes(tmp_path, {"whats": SMALL}, source=another_version(tmp_path))
     assert small["result"] == carried["result"] == other["result"]
     kept = [(each["hits"], each["missed"]) for each in (small, carried, other)]
     assert kept == [([0, 0], 2), ([2, 1], 0), ([0, 0], 2)]  # forward and backward
-    assert [each["version"] for each in (small, carried, other)] == [
-        coda_inductor.__version__, coda_inductor.__version__, "9.9",
-    ]  # fmt: skip
+    assert other["version"] == "9.9"
     assert "No space left on device" in failed["log"]
-    for compiled in first:
-        assert (compiled["hits"], compiled["cached"]) == ([0, 0], [False])
-        assert "No space left" not in compiled["log"]
-        had = torch.tensor(failed["result"])
-        torch.testing.assert_close(torch.tensor(compiled["result"]), had)
-    log = first[0]["log"]
-    assert "GEMMs may be fused, and run as plain ops: device cpu has no kernels" in log
-    assert "no GEMM becomes a kernel here" in log
     for compiled, hit in zip(first, second, strict=True):
+        assert (compiled["hits"], compiled["cached"]) == ([0, 0], [False])
+        assert "No space left" not in compiled["log"] + hit["log"]
         assert (hit["hits"][1], hit["cached"]) == (1, [True])
         assert all(hit[name] == compiled[name] for name in ("result", "reports", "counters"))
-        assert hit["counters"]["rms_norm"] == 1
-        assert "No space left" not in hit["log"]
-        assert "from torch's compile cache" in hit["tables"][0]
-        assert hit["tables"][0].replace(CACHED, "") == compiled["tables"][0]
-    assert second[0]["hits"] == [1, 1]
-    log = second[0]["log"]
-    assert "graph, from torch's compile cache: 2 of 2 GEMMs may be fused" in log
-    assert "no GEMM becomes a kernel here" in log  # a warm cache hides nothing
-    files = [*(tmp_path / "one/coda" / warm.FOLDER).iterdir()]
-    assert max(file.stat().st_size for file in files) < 4096
-    for hit in damaged:
-        assert (hit["hits"][1], hit["cached"]) == (1, [])
-        assert "from torch's compile cache, neither counted nor reported" in hit["log"]
+    assert second[0]["counters"]["rms_norm"] == 1
 
 
 def another_version(folder: Path) -> Path:

@@ -47,9 +47,9 @@ def gradients(found, tensors):
     return torch.autograd.grad((found[0] * factors - 0.5 * found[1]).mean(), tensors)
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 2.0}])
 @pytest.mark.parametrize("way", ["eager", "in a graph", "by itself"])
-def test_values_and_gradients(way, how, monkeypatch):
+def test_values_and_gradients(way, monkeypatch):
+    how = {"softcap": 2.0, "temperature": 0.7}
     *tensors, targets = inputs()
     call = token_log_probs
     if way == "in a graph":
@@ -71,32 +71,26 @@ def test_any_number_of_tokens_is_one_graph(monkeypatch):
         hidden, weight, _, targets = inputs(torch.bfloat16, n)
         with torch.no_grad():
             found = token_log_probs(hidden, weight, targets)
-        plain = F.log_softmax(F.linear(hidden, weight).float(), -1)
-        plain = plain.gather(-1, targets[:, None])[:, 0]
+        plain = -F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="none")
         want, _ = exact(hidden, weight, torch.zeros(V), targets)
         assert found.dtype == torch.float32
         assert (found - want).norm() <= 2 * (plain - want).norm()
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("lead", [(1,), (0,), (2, 1, 3)])
-def test_any_leading_sizes_many_settings_and_targets_without_a_class(lead, monkeypatch):
+def test_any_leading_sizes_many_settings_and_targets_without_a_class(monkeypatch):
     """More temperatures than Dynamo compiles one function for."""
     monkeypatch.setattr(lm_head, "_compiles", lambda _: True)
-    hidden, weight, bias, targets = inputs(torch.float64, *lead)
-    ignored = torch.arange(targets.numel()).view(lead) % 2 == 1
-    given = targets.masked_fill(ignored, -100).int()
-    for i in range(10):
+    for i, lead in enumerate([(0,), *[(2, 1, 3)] * 9]):
+        hidden, weight, bias, targets = inputs(torch.float64, *lead)
+        ignored = torch.arange(targets.numel()).view(lead) % 2 == 1
+        given = targets.masked_fill(ignored, -100).int()
         found = token_log_probs(hidden, weight, given, bias=bias, temperature=1 + i / 8)
-        want, _ = exact(hidden, weight, bias, targets, 1 + i / 8)
-        torch.testing.assert_close(found, want.masked_fill(ignored, 0.0))
+        want = exact(hidden, weight, bias, targets, 1 + i / 8)[0].masked_fill(ignored, 0.0)
+        torch.testing.assert_close(found, want)
     assert counters["stats"]["unique_graphs"] == 10
-
-
-def test_one_token():
-    hidden, weight, bias, targets = inputs(torch.float64, 1)
-    found = token_log_probs(hidden[0], weight, targets[0], bias=bias)
-    torch.testing.assert_close(found, exact(hidden, weight, bias, targets)[0][0])
+    one = token_log_probs(hidden[0, 0, 0], weight, given[0, 0, 0], bias=bias, temperature=1 + i / 8)
+    torch.testing.assert_close(one, want[0, 0, 0])
 
 
 def test_under_autocast_the_weight_may_be_wider():
@@ -107,18 +101,14 @@ def test_under_autocast_the_weight_may_be_wider():
     torch.testing.assert_close(found, token_log_probs(low, lower, targets), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"targets": torch.zeros(2, 5, dtype=torch.long)}, "targets (2, 5): give (..., K)"),
-    ({"weight": torch.ones(V, K + 1)}, "weight (300, 17), targets"),
-    ({"bias": torch.ones(K)}, "bias (16,): give"),
-    ({"weight": torch.ones(V, K).half()}, "weight torch.float16, targets"),
-    ({"targets": torch.zeros(2, 6)}, "targets torch.float32: give hidden"),
-    ({"temperature": 0.0}, "temperature 0.0, softcap None: give numbers above 0"),
-    ({"softcap": -1.0}, "softcap -1.0: give"),
+@pytest.mark.parametrize("change", [
+    {"targets": torch.zeros(2, 5, dtype=torch.long)}, {"weight": torch.ones(V, K + 1)},
+    {"bias": torch.ones(K)}, {"weight": torch.ones(V, K).half()}, {"targets": torch.zeros(2, 6)},
+    {"temperature": 0.0}, {"softcap": -1.0},
 ])  # fmt: skip
-def test_what_does_not_fit_is_named(change, says):
+def test_what_does_not_fit_is_named(change):
     hidden, weight, _, targets = inputs(torch.float32)
     given = {"hidden": hidden, "weight": weight, "targets": targets} | change
-    with pytest.raises(ValueError, match="token_log_probs: ") as raised:
+    (name,) = change
+    with pytest.raises(ValueError, match=f"token_log_probs: .*{name}"):
         token_log_probs(**given)
-    assert says in str(raised.value)

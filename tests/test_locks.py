@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -50,8 +51,7 @@ def test_another_process_is_waited_for_so_long(path, holder):
 
 
 def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):
-    """A folder that cannot be made; file systems without locks are the same to it. Without any
-    place nothing is held."""
+    """Without any place nothing is held."""
     path.parent.write_text("no folder")
     monkeypatch.setattr(locks, "private_dir", lambda: tmp_path)
     with lock_file(path, 1.0) as got:
@@ -68,9 +68,6 @@ def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatc
         thread.join()
         assert seen == [False]
 
-    def none(*_, **__):
-        raise OSError("read-only")
-
-    monkeypatch.setattr(locks.filelock, "FileLock", none)
+    monkeypatch.setattr(locks.filelock, "FileLock", Mock(side_effect=OSError("read-only")))
     with lock_file(path, 1.0) as got:
         assert not got
