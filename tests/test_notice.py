@@ -45,7 +45,7 @@ WHY = refuse("no-kernel-stack", "quack-kernels is not installed")
 
 
 def test_a_process_without_kernels_is_told_once(warnings, monkeypatch):
-    """Of a product inside of a region, too; of none is nothing to tell, nor if none is asked for."""
+    """Of a product in a region, too; nothing where there is none, or none is asked for."""
     stack(monkeypatch, WHY)
     model, x = nn.Linear(8, 8), torch.ones(2, 8, requires_grad=True)
     compiled(torch.sin, x)

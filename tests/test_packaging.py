@@ -22,9 +22,8 @@ pytestmark = pytest.mark.skipif(
 def wheel(tmp_path_factory) -> Path:
     """A wheel of the source archive of what git has, as ``python -m build`` makes it."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(lambda name: (ROOT / name).exists(), listed.stdout.splitlines()):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
