@@ -15,7 +15,7 @@ from coda_inductor.lowering import driver
 from coda_inductor.select import legality
 from coda_inductor.select.site import Site
 
-LAYERS = 2
+LAYERS = 1
 
 
 @pytest.fixture
@@ -64,5 +64,4 @@ def test_what_only_the_caller_reads_is_not_grown(counts):
     with torch.no_grad():
         sites = explain(lambda: last(first(x).relu()), gpu="h200").sites
     assert [site.how for site in sites] == ["kernel", "unfused"]
-    assert "it is an output of the graph" in sites[1].reason
     assert counts["regions"] == 1
