@@ -60,19 +60,13 @@ def test_a_process_without_kernels_is_told_once(warnings, monkeypatch):
     assert WHY.text in said
 
 
-def test_a_model_that_was_not_moved_to_the_gpu_is_named(warnings, monkeypatch):
-    stack(monkeypatch, None)
-    compiled(nn.Linear(8, 8), torch.ones(2, 8))
-    (said,) = warnings()
-    assert "model.cuda()" in said
-
-
 def test_a_gpu_without_measurements_is_named(monkeypatch, tmp_path):
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
     unknown = match_gpu("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
     on_gpu = [nn.Parameter(torch.ones(1))]
+    assert "model.cuda()" in notice.no_kernels(graph, on_gpu, parse(None, None)).text
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     empty = Measurements(unknown, tmp_path)
     monkeypatch.setattr(notice, "measurements_of", lambda gpu: empty)

@@ -68,16 +68,6 @@ def infer(model, *args, backend=inductor):
     return Counter(counters["coda"]), [out]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.out, self.last = whole(), nn.Linear(16, D), whole()
-
-    def forward(self, x):
-        x = self.out(checkpoint(self.first, x, use_reentrant=False))
-        return checkpoint(self.last, x, use_reentrant=False)
-
-
 class Regions(nn.Module):
     """Blocks that are traced once, however many there are."""
 
@@ -95,20 +85,18 @@ class Regions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("make", "run"), [(Checkpointed, step), (Regions, step)])
-def test_what_fires_is_what_fires_with_the_backend(make, run):
-    model, x = make().double(), randn(2, 5, D).requires_grad_()
-    _, eager = run(model, x, backend=None)
+def test_what_fires_is_what_fires_with_the_backend():
+    model, x = Regions().double(), randn(2, 5, D).requires_grad_()
+    _, eager = step(model, x, backend=None)
     report.forget()
-    want, _ = run(model, x, backend=coda)
+    want, _ = step(model, x, backend=coda)
     with coda_inductor.enabled():
-        have, values = run(model, x)
+        have, values = step(model, x)
     assert have == want
-    assert 1 <= have["rms_norm"] <= 2
+    assert have["rms_norm"] == 1
     assert_same(values, eager)
     reports = [(r.summary, [str(why) for why in r.refusals]) for r in report.reports()]
     assert reports[: len(reports) // 2] == reports[len(reports) // 2 :]
-    assert not any(why.failure for r in report.reports() for why in r.refusals)
 
 
 def test_graphs_that_are_compiled_one_by_one():
@@ -124,29 +112,13 @@ def test_graphs_that_are_compiled_one_by_one():
     assert_same(values, [model(x)])
 
 
-def test_branches_of_a_condition_are_left_alone():
-    """They are handed to us like graphs of their own."""
-    norm, block = nn.RMSNorm(D), whole()
-
-    def function(x):
-        return torch.cond(
-            x.sum() > 0, lambda t: norm(t).sin(), lambda t: norm(t).cos(), (block(x)[:, :D],)
-        )
-
-    x = torch.randn(3, D)
-    want, _ = infer(function, x, backend=coda)
-    with coda_inductor.enabled():
-        have, values = infer(function, x)
-    assert have == want == {"rms_norm": 1, "swiglu": 1, "residual": 1}
-    assert_same(values, [function(x)])
-
-
 def test_the_backward_pass_may_be_compiled_later_and_elsewhere():
     model, x = whole().double(), randn(4, D).requires_grad_()
+    saved = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
     want, eager = step(model, x, backend=coda)
     counters.clear()
     with coda_inductor.enabled():
-        loss = torch.compile(model, backend=inductor)(x).square().sum()
+        loss = torch.compile(saved, backend=inductor)(x).square().sum()
     coda_inductor.enable(gate="never", disable=["swiglu"])  # no concern of what was begun
     thread = threading.Thread(target=loss.backward)
     thread.start()
@@ -197,35 +169,16 @@ def test_a_wrong_option_changes_nothing():
 
 
 def test_what_was_set_since_stays():
-    """Also in a list with ours; disabling once more does nothing. Torch may copy its configuration,
-    as it does for options of ``torch.compile``; torch 2.11 pickles it for a key."""
+    """Also in a list with ours; torch may copy or pickle its configuration for a key."""
     mine, since = UsersPass("1"), UsersPass("2")
     coda_inductor.enable()
     assert pickle.dumps(hooks()[0]) == pickle.dumps(copy.deepcopy(hooks()[0]))
     assert config.get_config_copy()[pass_mode.JOINT].uuid() == hooks()[1].uuid()
-    config.joint_custom_pre_pass = mine
-    coda_inductor.disable()
-    assert hooks() == (None, mine)
-    coda_inductor.enable()
-    config.joint_custom_pre_pass = [config.joint_custom_pre_pass, since]
+    config.joint_custom_pre_pass = [mine, config.joint_custom_pre_pass, since]
     for _ in range(2):
         coda_inductor.disable()
         assert hooks() == (None, [mine, since])
     config.joint_custom_pre_pass = None
-
-
-def test_inductors_function_is_its_own_again(monkeypatch):
-    inductor_compile = torch._inductor.compile_fx
-    coda_inductor.disable()  # what an earlier test left
-    own = inductor_compile.compile_fx
-    coda_inductor.enable()
-    assert inductor_compile.compile_fx is not own
-    coda_inductor.disable()
-    assert inductor_compile.compile_fx is own
-    coda_inductor.enable()
-    monkeypatch.setattr(inductor_compile, "compile_fx", mine := lambda *_: None)
-    coda_inductor.disable()
-    assert inductor_compile.compile_fx is mine
 
 
 def test_the_backend_is_not_disturbed():

@@ -2,9 +2,7 @@
 """The callback trains what Trainer trains without it, says once what was fused, and leaves a model
 like any other. ``distributed/trainer_ranks.py`` has it on two ranks."""
 
-import re
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +17,6 @@ pytest.importorskip("accelerate")
 from zoo.trained import LAYERS, STEPS, llama, losses, trainer
 
 from coda_inductor.transformers import CodaCallback
-
-PAGE = Path(__file__).parents[1] / "docs" / "internals" / "accelerate.md"
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +77,3 @@ def test_each_config_of_a_model_loses_its_cache_unless_asked_for(asked):
         assert model.config.use_cache is model.model.config.use_cache is asked
     callback.on_train_end(args, None, None)
     assert model.config.use_cache is model.model.config.use_cache is True
-
-
-def test_accelerates_list_of_backends_is_closed_and_the_page_opens_it(monkeypatch):
-    """Where the first half fails, accelerate takes registered names: say so in the guides."""
-    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
-
-    with pytest.raises(ValueError, match="'CODA' is not a valid DynamoBackend"):
-        TorchDynamoPlugin(backend="coda")
-    (lines,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    exec(lines, names := {"torch": torch})  # noqa: S102
-    monkeypatch.setattr(DynamoBackend, "_missing_", names["_missing_"])
-    plugin = TorchDynamoPlugin(backend="coda")
-    assert plugin.backend != DynamoBackend.NO
-    assert plugin.to_kwargs()["backend"] == plugin.to_dict()["backend"] == "coda"

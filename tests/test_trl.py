@@ -2,7 +2,7 @@
 """TRL's head is operations of the graph while the model is compiled: equal results, one epilogue.
 
 A stand-in has TRL's form: a forward that was put on the model, which calls an autograd function
-that is a name of its module. With TRL itself the same is asked of it."""
+that is a name of its module."""
 
 import functools
 import inspect
@@ -139,39 +139,7 @@ def test_other_models_stay():
 
 
 def test_first_of_equal_logits_is_the_token():
-    """As ``argmax`` has it; each result is None that nobody asked for."""
+    """As ``argmax`` has it."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0], [1.0]])
     found = Head.apply(hidden, weight, None, torch.tensor([1, 2]), 1.0, 8, None, 1.0, ("is_top1",))
     assert found[4].tolist() == [True, False]
-    assert found[1:4] == (None, None, None)
-
-
-def test_trls_own_forward(monkeypatch):
-    """Of its releases from 1.16; also where it picks the rows that have labels."""
-    utils = pytest.importorskip("trl.trainer.utils")
-    if not hasattr(utils, "add_fused_lm_head"):
-        pytest.skip("this TRL has no head in the model")
-    from zoo.trained import llama
-
-    def run(model):
-        found = model(input_ids=ids, labels=labels, fused_lm_head=True)
-        (found.loss - 0.1 * found.entropy.mean()).backward()
-        names = ("loss", "log_probs", "entropy", "is_top1", "mean_logits", "label_mask")
-        return [getattr(found, n) for n in names], [p.grad for p in model.parameters()]
-
-    ids = torch.randint(64, (2, 16))
-    labels = ids.masked_fill(torch.arange(16) < 5, -100)
-    plain, ours = llama(), llama()
-    for model in (plain, ours):
-        utils.add_fused_lm_head(model, 0.9, outputs=("log_probs", *EVERYTHING))
-    want = run(plain)
-    for picks in (False, True):
-        undo = open_head(ours)
-        monkeypatch.setitem(ours.forward.__func__.__globals__, "_use_triton", lambda _, p=picks: p)
-        ours.zero_grad()
-        torch._dynamo.reset()
-        counters.clear()
-        ours.compile(backend="coda", options={"reference": True})
-        torch.testing.assert_close(run(ours), want)
-        assert (counters["coda"]["cross_entropy"], counters["coda"]["entropy"]) == (1, 1)
-        undo()

@@ -133,7 +133,7 @@ def test_both_orders_are_loaded_before_a_graph_is_captured(name, monkeypatch):
 
 SITE = "layers.0.mlp.down_proj"
 SCALE, STORED = kinds()["scale"], fp8()["fp8_residual"]
-HALVES, EIGHTS = (torch.bfloat16,) * 2, (torch.float8_e4m3fn,) * 2
+EIGHTS = (torch.float8_e4m3fn,) * 2
 
 
 @pytest.mark.parametrize(("program", "dtypes", "more", "why"), [
@@ -142,13 +142,13 @@ HALVES, EIGHTS = (torch.bfloat16,) * 2, (torch.float8_e4m3fn,) * 2
     (STORED, EIGHTS, {"terms": 2}, "sum of 2 FP8 products"),
     (STORED, EIGHTS, {"k": WIDE + 8}, "multiples of 16"),
     (fp8()["fp8_swiglu"], EIGHTS, {"majors": ("k", "n")}, "along N"),
-    (SCALE, HALVES, {}, None),
 ])  # fmt: skip
 def test_what_no_launch_can_mend(program, dtypes, more, why, monkeypatch):
     monkeypatch.setattr(op.availability, "kernel_stack", lambda _: None)
     how = {"n": NARROW, "k": WIDE, "majors": ("k", "k"), "terms": 1, "device": None} | more
     found = op._unsupported.__wrapped__(program.to_json(), dtypes=dtypes, **how)
-    assert found is None if why is None else found.failure and why in found.text
+    assert found.failure
+    assert why in found.text
 
 
 @pytest.fixture
@@ -232,27 +232,17 @@ def on_gpu(call, monkeypatch):
     library._destroy()
 
 
-@pytest.mark.parametrize(("direction", "first"), [("forward", "strict"), ("backward", "lenient")])
-def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
-    """Compiling one model changes nothing for the other, whichever is compiled first; backward
-    graphs, which run on autograd's own threads, too."""
+def test_strictness_is_the_compiled_graphs(on_gpu):
+    """Compiling one model changes nothing for the other; backward graphs, which run on autograd's
+    own threads, too."""
     x = torch.randn(16, 64, requires_grad=True)
-
-    def runs(model):
-        on_gpu.clear()
-        if direction == "forward":
-            on_gpu.add("on")
-        loss = model(x).sum()
-        on_gpu.add("on")
-        loss.backward()
-
-    names = dict.fromkeys((first, "strict", "lenient"))
     models = {
-        name: torch.compile(
-            Mlp(64, 128, "tanh"), backend=coda, options={"strict": name == "strict"}
-        )
-        for name in names
+        strict: torch.compile(Mlp(64, 128, "tanh"), backend=coda, options={"strict": strict})
+        for strict in (False, True)
     }
-    for name in (*names, *names):
-        with pytest.raises(KernelError) if name == "strict" else contextlib.nullcontext():
-            runs(models[name])
+    for strict in (False, True, False, True):
+        on_gpu.clear()
+        loss = models[strict](x).sum()
+        on_gpu.add("on")
+        with pytest.raises(KernelError) if strict else contextlib.nullcontext():
+            loss.backward()

@@ -147,7 +147,6 @@ def off(x):
 #: What another call of the same site may bring: (as_, bs, operands) -> the same, changed.
 OTHERWISE = {
     "A at an odd address": lambda a, b, o: ([off(a[0]), a[1]], b, o),
-    "B at an odd address": lambda a, b, o: (a, [off(b[0]), b[1]], o),
     "operands at odd addresses": lambda a, b, o: (a, b, [off(x) for x in o]),
     "a tile of another dtype": lambda a, b, o: (a, b, [o[0].float(), *o[1:]]),
     "one row for all": lambda a, b, o: (a, b, [o[0][:1].expand(o[0].shape), *o[1:]]),
@@ -163,7 +162,6 @@ OTHERWISE = {
 #: A table of the call -> another one, and whether the kernel reads that in place.
 TABLES = {
     "at an odd address": (off, False),
-    "of another dtype": (torch.Tensor.float, False),
     "one row for all": (lambda x: x[:1].expand(x.shape), False),
     "cosines beside sines": (lambda x: torch.cat([x, x], 1)[:, : x.shape[1]], True),
 }
