@@ -48,6 +48,14 @@ def twice_normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(F.layer_norm(x, (D,)), w)
 
 
+def mlp(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down)
+
+
+def clamped_mlp(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    return F.linear(of.clamped(x, *weights[:2]), weights[2])
+
+
 def copied(harness: Harness) -> bool:
     """Is the stream copied, so that sums lie row by row?"""
     return all(n.meta["val"].is_contiguous() for n in harness.graph.nodes
@@ -82,21 +90,12 @@ class Case:
 NORM, GATED, LOSS = ((D, D), (D,), (WIDE, D)), ((2 * WIDE, D),), ((of.V, D),)
 ATTENTION, GROUPED = 3 * ((2 * of.HEAD, D),), ((4 * of.HEAD, D), *2 * ((2 * of.HEAD, D),))
 EXPERTS = (mixture.E, 2 * WIDE, D), (mixture.E, D, WIDE), (mixture.E, D)
-ROTARY = ((HEADS * of.HEAD, D),)
+ROTARY, CLAMPED = ((HEADS * of.HEAD, D),), (*2 * ((WIDE, D),), (D, WIDE))
 
 CASES = {
     "rms_norm": Case(
         of.rms, NORM, fired("rms_norm"), "norm", ("rms_norm", "idioms", "norm"),
         broken={
-            "norm-read-elsewhere": lambda x, w, gamma, a: (
-                F.linear(n := of.norm(of.stream(x, w), gamma), a), n
-            ),
-            "norm-input-no-gemm": lambda x, w, gamma, a: (
-                F.linear(of.norm(x.sin(), gamma), a) + w.sum()
-            ),
-            "no-gemm": lambda x, w, gamma, a: (
-                (n := of.norm(torch.mm(w, w), gamma)) @ n @ a.T * x.sum()
-            ),
             "norm-input-dtype": lambda x, w, gamma, a: F.linear(
                 of.rms_by_hand(torch.complex(of.stream(x, w), x), gamma).real, a
             ),
@@ -120,12 +119,13 @@ CASES = {
         },
     ),
     "swiglu": Case(
-        of.gated(lambda z: z.chunk(2, -1)), GATED, fired("swiglu"), "idioms", ("swiglu", "idioms"),
-        broken={"gate-shape": of.gated(lambda z: (z[..., :WIDE], z[:, :1, WIDE:]))},
+        mlp, (*GATED, (D, WIDE)), fired("swiglu"), "idioms", ("swiglu", "idioms"),
+        broken={"gate-shape": lambda x, both, down: (
+            of.gated(lambda z: (z[..., :WIDE], z[:, :1, WIDE:]))(x, both) @ down.T
+        )},
     ),
     "swiglu_backward": Case(
-        lambda x, both, down: F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down),
-        (*GATED, (D, WIDE)), fired("swiglu_backward"), "idioms", ("swiglu_backward", "swiglu"),
+        mlp, (*GATED, (D, WIDE)), fired("swiglu_backward"), "idioms", ("swiglu_backward",),
     ),
     "packed": Case(
         of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED,
@@ -214,12 +214,13 @@ CASES = {
         of.turned_complex, ROTARY, found(rotate_pairs), "idioms", ("rotary_complex",)
     ),
     "clamped_swiglu": Case(
-        of.clamped, 2 * ((WIDE, D),), fired("clamped_swiglu"), "idioms",
-        ("clamped_swiglu", "idioms"), broken={"other clamps": of.clamped_otherwise},
+        clamped_mlp, CLAMPED, fired("clamped_swiglu"), "idioms", ("clamped_swiglu", "idioms"),
+        broken={"other clamps": lambda x, gate, up, down: (
+            of.clamped_otherwise(x, gate, up) @ down.T
+        )},
     ),
     "clamped_swiglu_backward": Case(
-        lambda x, gate, up, down: F.linear(of.clamped(x, gate, up), down),
-        (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
+        clamped_mlp, CLAMPED, fired("clamped_swiglu_backward"), "idioms",
         ("clamped_swiglu_backward",),
     ),
     "experts": Case(of.experts, EXPERTS, fired("experts"), "experts", ("experts",)),
@@ -253,9 +254,6 @@ CASES = {
         lambda x, w: twice_normalized(x.mT.contiguous().mT, w), ((D, D),), copied, "rows",
         ("rows",),
         broken={
-            "one norm": lambda x, w: F.linear(
-                (y := x.mT.contiguous().mT) + F.linear(F.layer_norm(y, (D,)), w), w
-            ),
             "the caller sees": lambda x, w: (
                 twice_normalized(y := x.mT.contiguous().mT, w), y + 1
             )
