@@ -13,12 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from zoo.users import MISH, write
 
 from coda_inductor import backend, notice
-from coda_inductor.errors import FallbackError
-from coda_inductor.gpu import H100, match_gpu, tables
+from coda_inductor.gpu import match_gpu, tables
 from coda_inductor.mainloop import availability, environment
 from coda_inductor.options import parse
-from coda_inductor.pipeline import on_aten
-from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.select import gate
 from coda_inductor.select.measurements import Measurements
@@ -35,8 +32,7 @@ def warnings(monkeypatch, warned):
 
 
 def stack(monkeypatch, why):
-    refusal = None if why is None else refuse("no-kernel-stack", why)
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: refusal)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: why)
 
 
 def compiled(function, x, **options):
@@ -45,74 +41,40 @@ def compiled(function, x, **options):
         torch.compile(function, backend=backend.coda, options=options)(x)
 
 
-WHY = "quack-kernels is not installed: pip install 'coda-inductor[cuda]'"
+WHY = refuse("no-kernel-stack", "quack-kernels is not installed")
 
 
 def test_a_process_without_kernels_is_told_once(warnings, monkeypatch):
-    """Of a product inside of a region, too."""
+    """Of a product in a region, too; nothing where there is none, or none is asked for."""
     stack(monkeypatch, WHY)
     model, x = nn.Linear(8, 8), torch.ones(2, 8, requires_grad=True)
+    compiled(torch.sin, x)
+    for options in ({"reference": True}, {"gate": "never"}):
+        compiled(model, x, **options)
+    assert warnings() == []
     inside = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
     torch.compile(inside, backend=backend.coda, options={"strict": True})(x)
     assert len(warnings()) == 1
     compiled(nn.Linear(16, 16), torch.ones(2, 16), strict=True)
     (said,) = warnings()
-    assert said.startswith(f"coda_inductor: no GEMM becomes a kernel here: {WHY}. ")
-    assert "options={'reference': True}" in said
-
-
-@pytest.mark.parametrize("options", [{"reference": True}, {"gate": "never"}, None], ids=str)
-def test_who_asked_for_no_kernels_is_told_nothing(options, warnings, monkeypatch):
-    """Nor is a graph without products worth a warning."""
-    stack(monkeypatch, WHY)
-    function = torch.sin if options is None else nn.Linear(8, 8)
-    compiled(function, torch.ones(2, 8), **(options or {}))
-    assert warnings() == []
-
-
-def test_a_model_that_was_not_moved_to_the_gpu_is_named(warnings, monkeypatch):
-    stack(monkeypatch, None)
-    compiled(nn.Linear(8, 8), torch.ones(2, 8))
-    (said,) = warnings()
-    assert "the model is not on a GPU, but this machine has one: model.cuda()" in said
+    assert WHY.text in said
 
 
 def test_a_gpu_without_measurements_is_named(monkeypatch, tmp_path):
-    """Blackwell: kernels could run, and the default gate has none."""
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
     unknown = match_gpu("NVIDIA B200", (10, 0), 148, tables(None))
     monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
-    on_gpu = [torch.nn.Parameter(torch.ones(1))]
+    on_gpu = [nn.Parameter(torch.ones(1))]
+    assert "model.cuda()" in notice.no_kernels(graph, on_gpu, parse(None, None)).text
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     empty = Measurements(unknown, tmp_path)
     monkeypatch.setattr(notice, "measurements_of", lambda gpu: empty)
-    auto = parse(None, None)
-    assert notice.no_kernels(graph, on_gpu, auto) == gate.unmeasured(unknown)
+    assert notice.no_kernels(graph, on_gpu, parse(None, None)) == gate.unmeasured(unknown)
     for asks in ({"gate": "always"}, {"tune": "always"}):
         assert notice.no_kernels(graph, on_gpu, parse(None, asks)) is None
     empty.add({"a site": figures({"a config": 1.0})})
-    assert notice.no_kernels(graph, on_gpu, auto) is None
-    monkeypatch.setattr(notice, "gpu_of", lambda device: H100)
-    monkeypatch.setattr(notice, "measurements_of", lambda gpu: Measurements(gpu, tmp_path))
-    assert notice.no_kernels(graph, on_gpu, auto) is None
-
-
-def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
-    """With strict, each is a failure as before; on a GPU, which is what meta stands for."""
-    stack(monkeypatch, WHY)
-    from coda_inductor.plan import Plan
-
-    monkeypatch.setattr(Plan, "on_kernels", lambda *_: True)
-    graph = torch.fx.experimental.proxy_tensor.make_fx(
-        lambda x: (x @ x).relu(), tracing_mode="fake"
-    )(torch.ones(8, 8))
-    record = Record(parse(None, None))
-    on_aten(graph.graph, record)
-    assert [site.reason for site in record.report.sites] == [WHY]
-    assert warnings() == []
-    with pytest.raises(FallbackError, match="quack-kernels is not installed"):
-        on_aten(graph.graph, Record(parse(None, {"strict": True})))
+    assert notice.no_kernels(graph, on_gpu, parse(None, None)) is None
 
 
 def test_ranges_are_what_pip_is_asked_for_and_the_readme_says():
@@ -126,13 +88,12 @@ def test_ranges_are_what_pip_is_asked_for_and_the_readme_says():
     assert f"{', '.join(first)} and {last}" in (ROOT / "README.md").read_text()
 
 
-#: Threads that compile first register the backend once. No kernel library is imported, also not to
-#: write kernels' sources.
+#: Threads that compile first register the backend once. No kernel library is imported.
 FRESH = """
 import sys, threading, torch
 
 barrier, errors = threading.Barrier(4), []
-m = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))  # nothing to build in C++
+m = torch.nn.Linear(8, 8)  # nothing to build in C++
 
 def look_up():
     barrier.wait()
@@ -148,11 +109,6 @@ for thread in threads:
     thread.join()
 print(errors)
 torch.compile(m, backend="coda")(torch.ones(2, 8))
-torch.compile(m[0], backend="coda")(torch.ones(3, 8))
-from coda_inductor.codegen.render import render
-from programs import kinds
-for program in kinds().values():
-    render(program)
 assert "quack" not in sys.modules
 """
 
@@ -167,8 +123,6 @@ def test_a_fresh_process_is_told():
 
 @pytest.mark.usefixtures("without_code")
 def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
-    """A pattern that is nowhere, a limit of memory without gradients, a graph that fuses nothing,
-    seconds for measurements that are switched off, a disabled name that stops nothing."""
     monkeypatch.undo()
     monkeypatch.setattr(notice, "logged", {"kernels"})
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
@@ -176,11 +130,12 @@ def test_what_had_no_effect_is_one_line(warnings, monkeypatch, tmp_path):
     options |= {"tune": "never", "tune_seconds": 1.0, "disable": ["swiglu", "gemm:9"]}
     for _ in range(2):
         compiled(model, x, **options)
-    said = warnings()
-    for part in ("'tune_seconds' has no effect", "mish_glu was found nowhere in the graph:",
-                 "'memory' has no effect", "none of the 2 GEMMs of the graph is fused,",
-                 "nothing in it is called 'swiglu'", "fuses no GEMM of a module '9'"):  # fmt: skip
-        assert sum(part in line for line in said) == 1, said
-    monkeypatch.setattr(notice, "logged", {"kernels"})
-    compiled(model, x, memory="1 GiB")
-    assert any("no gradients on a GPU: a number from 0 to 1 works" in line for line in warnings())
+    for part in (
+        "'tune_seconds'",
+        "mish_glu",
+        "'memory'",
+        "none of the 2 GEMMs",
+        "'swiglu'",
+        "'9'",
+    ):
+        assert sum(part in line for line in warnings()) == 1, part

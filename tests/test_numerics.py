@@ -15,8 +15,6 @@ from harness import Harness, Stock
 from zoo import edges
 
 D, HIDDEN, ROWS, V = 128, 256, 64, 512
-
-
 HARD = [how for how in edges.SINGULAR if how[1] == 1000]
 KERNELS = pytest.mark.parametrize("reference", [True, False], ids=["kernels", "plain ops"])
 
@@ -38,8 +36,7 @@ def test_loss_of_confident_tokens(cap, reference):
     assert hold(*case, reference=reference).counts["cross_entropy"] == 1
 
 
-@pytest.mark.parametrize("start", [0, 100])
-@pytest.mark.parametrize("mean", [0, 1000])
+@pytest.mark.parametrize(("mean", "start"), [(1000, 0), (0, 100)])
 def test_layer_norm_after_an_update_with_a_large_mean(mean, start):
     inputs = randn(ROWS, D) + start, randn(ROWS, D)
     harness = hold(edges.Stream(mean, D, HIDDEN), *inputs, training=False)
@@ -59,14 +56,11 @@ def test_norm_before_an_ill_conditioned_weight(kind, singular, reference):
     assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 1
 
 
-@pytest.mark.parametrize("kind", ["linear", "swiglu", "attention"])
+@pytest.mark.parametrize("kind", ["swiglu", "attention"])
 def test_rows_of_zeros_and_of_infinity(kind):
     """What is not finite in eager is not finite here, and nothing else."""
-    x, y, model = (
-        randn(ROWS, D).bfloat16(),
-        randn(ROWS, D).bfloat16(),
-        edges.Normed(kind, 1, D, HIDDEN).bfloat16(),
-    )
+    x, y = randn(ROWS, D).bfloat16(), randn(ROWS, D).bfloat16()
+    model = edges.Normed(kind, 1, D, HIDDEN).bfloat16()
     x[3], y[3] = 0, 0
     x[ROWS - 5, 2], x[ROWS - 9, 3] = float("inf"), float("nan")
     ours = Harness().run(model, x, y)

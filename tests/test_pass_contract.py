@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every pass and pattern owes, asked of each: it fires and gradients are eager's in float64,
-in inference, of any size, in a checkpoint, under autocast and when it is run twice; it can be
-disabled; and a condition that is broken keeps it from firing, for a reason. ``CASES`` are asked on
-a GPU too (``gpu/test_gpu_exact.py``), and on two ranks (``distributed/cases.py``)."""
+of any size, in a checkpoint, under autocast and when it is run twice; it can be disabled; and a
+condition that is broken keeps it from firing, for a reason. ``CASES`` are asked on a GPU too
+(``gpu/test_gpu_exact.py``), also in inference, and on two ranks (``distributed/cases.py``)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,14 +43,17 @@ def found(op: Any) -> Callable[[Harness], int]:
     )
 
 
-def removed(harness: Harness) -> bool:
-    """Is no clone left?"""
-    return not any("clone" in op for op in harness.ops())
-
-
 def twice_normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     x = x + F.linear(F.layer_norm(x, (D,)), w)
     return F.linear(F.layer_norm(x, (D,)), w)
+
+
+def mlp(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down)
+
+
+def clamped_mlp(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    return F.linear(of.clamped(x, *weights[:2]), weights[2])
 
 
 def copied(harness: Harness) -> bool:
@@ -66,34 +69,20 @@ def recomputed(harness: Harness) -> bool:
     return len([s for s in shapes if s[-1] == WIDE and s[0] != D]) == 1  # D: a cast weight
 
 
-#: In training but for one; "twice" is where sizes are known and nothing is around the function.
-QUESTIONS = ("inference", "any size", "checkpoint", "autocast", "twice")
-
-
 @dataclass(frozen=True)
 class Case:
-    """One pass or pattern.
-
-    Attributes:
-        function: of x (B, T, D) and of weights.
-        shapes: the weights'.
-        seen: how often it did its work.
-        run: the pass that does it.
-        off: what may be disabled.
-        often: in training.
-        but: question -> how often there, where that is another number.
-        broken: code of a refusal, or any name -> a function of the same arguments where it must
-            not fire. Names of codes have a dash.
-        options: of the backend.
-    """
+    """One pass or pattern: ``function`` of x (B, T, D) and of weights, and what may be disabled."""
 
     function: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    seen: Callable[[Harness], int]
-    run: str
+    shapes: tuple[tuple[int, ...], ...]  # the weights'
+    seen: Callable[[Harness], int]  # how often it did its work
+    run: str  # the pass that does it
     off: tuple[str, ...]
-    often: int = 1
+    often: int = 1  # in training; 0: it fires in inference, once
+    #: Question -> how often there, where that is another number.
     but: Mapping[str, int] = field(default_factory=dict)
+    #: Code of a refusal (with a dash), or any name -> a function of the same arguments where it
+    #: must not fire.
     broken: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -101,21 +90,12 @@ class Case:
 NORM, GATED, LOSS = ((D, D), (D,), (WIDE, D)), ((2 * WIDE, D),), ((of.V, D),)
 ATTENTION, GROUPED = 3 * ((2 * of.HEAD, D),), ((4 * of.HEAD, D), *2 * ((2 * of.HEAD, D),))
 EXPERTS = (mixture.E, 2 * WIDE, D), (mixture.E, D, WIDE), (mixture.E, D)
-ROTARY = ((HEADS * of.HEAD, D),)
+ROTARY, CLAMPED = ((HEADS * of.HEAD, D),), (*2 * ((WIDE, D),), (D, WIDE))
 
 CASES = {
     "rms_norm": Case(
         of.rms, NORM, fired("rms_norm"), "norm", ("rms_norm", "idioms", "norm"),
         broken={
-            "norm-read-elsewhere": lambda x, w, gamma, a: (
-                F.linear(n := of.norm(of.stream(x, w), gamma), a), n
-            ),
-            "norm-input-no-gemm": lambda x, w, gamma, a: (
-                F.linear(of.norm(x.sin(), gamma), a) + w.sum()
-            ),
-            "no-gemm": lambda x, w, gamma, a: (
-                (n := of.norm(torch.mm(w, w), gamma)) @ n @ a.T * x.sum()
-            ),
             "norm-input-dtype": lambda x, w, gamma, a: F.linear(
                 of.rms_by_hand(torch.complex(of.stream(x, w), x), gamma).real, a
             ),
@@ -126,11 +106,10 @@ CASES = {
     ),
     "rms_norm_backward": Case(
         of.rms, NORM, fired("rms_norm_backward"), "norm", ("rms_norm_backward", "norm"),
-        but={"inference": 0},
     ),
     "layer_norm": Case(
         of.layer, ((D, D), (D,), (D,), (WIDE, D)), fired("layer_norm"), "norm",
-        ("layer_norm", "norm"), often=0, but={"inference": 1},
+        ("layer_norm", "norm"), often=0, but={"autocast": 0},
         broken={
             "layer-norm-no-mean": lambda x, w, gamma, beta, a: F.linear(
                 F.layer_norm(F.linear(x, w), (D,), gamma, beta, of.EPS), a
@@ -140,13 +119,13 @@ CASES = {
         },
     ),
     "swiglu": Case(
-        of.gated(lambda z: z.chunk(2, -1)), GATED, fired("swiglu"), "idioms", ("swiglu", "idioms"),
-        broken={"gate-shape": of.gated(lambda z: (z[..., :WIDE], z[:, :1, WIDE:]))},
+        mlp, (*GATED, (D, WIDE)), fired("swiglu"), "idioms", ("swiglu", "idioms"),
+        broken={"gate-shape": lambda x, both, down: (
+            of.gated(lambda z: (z[..., :WIDE], z[:, :1, WIDE:]))(x, both) @ down.T
+        )},
     ),
     "swiglu_backward": Case(
-        lambda x, both, down: F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down),
-        (*GATED, (D, WIDE)), fired("swiglu_backward"), "idioms", ("swiglu_backward", "swiglu"),
-        but={"inference": 0},
+        mlp, (*GATED, (D, WIDE)), fired("swiglu_backward"), "idioms", ("swiglu_backward",),
     ),
     "packed": Case(
         of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED,
@@ -158,12 +137,9 @@ CASES = {
         of.in_place, ((D, D), (D,)), found(rms_norm), "in_place", ("in_place",),
         but={"autocast": 0},  # which might widen a root of 16 bits
     ),
-    "cross_entropy": Case(
-        of.loss, LOSS, fired("cross_entropy"), "idioms", ("cross_entropy", "idioms"),
-    ),
+    "cross_entropy": Case(of.loss, LOSS, fired("cross_entropy"), "idioms", ("cross_entropy",)),
     "loss": Case(
         of.loss, LOSS, fired("cross_entropy_backward"), "loss", ("cross_entropy_backward", "loss"),
-        but={"inference": 0},
     ),
     "entropy": Case(
         lambda x, w: -(
@@ -213,12 +189,12 @@ CASES = {
             F.cross_entropy((z := of.logits(x, w)).view(-1, of.V), of.labels(x).flatten()), z
         ),
         LOSS, found("detach"), "late_gradients", ("late_gradients",),
-        but={"inference": 0, "checkpoint": 0},  # a region returns them to the graph
+        but={"checkpoint": 0},  # a region returns them to the graph
     ),
     "embedding": Case(
         lambda x, table, w: F.linear(F.embedding(of.labels(x) % 7, table) @ w + x, table),
         ((of.V, D), (D, D)), fired("embedding_backward"), "embedding",
-        ("embedding_backward", "embedding"), but={"inference": 0},
+        ("embedding_backward", "embedding"),
     ),
     "constant_mask": Case(
         of.masked, ATTENTION, fired("constant_mask"), "attention", ("constant_mask", "attention"),
@@ -239,25 +215,26 @@ CASES = {
         "tables", ("tables",), often=2,
     ),
     "rotary_complex": Case(
-        of.turned_complex, ROTARY, found(rotate_pairs), "idioms", ("rotary_complex",),
+        of.turned_complex, ROTARY, found(rotate_pairs), "idioms", ("rotary_complex",)
     ),
     "clamped_swiglu": Case(
-        of.clamped, 2 * ((WIDE, D),), fired("clamped_swiglu"), "idioms",
-        ("clamped_swiglu", "idioms"), broken={"other clamps": of.clamped_otherwise},
+        clamped_mlp, CLAMPED, fired("clamped_swiglu"), "idioms", ("clamped_swiglu", "idioms"),
+        broken={"other clamps": lambda x, gate, up, down: (
+            of.clamped_otherwise(x, gate, up) @ down.T
+        )},
     ),
     "clamped_swiglu_backward": Case(
-        lambda x, gate, up, down: F.linear(of.clamped(x, gate, up), down),
-        (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
-        ("clamped_swiglu_backward",), but={"inference": 0},
+        clamped_mlp, CLAMPED, fired("clamped_swiglu_backward"), "idioms",
+        ("clamped_swiglu_backward",),
     ),
     "experts": Case(of.experts, EXPERTS, fired("experts"), "experts", ("experts",)),
     "experts_backward": Case(
         of.experts, EXPERTS, fired("experts_backward"), "fuse",
-        ("experts_backward", "experts", "fuse"), but={"inference": 0},
+        ("experts_backward", "fuse"),
     ),
     "concatenated": Case(
         of.joined, ((WIDE, D), (D, D + WIDE)), fired("concatenated"), "concatenated",
-        ("concatenated",), often=0, but={"inference": 1},  # a weight's gradient reads all of it
+        ("concatenated",), often=0, but={"autocast": 0},  # a weight's gradient reads all of it
         broken={
             "no-gain": lambda x, up, down: of.joined(x, up, down.repeat(5, 1)),
             "bias-form": lambda x, up, down: torch.addmm(
@@ -268,21 +245,19 @@ CASES = {
     "modulated": Case(
         lambda x, w, scale, shift: F.layer_norm(F.linear(x, w), (D,)) * (1 + scale) + shift,
         ((D, D), (D,), (D,)), fired("modulated"), "modulated", ("modulated",),
-        often=0, but={"inference": 1},  # the gradient of scale reads the norm
+        often=0,  # the gradient of scale reads the norm
         broken={"of a batch": lambda x, w, scale, shift: (
             F.layer_norm(F.linear(x, w), (D,)) * torch.stack([scale, shift])[:, None]
         )},
     ),
     "noops": Case(
-        lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),), removed, "noops", ("noops",),
+        lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),),
+        lambda harness: not any("clone" in op for op in harness.ops()), "noops", ("noops",),
     ),
     "rows": Case(
         lambda x, w: twice_normalized(x.mT.contiguous().mT, w), ((D, D),), copied, "rows",
         ("rows",),
         broken={
-            "one norm": lambda x, w: F.linear(
-                (y := x.mT.contiguous().mT) + F.linear(F.layer_norm(y, (D,)), w), w
-            ),
             "the caller sees": lambda x, w: (
                 twice_normalized(y := x.mT.contiguous().mT, w), y + 1
             )
@@ -291,12 +266,12 @@ CASES = {
     "recompute": Case(
         lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down),
         ((WIDE, D), (D, WIDE)), recomputed, "recompute", ("recompute",),
-        but={"inference": 0, "checkpoint": 0},
+        but={"checkpoint": 0},
     ),
     "residual": Case(
         of.stream, ((D, D),), fired("residual"), "fuse",
         ("residual", "fuse"), often=2,
-        but={"inference": 1, "twice": 4},  # a CPU's programs are plain ops again, which fuse
+        but={"twice": 4},  # a CPU's programs are plain ops again, which fuse
     ),
     "epilogue": Case(
         lambda x, w: F.gelu(F.linear(x, w)), ((D, D),), fired("epilogue"), "fuse",
@@ -331,19 +306,15 @@ def model(case: Case, function: Any = None) -> tuple[Weights, torch.Tensor]:
     return Weights(function or case.function, *weights), randn(B, T, D).requires_grad_()
 
 
-class Region(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
+class Region(nn.Sequential):
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Cast(Region):
+class Cast(nn.Sequential):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(x)
+            return super().forward(x)
 
 
 def same_model() -> list[tuple[str, ...]]:
@@ -354,35 +325,43 @@ def same_model() -> list[tuple[str, ...]]:
     return [tuple(names) for names in found.values()]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("names", same_model(), ids="+".join)
+def questions(names: tuple[str, ...]) -> tuple[str, ...]:
+    """A checkpoint of any size is one, unless a case does nothing in either. "twice" is where sizes
+    are known and nothing is around the function."""
+    apart = ("any size", "checkpoint")
+    differ = any(question in CASES[name].but for name in names for question in apart)
+    return (*(apart if differ else [" ".join(apart)]), "autocast", "twice")
+
+
+@pytest.mark.parametrize(("names", "question"), [
+    (names, question) for names in same_model() for question in questions(names)
+])  # fmt: skip
 def test_as_often_as_it_should_with_eagers_gradients(names, question, monkeypatch):
-    cases, run, how = [CASES[name] for name in names], check_gradients, {}
+    """In training, if it does anything there."""
+    cases, how = [CASES[name] for name in names], {}
     function, x = model(cases[0])
-    if question == "inference":
-        run = check
-    elif question == "any size":
+    if "any size" in question:
         how["dynamic"] = True
-    elif question == "checkpoint":
+    if "checkpoint" in question:
         function = Region(function)
-    elif question == "autocast":
+    if question == "autocast":
         function, x = Cast(function.float()), x.detach().float().requires_grad_()
         how["tolerance"] = 5e-2
-    elif question == "twice":
+    if question == "twice":
         for each in {case.run for case in cases}:
             replace_pass(monkeypatch, each, lambda run: lambda *a: (run(*a), run(*a)))
+    run = check_gradients if cases[0].often else check
     harness = run(function, x, **how, **cases[0].options)
-    seen = {name: CASES[name].seen(harness) for name in names}
-    assert seen == {name: CASES[name].but.get(question, CASES[name].often) for name in names}
+    seen = [case.seen(harness) for case in cases]
+    assert seen == [case.but.get(question, case.often or 1) for case in cases], names
 
 
-OFF = [(names, off) for names in same_model()
-       for off in dict.fromkeys(o for name in names for o in CASES[name].off)]  # fmt: skip
+#: Each name that can be disabled, and the first model of a case that says so.
+OFF = {off: names for names in reversed(same_model()) for name in names for off in CASES[name].off}
 
 
-@pytest.mark.parametrize(("names", "off"), OFF)
-def test_disabled(names, off):
-    """In training, if it does anything there."""
+@pytest.mark.parametrize(("off", "names"), OFF.items(), ids=OFF)
+def test_disabled(off, names):
     case, harness = CASES[names[0]], Harness(disable=[off], **CASES[names[0]].options)
     (harness.train if case.often else harness.run)(*model(case))
     assert not any(CASES[name].seen(harness) for name in names if off in CASES[name].off)
@@ -407,13 +386,12 @@ def test_every_pass_pattern_and_counter_has_a_case():
     assert owing - cases == NO_CASE
 
 
-@pytest.mark.parametrize("name", [each.name for each in pipeline.ON_ATEN if each.name != "fuse"])
-def test_a_graph_without_anything_for_it_stays(name):
+def test_a_graph_without_anything_for_them_stays():
     graph = aten_graph(lambda x, w: (x @ w).relu().sum(), randn(3, 4), randn(4, 5))
     before = [node.target for node in graph.nodes]
     for each in pipeline.ON_ATEN:
-        if each.name == name:
+        if each.name != "fuse":
             record = run_pass(each.run, graph)
-            assert not record.fired
-            assert not record.report.refusals
-    assert [node.target for node in graph.nodes] == before
+            assert not record.fired, each.name
+            assert not record.report.refusals, each.name
+            assert [node.target for node in graph.nodes] == before, each.name

@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import assert_same, slice_logits
+from checking import assert_same, randn, slice_logits
 from harness import as_it_is
 from test_backend import UsersPass
 from torch import nn
@@ -68,27 +68,12 @@ def infer(model, *args, backend=inductor):
     return Counter(counters["coda"]), [out]
 
 
-def input_of(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.out, self.last = whole(), nn.Linear(16, D), whole()
-
-    def forward(self, x):
-        x = self.out(checkpoint(self.first, x, use_reentrant=False))
-        return checkpoint(self.last, x, use_reentrant=False)
-
-
 class Regions(nn.Module):
     """Blocks that are traced once, however many there are."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(whole() for _ in range(4))
-        self.out = nn.Linear(16, D)
+        self.blocks = nn.ModuleList(nn.Sequential(whole(), nn.Linear(16, D)) for _ in range(4))
 
     def forward(self, x):
         @torch.compiler.nested_compile_region
@@ -96,24 +81,22 @@ class Regions(nn.Module):
             return block(x)
 
         for block in self.blocks:
-            x = self.out(region(block, x))
+            x = region(block, x)
         return x
 
 
-@pytest.mark.parametrize(("make", "run"), [(whole, infer), (Checkpointed, step), (Regions, step)])
-def test_what_fires_is_what_fires_with_the_backend(make, run):
-    model, x = make().double(), input_of(2, 5, D)
-    _, eager = run(model, x, backend=None)
+def test_what_fires_is_what_fires_with_the_backend():
+    model, x = Regions().double(), randn(2, 5, D).requires_grad_()
+    _, eager = step(model, x, backend=None)
     report.forget()
-    want, _ = run(model, x, backend=coda)
+    want, _ = step(model, x, backend=coda)
     with coda_inductor.enabled():
-        have, values = run(model, x)
+        have, values = step(model, x)
     assert have == want
-    assert 1 <= have["rms_norm"] <= 2
+    assert have["rms_norm"] == 1
     assert_same(values, eager)
     reports = [(r.summary, [str(why) for why in r.refusals]) for r in report.reports()]
     assert reports[: len(reports) // 2] == reports[len(reports) // 2 :]
-    assert not any(why.failure for r in report.reports() for why in r.refusals)
 
 
 def test_graphs_that_are_compiled_one_by_one():
@@ -122,37 +105,20 @@ def test_graphs_that_are_compiled_one_by_one():
     def backend(gm, inputs):
         return torch._inductor.standalone_compile(gm, inputs, dynamic_shapes="from_graph")
 
-    model, x = whole(), torch.randn(3, D)
-    want, eager = infer(model, x, backend=coda)
+    model, x = nn.Sequential(nn.Linear(D, D), nn.RMSNorm(D), nn.Linear(D, D)), torch.randn(3, D)
     with coda_inductor.enabled():
         have, values = infer(model, x, backend=backend)
-    assert have == want
-    assert_same(values, eager)
-
-
-def test_branches_of_a_condition_are_left_alone():
-    """They are handed to us like graphs of their own."""
-    norm, block = nn.RMSNorm(D), whole()
-
-    def function(x):
-        return torch.cond(
-            x.sum() > 0, lambda t: norm(t).sin(), lambda t: norm(t).cos(), (block(x)[:, :D],)
-        )
-
-    x = torch.randn(3, D)
-    want, _ = infer(function, x, backend=coda)
-    with coda_inductor.enabled():
-        have, values = infer(function, x)
-    assert have == want == {"rms_norm": 1, "swiglu": 1, "residual": 1}
-    assert_same(values, [function(x)])
+    assert have["rms_norm"] == 1
+    assert_same(values, [model(x)])
 
 
 def test_the_backward_pass_may_be_compiled_later_and_elsewhere():
-    model, x = whole().double(), input_of(4, D)
+    model, x = whole().double(), randn(4, D).requires_grad_()
+    saved = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
     want, eager = step(model, x, backend=coda)
     counters.clear()
     with coda_inductor.enabled():
-        loss = torch.compile(model, backend=inductor)(x).square().sum()
+        loss = torch.compile(saved, backend=inductor)(x).square().sum()
     coda_inductor.enable(gate="never", disable=["swiglu"])  # no concern of what was begun
     thread = threading.Thread(target=loss.backward)
     thread.start()
@@ -162,11 +128,10 @@ def test_the_backward_pass_may_be_compiled_later_and_elsewhere():
     assert_same([p.grad for p in (*model.parameters(), x)], eager[1:])
 
 
-@pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
+@pytest.mark.parametrize("kind", ["function", "tuple"])
 def test_a_users_own_passes_run_in_front_and_are_put_back(kind):
     first, second = UsersPass("1"), UsersPass("2")
-    put = {"pass": lambda p: p, "function": lambda p: p.__call__, "list": lambda p: [p]}
-    theirs = [put.get(kind, lambda p: (p,))(each) for each in (first, second)]
+    theirs = [each.__call__ if kind == "function" else (each,) for each in (first, second)]
     names = (pass_mode.DYNAMO, pass_mode.JOINT)
     with config.patch(dict(zip(names, theirs, strict=True))):
         coda_inductor.enable()
@@ -177,24 +142,18 @@ def test_a_users_own_passes_run_in_front_and_are_put_back(kind):
     assert counts["rms_norm"] == 1
 
 
-def fail_after(model, x, want):
-    assert infer(model, x)[0] == want
-    raise ValueError("not ours")
-
-
 def test_contexts_nest_and_end_with_exceptions():
     """To enable twice is to enable once, with the newer options."""
-    outer = [{"rms_norm": 1, "swiglu": 1, "residual": 1}, {"rms_norm": 1, "residual": 1}]
     model, x = whole(), torch.randn(3, D)
     with coda_inductor.enabled():
         before = hooks()
-        with pytest.raises(ValueError, match="not ours"), coda_inductor.enabled(disable=["swiglu"]):
-            fail_after(model, x, outer[1])
+        with pytest.raises(ZeroDivisionError), coda_inductor.enabled(disable=["swiglu"]):
+            1 / 0  # noqa: B018
         assert hooks() == before
-        assert infer(model, x)[0] == outer[0]
+        assert infer(model, x)[0]["swiglu"] == 1
         with coda_inductor.enabled(gate="never"):
             coda_inductor.enable(disable="swiglu")
-            assert infer(model, x)[0] == outer[1]
+            assert infer(model, x)[0] == {"rms_norm": 1, "residual": 1}
             coda_inductor.disable()
             assert not infer(model, x)[0]
         assert hooks() == before
@@ -203,59 +162,36 @@ def test_contexts_nest_and_end_with_exceptions():
 def test_a_wrong_option_changes_nothing():
     with coda_inductor.enabled():
         before = hooks()
-        for options in ({"disable": ["zzz", "swigul"]}, {"max_autotune": True}):
+        for options in ({"disable": ["swigul"]}, {"max_autotune": True}):
             with pytest.raises(OptionError):
                 coda_inductor.enable(**options)
-            with pytest.raises(OptionError), coda_inductor.enabled(**options):
-                pass
         assert hooks() == before
 
 
 def test_what_was_set_since_stays():
-    """Also in a list with ours; disabling once more does nothing. Torch may copy its configuration,
-    as it does for options of ``torch.compile``; torch 2.11 pickles it for a key."""
+    """Also in a list with ours; torch may copy or pickle its configuration for a key."""
     mine, since = UsersPass("1"), UsersPass("2")
     coda_inductor.enable()
     assert pickle.dumps(hooks()[0]) == pickle.dumps(copy.deepcopy(hooks()[0]))
     assert config.get_config_copy()[pass_mode.JOINT].uuid() == hooks()[1].uuid()
-    config.joint_custom_pre_pass = mine
-    coda_inductor.disable()
-    assert hooks() == (None, mine)
-    coda_inductor.enable()
-    config.joint_custom_pre_pass = [config.joint_custom_pre_pass, since]
+    config.joint_custom_pre_pass = [mine, config.joint_custom_pre_pass, since]
     for _ in range(2):
         coda_inductor.disable()
         assert hooks() == (None, [mine, since])
     config.joint_custom_pre_pass = None
 
 
-def test_inductors_function_is_its_own_again(monkeypatch):
-    inductor_compile = torch._inductor.compile_fx
-    coda_inductor.disable()  # what an earlier test left
-    own = inductor_compile.compile_fx
-    coda_inductor.enable()
-    assert inductor_compile.compile_fx is not own
-    coda_inductor.disable()
-    assert inductor_compile.compile_fx is own
-    coda_inductor.enable()
-    monkeypatch.setattr(inductor_compile, "compile_fx", mine := lambda *_: None)
-    coda_inductor.disable()
-    assert inductor_compile.compile_fx is mine
-
-
 def test_the_backend_is_not_disturbed():
     theirs = UsersPass(), UsersPass()
     config.pre_grad_custom_pass, config.joint_custom_pre_pass = theirs
     model, x = whole(), torch.randn(3, D, requires_grad=True)
-    want, _ = step(model, x, backend=coda)
     reports = len(coda_inductor.reports())
     with coda_inductor.enabled(disable=["*"]):
         assert hooks() == theirs
     with coda_inductor.enabled(disable=["swiglu"]):
-        have, _ = step(model, x, backend=coda)
-    assert have == want
+        assert step(model, x, backend=coda)[0]["swiglu"] == 1
     assert len(coda_inductor.reports()) == reports + 1
-    assert [each.calls for each in theirs] == [2, 2]
+    assert [each.calls for each in theirs] == [1, 1]
     config.pre_grad_custom_pass = config.joint_custom_pre_pass = None
 
 
@@ -263,14 +199,13 @@ def test_returned_logits_keep_their_gradient(monkeypatch):
     """There is nothing around the compiled graph that could add it later."""
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
     slice_logits(monkeypatch, 2**8)
-    head, x = nn.Linear(D, 64).double(), torch.randn(6, D).double()
+    head, x, y = nn.Linear(D, 64).double(), randn(6, D), torch.arange(6)
 
     def function(x, y):
         logits = head(x)
         return logits, F.cross_entropy(logits, y)
 
     results = []
-    y = torch.arange(6)
     with coda_inductor.enabled():
         for call in (torch.compile(function, backend=inductor), function):
             head.zero_grad()
@@ -282,13 +217,12 @@ def test_returned_logits_keep_their_gradient(monkeypatch):
 
 
 def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, warned):
-    with monkeypatch.context() as patch:
-        patch.setattr(pass_mode, "missing_names", lambda: ["torch.nothing"])
-        with coda_inductor.enabled():
-            assert hooks() == (None, None)
-    monkeypatch.setattr(pass_mode, "DYNAMO", "pre_grad_pass_of_tomorrow")
-    with coda_inductor.enabled():
-        assert hooks() == (None, None)
-    assert infer(whole(), torch.randn(3, D), backend=coda)[0]["rms_norm"] == 1
-    for name in ("torch.nothing", "torch._inductor.config.pre_grad_pass_of_tomorrow"):
-        assert any(f"has no {name}" in text for text in warned())
+    for attribute, value, name in (
+        ("missing_names", lambda: ["torch.nothing"], "torch.nothing"),
+        ("DYNAMO", "pre_grad_of_tomorrow", "torch._inductor.config.pre_grad_of_tomorrow"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(pass_mode, attribute, value)
+            with coda_inductor.enabled():
+                assert hooks() == (None, None)
+            assert any(f"has no {name}" in text for text in warned())

@@ -16,9 +16,9 @@ D, HIDDEN = 64, 128
 
 
 def adapted(frozen: bool, dtype: torch.dtype, **config) -> nn.Module:
-    """Two gated layers with an adapter; ``frozen``: on FP8, else on its numbers in ``dtype``."""
+    """A gated layer with an adapter; ``frozen``: on FP8, else on its numbers in ``dtype``."""
     torch.manual_seed(0)
-    model = nn.Sequential(Gated(D, HIDDEN), Gated(D, HIDDEN)).bfloat16()
+    model = nn.Sequential(Gated(D, HIDDEN)).bfloat16()
     fp8.serve(model, "row")
     if not frozen:
         for module in model.modules():
@@ -32,9 +32,8 @@ def adapted(frozen: bool, dtype: torch.dtype, **config) -> nn.Module:
 
 
 def of_rank(r: int, **config):
-    return peft.LoraConfig(
-        r=r, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0, **config
-    )
+    how = {"target_modules": "all-linear", "init_lora_weights": False, "lora_dropout": 0.0}
+    return peft.LoraConfig(r=r, **how, **config)
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -44,7 +43,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def gradients(call, model, x) -> dict[str, torch.Tensor]:
+def gradients(model, x, call=nn.Module.__call__) -> dict[str, torch.Tensor]:
     x = x.detach().clone().requires_grad_()
     y = call(model, x)
     y.float().square().sum().backward()
@@ -59,17 +58,13 @@ def agree(have, want) -> None:
             assert (have[name].float() - theirs).norm() < 0.08 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
 def test_gradients_are_those_of_the_numbers(config):
     harness = Harness(gate="always", reference=True)
-    have = gradients(harness.train, adapted(True, torch.bfloat16, **config), fp8.batch())
-    want = gradients(call, adapted(False, torch.float32, **config), fp8.batch().float())
-    assert harness.counts["fp8_linear"] == 6
+    have = gradients(adapted(True, torch.bfloat16, **config), fp8.batch(), harness.train)
+    want = gradients(adapted(False, torch.float32, **config), fp8.batch().float())
+    assert harness.counts["fp8_linear"] == 3
     agree(have, want)
-
-
-def call(model, x):
-    return model(x)
 
 
 def two(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -83,22 +78,14 @@ def test_several_adapters_and_none():
     harness = Harness(gate="always", reference=True)
     model = two(adapted(True, torch.bfloat16), torch.bfloat16)
     wide = two(adapted(False, torch.float32), torch.float32)
-    agree(gradients(harness.train, model, fp8.batch()), gradients(call, wide, fp8.batch().float()))
+    with model.disable_adapter(), wide.disable_adapter():
+        none = gradients(model, fp8.batch(), harness.train)
+        agree(none, gradients(wide, fp8.batch().float()))
     model.zero_grad()
     wide.zero_grad()
-    with model.disable_adapter(), wide.disable_adapter():
-        have = gradients(harness.train, model, fp8.batch())
-        want = gradients(call, wide, fp8.batch().float())
-    assert harness.counts["fp8_linear"] == 6
-    agree(have, want)
-
-
-def test_saving_and_merging_are_pefts():
-    model = adapted(True, torch.bfloat16)
-    before = {key: value.clone() for key, value in peft.get_peft_model_state_dict(model).items()}
-    gradients(Harness(reference=True).train, model, fp8.batch())
+    before = {key: t.clone() for key, t in peft.get_peft_model_state_dict(model).items()}
+    have = gradients(model, fp8.batch(), harness.train)
+    agree(have, gradients(wide, fp8.batch().float()))
     after = peft.get_peft_model_state_dict(model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    with pytest.raises(ValueError, match="get_apply_tensor_subclass"):
-        model.merge_and_unload()  # without us too: the model was not loaded by transformers

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from coda_inductor.compat import counters
-from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.refusal import refuse
 from coda_inductor.remedies import REMEDIES
-from coda_inductor.report import Choice, GraphReport, SiteReport, forget, record, reports
-from coda_inductor.table import fold, main_reason, sites_table
+from coda_inductor.report import Choice, GraphReport, SiteReport, forget, reports
+from coda_inductor.table import fold, sites_table
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
 KERNEL = SiteReport(
@@ -33,56 +33,45 @@ def gradient(code):
 
 def test_the_line_says_what_runs():
     legal = "1 of 2 GEMMs may be fused, and run as plain ops: device cpu has no kernels"
-    assert GraphReport("g", [KERNEL, PLAIN]).summary == "1 of 2 GEMMs fused"
-    assert GraphReport("g", [PLAIN]).summary == "0 of 1 GEMMs fused"
     small = [
         dataclasses.replace(PLAIN, choice=refused(f"layers.{i} takes 0.{i} us")) for i in (1, 2)
     ]
-    none = GraphReport("g", [*small, gradient("no-neighbours")]).summary
-    assert none == "0 of 3 GEMMs fused, 2 because: layers.* takes 0.1 us"
-    none = GraphReport("g", small).summary
-    assert none == "0 of 2 GEMMs fused, all because: layers.* takes 0.1 us"
-    assert main_reason([gradient("no-neighbours")]) == "1 because: this or that"
-    assert GraphReport("g", [KERNEL, *small]).summary == "1 of 3 GEMMs fused"
-    assert GraphReport("g", [PLAIN, LEGAL]).summary == legal
-    assert GraphReport("g", [KERNEL, LEGAL]).summary == f"1 of 2 GEMMs fused, {legal}"
-    assert GraphReport("g").summary == "no GEMM in this graph"
+    most = [*small, gradient("no-neighbours")]
+    for sites, text in (
+        ([KERNEL, PLAIN], "1 of 2 GEMMs fused"),
+        ([PLAIN], "0 of 1 GEMMs fused"),
+        (most, "0 of 3 GEMMs fused, 2 because: layers.* takes 0.1 us"),
+        (small, "0 of 2 GEMMs fused, all because: layers.* takes 0.1 us"),
+        ([KERNEL, *small], "1 of 3 GEMMs fused"),
+        ([KERNEL, LEGAL], f"1 of 2 GEMMs fused, {legal}"),
+        ([], "no GEMM in this graph"),
+    ):
+        assert GraphReport("g", sites).summary == text
 
 
 def test_a_long_reason_of_many_rows_is_one_note_and_a_table_fits_the_terminal(monkeypatch):
-    long = refuse("no-gain", f"too small: {'so that ' * 9}the host is the limit")
-    sites = [SiteReport(name, (8, 8, 8), choice=Choice("unfused", refusal=long)) for name in "abcd"]
-    text = sites_table(sites)
-    assert text.count("too small (1)") == 4
-    assert text.endswith(f"(1) {long.text}")
+    long = refused(f"too small: {'so that ' * 9}the host is the limit")
+    assert (
+        sites_table([SiteReport(x, (8,), choice=long) for x in "abcd"]).count("too small (1)") == 4
+    )
     monkeypatch.setenv("COLUMNS", "80")
     path = "model.layers.0.feed_forward.experts.gate_projection"
-    text = sites_table([dataclasses.replace(sites[0], site=path), KERNEL, LEGAL])
+    text = sites_table([SiteReport(path, (8, 8, 8), choice=long), KERNEL, LEGAL])
     assert max(map(len, text.splitlines())) <= 80
-    assert "gate_projection " in text  # a path ends a line behind a dot
 
 
 def test_a_row_of_several_layers_names_none_of_them():
     """It said "attention in model.layers.1.self_attn reads it" in the row of two layers."""
     sites = [
-        SiteReport(f"layers.{i}.o", (8, 8, 8), choice=Choice("unfused", refusal=refuse(
-            "no-gain", f"attention in layers.{i} reads it, 1.5 times")))
-        for i in range(2)
-    ]  # fmt: skip
+        SiteReport(f"layers.{i}.o", (8,), choice=refused(f"layers.{i} reads it")) for i in (0, 1)
+    ]
     (row,) = fold(sites)
-    assert row.reason == "attention in layers.* reads it, 1.5 times"
+    assert row.reason == "layers.* reads it"
     (row,) = fold(sites[:1])
-    assert row.reason == "attention in layers.0 reads it, 1.5 times"
+    assert row.reason == "layers.0 reads it"
 
 
 def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
-    """A row says what it is the gradient of."""
-    sites = [
-        SiteReport("same.path", (8, 8, 8), role=f"{of} gradient") for of in ("input", "weight")
-    ]
-    rows = " ".join(GraphReport("g", sites).table().split())
-    assert "input" in rows
-    assert "weight" in rows
     table = GraphReport("g", [KERNEL, gradient("no-neighbours")]).table()
     assert "and 1 weight gradient that has nothing to absorb" in table
     assert "this or that" not in table
@@ -97,16 +86,6 @@ def test_graphs_from_torchs_cache_have_no_report_and_that_is_said(monkeypatch, c
         monkeypatch.setitem(counters, "aot_autograd", Counter(autograd_cache_hit=hits))
         assert not reports()
         assert ("all graphs came from torch's compile cache" in caplog.text) is bool(hits)
-
-
-def test_a_report_is_kept_once():
-    forget()
-    report = GraphReport("g")
-    assert record(report)
-    assert not record(report)
-    assert record(GraphReport("g"))  # another graph of this name
-    assert len(reports()) == 2
-    forget()
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,12 +106,9 @@ def test_every_code_has_a_remedy_and_every_remedy_a_use():
     assert not [code for code in REMEDIES if f'"{code}"' not in text]
 
 
-def test_the_remedy_hangs_on_the_code_whatever_the_text_and_each_code_has_one():
-    for text in ("N=9 is no multiple of 8", "something else entirely"):
-        inner = refuse("not-multiple-of-8", text)
-        outer = inner.within("its GEMM mm is not fused: {}").at("rms_norm", "model.norm")
-        assert outer.remedy is REMEDIES["not-multiple-of-8"]
-        assert outer.text.endswith(text)
-    assert Refusal("no-neighbours", "").remedy.possible is False
+def test_the_remedy_hangs_on_the_code_whatever_the_text():
+    inner = refuse("not-multiple-of-8", "something else entirely")
+    outer = inner.within("its GEMM mm is not fused: {}").at("rms_norm", "model.norm")
+    assert outer.remedy is REMEDIES["not-multiple-of-8"]
     with pytest.raises(KeyError):
         refuse("the-moon-is-full", "the moon is full")

@@ -20,10 +20,6 @@ def net(x):
     return F.silu(h @ W) * (h @ W.t())
 
 
-def region(x):
-    return checkpoint(net, x, use_reentrant=False)
-
-
 def vjp(function):
     def both(x):
         y, back = torch.func.vjp(function, x)
@@ -34,7 +30,6 @@ def vjp(function):
 
 #: What is made of a function inside of the compiled one, and the function.
 TRANSFORMS = {
-    "jvp": (lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)), net),
     "jvp_of_the_loss": (
         lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)),
         lambda x: F.cross_entropy(x @ W, torch.arange(4)),
@@ -52,24 +47,22 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(("transform", "of"), TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms(transform, of):
-
     def function(x):
         return transform(of)(x)
 
     assert_same(Harness().run(function, X), function(X))
 
 
-@pytest.mark.parametrize("needs", [False, True], ids=["", "requires_grad"])
-@pytest.mark.parametrize("of", [net, region])
-def test_tangents(of, needs):
-
+@pytest.mark.parametrize("region", [False, True])
+def test_tangents(region):
     def function(x):
         with fw.dual_level():
-            return tuple(fw.unpack_dual(of(fw.make_dual(x, DX))))
+            x = fw.make_dual(x, DX)
+            y = checkpoint(net, x, use_reentrant=False) if region else net(x)
+            return tuple(fw.unpack_dual(y))
 
-    x, harness = X.clone().requires_grad_(needs), Harness()
+    x, harness = X.clone().requires_grad_(), Harness()
     assert_same(harness.train(function, x), function(x))
-    assert "rms_norm: " in reasons(harness)
     assert "forward-mode differentiation" in reasons(harness)
 
 

@@ -3,7 +3,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from processes import python
 from programs import inputs, kinds
@@ -41,22 +40,6 @@ def test_inductor_calls_each_op_without_the_dispatcher_at_any_row_count():
         want = gemm_epilogue(*tensors, PROGRAM, CONFIG)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         assert torch.equal(cast.view(torch.uint8), casts(tensors[0][0]).view(torch.uint8))
-
-
-def test_the_cpp_wrapper_keeps_the_dispatcher(monkeypatch):
-    """It finds ops by their names; ours would be none."""
-    direct.install()
-    named = []
-
-    def codegen(self, _wrapper):
-        named.append(self.python_kernel_name)
-        raise RuntimeError("seen")
-
-    monkeypatch.setattr(torch._inductor.ir.FallbackKernel, "codegen", codegen)
-    run = torch.compile(call, fullgraph=True, options={"cpp_wrapper": True})
-    with pytest.raises(Exception, match="seen"):
-        run(*inputs(PROGRAM, 40, 64, 64))
-    assert not named[0].endswith(".direct")
 
 
 SCRIPT = """

@@ -5,6 +5,7 @@ and that nothing hangs or outlives its parent."""
 import dataclasses
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,11 +15,9 @@ import quack.cache
 from processes import alive, children, python, quick_server, until
 from programs import kinds
 
-from coda_inductor.cache_dir import write
 from coda_inductor.mainloop import mod  # noqa: F401 (sets the folder on import)
-from coda_inductor.mainloop.environment import label
 from coda_inductor.refusal import refuse
-from coda_inductor.runtime import pool, server
+from coda_inductor.runtime import pool
 from coda_inductor.select.config import Config
 
 LATE = "compiling its kernel took too long"
@@ -49,73 +48,19 @@ def test_compiles_once_and_reports_what_cannot(tmp_path):
     assert not pool.is_ready(dataclasses.replace(GOOD, b_major="n"))
 
 
-@pytest.mark.gpu
-def test_nobody_hears_of_forks():
-    """Python 3.12 warns of them where the CUDA driver has started a thread of its own."""
-    program = (
-        "from coda_inductor.runtime import pool\n"
-        f"asked = pool.KernelRequest({GOOD.program!r}, '100x100:2x1:pp')\n"
-        "print(pool.wait([asked], timeout=120))"
-    )
-    done = python("-c", program)
-    assert "has no kernel" in done.stdout
-    assert "fork" not in done.stderr
-
-
-def test_a_compile_server_imports_what_kernels_need(tmp_path):
-    """Dynamo and Inductor take longer to import than torch."""
-    program = (
-        "import sys\n"
-        "from coda_inductor.runtime import server\n"
-        "server.prepare()\n"
-        f"asked = server.KernelRequest({GOOD.program!r}, {GOOD.config!r})\n"
-        f"print(server.compile_kernel(asked, {str(tmp_path)!r}))\n"
-        "print(sorted({name.partition('.')[2] for name in sys.modules if name.startswith('torch.')}"
-        " & {'_dynamo', '_inductor', 'fx.experimental.symbolic_shapes'}),"
-        " 'transformers' in sys.modules)"
-    )
-    assert python("-c", program).stdout.splitlines() == ["None", "[] False"]
-
-
-def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
-    from coda_inductor.mainloop import ahead
-
-    kernel, compiled = tmp_path / "kernel.o", []
-    monkeypatch.setattr(ahead, "kernel_file", lambda *_: kernel)
-    monkeypatch.setattr(ahead, "build", lambda *_: compiled.append(kernel))
-    assert "could not be saved" in server.compile_kernel(GOOD, None)
-    kernel.touch()
-    assert server.compile_kernel(GOOD, None) is None
-    assert compiled == [kernel]
-
-
 def test_why_nothing_is_compiled(monkeypatch):
     """The architecture is known without QuACK."""
-
-    def no_processes(arch):
-        raise OSError(f"no processes for {arch}")
-
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_Server", no_processes)
+        patch.setattr(pool, "_Server", Mock(side_effect=OSError("no processes")))
         patch.setenv("QUACK_ARCH", "sm_100a")
         pool.warm_up()
-        assert "no processes for 100" in pool.wait([GOOD])[GOOD]
+        assert "no processes" in pool.wait([GOOD])[GOOD]
+        assert str(pool._Server.call_args[0][0]) == "100"
     why = refuse("no-kernel-stack", "quack-kernels is not installed")
     monkeypatch.setattr(pool, "library_stack", lambda: why)
     pool.submit([GOOD])
     assert not pool._futures
     assert pool.wait([GOOD]) == {GOOD: "quack-kernels is not installed"}
-
-
-def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(monkeypatch, tmp_path):
-    """Whoever has kernels on disk mostly needs no others."""
-    started = []
-    monkeypatch.setattr(pool, "_running", lambda: started.append(1))
-    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
-    pool.warm_up()
-    write(tmp_path / "kernels" / label() / "version" / "kernel.o", "")
-    pool.warm_up()
-    assert len(started) == 1
 
 
 @pytest.fixture
@@ -149,8 +94,7 @@ def running() -> tuple[int, list[int]]:
 
 
 @served
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_do_not_outlive_whoever_asked_for_them(number):
+def test_workers_do_not_outlive_whoever_asked_for_them():
     """Nor do programs that they have started."""
     read, write = os.pipe()
     parent = os.fork()
@@ -161,7 +105,7 @@ def test_workers_do_not_outlive_whoever_asked_for_them(number):
             (compiler,) = until(lambda: children(workers[0]))
             os.write(write, f"{server} {workers[0]} {compiler}".encode())
         finally:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     left = [int(pid) for pid in os.read(read, 100).split()]
     os.close(read)
@@ -236,9 +180,6 @@ def test_workers_start_as_they_are_needed():
     server, workers = running()
     assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
     assert running() == (server, workers)
-    requests = [ask("time.sleep(0.5)", i) for i in range(6)]
-    assert pool.wait(requests, timeout=60) == dict.fromkeys(requests)
-    assert len(children(server)) == 3
 
 
 @served
@@ -260,27 +201,6 @@ def test_what_keeps_a_server_from_compiling_is_a_reason(text, why, serve):
     assert pool.wait(requests) == dict.fromkeys(requests, why)
 
 
-def test_an_idle_worker_ends_and_another_is_started(serve):
-    serve("server._IDLE = 0.2")
-    assert pool.wait([PASS]) == {PASS: None}
-    server = pool._server.child.pid
-    until(lambda: not children(server))
-    assert pool.wait([PASS]) == {PASS: None}
-    assert pool._server.child.pid == server
-
-
-@served
-@pytest.mark.parametrize(("rank", "want"), [("1", "3456012"), ("", "0123456")])
-def test_each_rank_begins_with_other_kernels(rank, want, tmp_path, monkeypatch):
-    """All ask for the same ones: what the others have compiled meanwhile is there."""
-    monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    wanted = [ask(f"open({str(tmp_path / 'order')!r}, 'a').write('{i}')") for i in range(7)]
-    assert pool.wait(wanted) == dict.fromkeys(wanted)
-    assert (tmp_path / "order").read_text() == want
-
-
 def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
     """None leaves compiling to the first launch. By default ranks of a host share one worker a core
     that they may use."""
@@ -296,9 +216,6 @@ def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert pool.workers() == want
-    for text in ("many", "-1", "1.5"):
-        monkeypatch.setenv("CODA_COMPILE_WORKERS", text)
-        assert pool.workers() == pool.workers() >= 1
-        (message,) = caplog.messages
-        assert f"CODA_COMPILE_WORKERS='{text}'" in message
-        caplog.clear()
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "many")
+    assert pool.workers() >= 1
+    assert "CODA_COMPILE_WORKERS='many'" in caplog.text

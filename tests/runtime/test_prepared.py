@@ -10,14 +10,16 @@ import pytest
 import torch
 from programs import B_MAJOR, TERMS, fp8, inputs, kinds, legal, programs
 
+pytest.importorskip("quack")
+
+import quack.gemm_runtime.host as host
+
 from coda_inductor.errors import KernelError
-from coda_inductor.log import forget_warnings
+from coda_inductor.mainloop import mod, plan
 from coda_inductor.mainloop.readings import pair
 from coda_inductor.runtime import launch, op, prepared
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.select.config import Config
-
-host = pytest.importorskip("quack.gemm_runtime.host")
 
 CONFIG = Config(128, 128, 2, 1, True)
 DYNAMIC = str(CONFIG.dynamic_twin())
@@ -65,8 +67,6 @@ def entry(monkeypatch):
         return long_way(self, *tensors)
 
     monkeypatch.setattr(Kernel, "launch", counted)
-    from coda_inductor.mainloop import mod
-
     mod.load.cache_clear()  # plans are kept in what it returns
     yield made
     mod.load.cache_clear()
@@ -124,9 +124,9 @@ def test_the_kernel_gets_what_quack_gives_it(entry, name):
 @pytest.mark.parametrize("name", list(kinds()))
 def test_calls_that_differ_in_rows_addresses_and_order_are_alike(entry, name):
     given(entry, case(name))
-    for m in (1, 77, 1021):
+    for m in (1, 1021):
         as_, bs, operands, text, config = case(name, m)
-        for left, right in ((as_, bs), (as_[::-1], bs), (as_, bs[::-1])):
+        for left, right in ((as_[::-1], bs), (as_, bs[::-1])):
             call = left, right, operands, text, config
             got, long, outputs = given(entry, call)
             assert not long
@@ -147,10 +147,7 @@ def off(x):
 #: What another call of the same site may bring: (as_, bs, operands) -> the same, changed.
 OTHERWISE = {
     "A at an odd address": lambda a, b, o: ([off(a[0]), a[1]], b, o),
-    "B at an odd address": lambda a, b, o: (a, [off(b[0]), b[1]], o),
-    "a tile at an odd address": lambda a, b, o: (a, b, [off(o[0]), *o[1:]]),
-    "a row at an odd address": lambda a, b, o: (a, b, [*o[:2], off(o[2]), o[3]]),
-    "a column at an odd address": lambda a, b, o: (a, b, [*o[:3], off(o[3])]),
+    "operands at odd addresses": lambda a, b, o: (a, b, [off(x) for x in o]),
     "a tile of another dtype": lambda a, b, o: (a, b, [o[0].float(), *o[1:]]),
     "one row for all": lambda a, b, o: (a, b, [o[0][:1].expand(o[0].shape), *o[1:]]),
     "a tile the other way round": lambda a, b, o: (a, b, [o[0].t().contiguous().t(), *o[1:]]),
@@ -165,8 +162,6 @@ OTHERWISE = {
 #: A table of the call -> another one, and whether the kernel reads that in place.
 TABLES = {
     "at an odd address": (off, False),
-    "of another dtype": (torch.Tensor.float, False),
-    "the other way round": (lambda x: x.t().contiguous().t(), False),
     "one row for all": (lambda x: x[:1].expand(x.shape), False),
     "cosines beside sines": (lambda x: torch.cat([x, x], 1)[:, : x.shape[1]], True),
 }
@@ -220,17 +215,8 @@ def test_more_rows_than_lie_apart_in_memory_go_the_long_way(entry):
         assert given(entry, ([a], bs, [scale[:m]], *how))[1] is want
 
 
-def test_no_rows(entry):
-    call = case("rms_partial")
-    given(entry, call)
-    calls = len(entry.calls)
-    assert [x.shape for x in op._cuda(*case("rms_partial", 0))] == [(0, N), (0, N), (0, 1)]
-    assert len(entry.calls) == calls
-
-
-def test_no_kernel_has_a_tile_of_three_parts_of_a_batch(entry, caplog):
+def test_no_kernel_has_a_tile_of_three_parts_of_a_batch(entry):
     """Sizes that were symbolic when it was compiled; before and after a call is prepared."""
-    forget_warnings()
     for prepare in (False, True):
         if prepare:
             given(entry, case("gated", 600, 2))
@@ -240,7 +226,6 @@ def test_no_kernel_has_a_tile_of_three_parts_of_a_batch(entry, caplog):
         with pytest.raises(KernelError, match="fewer rows than the largest tile, 256"):
             op._cuda(*call, "", True)
         assert len(entry.calls) == before
-    assert caplog.text.count("fewer rows") == 1
 
 
 def test_what_is_kept_is_bounded(entry):
@@ -270,8 +255,6 @@ def test_what_the_kernel_refuses_goes_the_long_way(entry, monkeypatch, caplog):
 
 @pytest.fixture
 def counters(monkeypatch):
-    from coda_inductor.mainloop import plan
-
     made, new = [], plan.counter
 
     def counter(a):
@@ -282,7 +265,7 @@ def counters(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("name", list(kinds()))
+@pytest.mark.parametrize("name", ["scale", "swiglu", "norm_bwd_joined"])
 def test_a_dynamic_kernel_gets_what_quack_gives_it(entry, counters, name):
     call = *case(name)[:4], DYNAMIC
     seen = []
@@ -305,16 +288,14 @@ def replaced(value, address):
 
 
 def test_a_counter_lives_until_its_kernel_is_launched_and_no_longer(entry, counters, monkeypatch):
-    from coda_inductor.mainloop import plan as ready
-
-    alive, references, launched = [], [], ready.launch_gemm
+    alive, references, launched = [], [], plan.launch_gemm
 
     def launch_gemm(*arguments):
         references.append(weakref.ref(counters.pop()))
         alive.append(references[-1]() is not None)
         launched(*arguments)
 
-    monkeypatch.setattr(ready, "launch_gemm", launch_gemm)
+    monkeypatch.setattr(plan, "launch_gemm", launch_gemm)
     call = *case("scale")[:4], DYNAMIC
     for _ in range(3):
         given(entry, call)
