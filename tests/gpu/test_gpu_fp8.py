@@ -55,9 +55,10 @@ def check(program, as_, bs, operands, config=None):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name):
+    """Also a small product, of which every fourth column was zero (pytorch/pytorch 188841)."""
     program = fp8()[name]
-    for m in (1, 127, 8191):
-        check(program, *inputs(program, m, N, K, device="cuda"))
+    for m, n, k in ((1, N, K), (8191, N, K), (16, 16, 32)):
+        check(program, *inputs(program, m, n, k, device="cuda"))
     arguments = inputs(program, 1000, 528, 192, device="cuda")
     for config in others(name):
         check(program, *arguments, config)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 
-from coda_inductor.semantic.fp8_casts import AMAX, CAST, TURN
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallbacks")]
 
@@ -22,7 +22,7 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x, x.t(), *views, x[:1].expand(x.shape)]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (127, 129), (1024, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (1024, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_casts_and_maxima(shape, dtype):
     """One layout but in bfloat16: each has kernels of its own, which take half a second each."""
@@ -115,11 +115,3 @@ def test_in_a_graph_of_cudas():
         x = torch.randn(256, 384, device="cuda").bfloat16()
         for ours, wanted in zip(replayed(x), plain(x), strict=True):
             assert same(ours, wanted)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (4096, 1024)], ids=str)
-def test_bytes_are_turned(shape):
-    """All of them, of NaNs too; of a weight that lies by columns as well."""
-    weight = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(E4M3)
-    for x in (weight, weight.t()):
-        assert torch.equal(TURN(x, x).view(torch.uint8), x.view(torch.uint8).t())

@@ -30,7 +30,6 @@ def widths(hidden: int, inner: int, heads: int, **more) -> dict:
 DECODERS = {
     "Llama": widths(2048, 8192, 32, vocab_size=128256, num_key_value_heads=8),  # Llama-3.2-1B
     "Qwen3": widths(2048, 6144, 16, vocab_size=151936, num_key_value_heads=8, head_dim=128),  # 1.7B
-    "Mistral": widths(4096, 14336, 32, vocab_size=32000, num_key_value_heads=8),  # 7B
     "Gemma2": widths(2304, 9216, 8, vocab_size=256000, num_key_value_heads=4, head_dim=256),  # 2B
     "Phi3": widths(3072, 8192, 32, vocab_size=32064, num_key_value_heads=32),  # mini
     # half as wide as 8x7B
@@ -67,7 +66,6 @@ def build(name: str):
 
 
 def outcome(function, own, x, up) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The output, and all gradients."""
     y = function(own, x)
     y.backward(up.to(y.dtype))
     grads = [p.grad for p in own.parameters() if p.grad is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels under backend="inductor" and in exported programs, and none in AOTInductor's."""
+"""Kernels under backend="inductor", and none in AOTInductor's programs."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ import coda_inductor
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
-def inputs(rows: int = 1024, d: int = 256):
-    return tuple(torch.randn(1, rows, d, device="cuda").bfloat16() for _ in range(2))
+def inputs():
+    return tuple(torch.randn(1, 1024, 256, device="cuda").bfloat16() for _ in range(2))
 
 
 def kernels():
@@ -24,25 +24,6 @@ def gradients(call, model, xs):
     outputs = call(*xs)
     torch.manual_seed(2)
     return torch.autograd.grad(outputs, [*model.parameters()], [*map(torch.randn_like, outputs)])
-
-
-def test_inference_and_an_exported_program_have_the_backends_kernels():
-    model, xs = make(), inputs()
-    with torch.no_grad():
-        compiled(model, strict=True)(*xs)
-        want = kernels()
-        torch._dynamo.reset()
-        with coda_inductor.enabled(gate="always", strict=True):
-            mine = torch.compile(model)(*xs)
-        assert kernels() == want
-        agree(lambda *_: mine, model, *xs)
-        torch._dynamo.reset()
-        program = torch.export.export(model, xs).module()
-        again = compiled(program, strict=True)(*xs)
-        assert {how for *_, how in want} == {"kernel"}
-        # torch.export asserts dtypes behind casts: the norm stays, and its product's site is plain.
-        assert [how for *_, how in kernels()].count("kernel") == len(want) - 1
-        agree(lambda *_: again, model, *xs)
 
 
 def test_training_has_the_backends_kernels():

@@ -7,7 +7,6 @@ import torch
 from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
 from programs import B_MAJOR, TERMS, heads, inputs, kinds, legal, one_op, programs
 
-from coda_inductor.mainloop import tensors
 from coda_inductor.memory.halves import half_of
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
@@ -48,7 +47,7 @@ def test_program(dtype, name, b_major):
 
 
 @pytest.mark.parametrize("name", ["gated", "paired_batches"])
-@pytest.mark.parametrize(("batch", "part"), [(2, 256), (3, 257), (2, 4095), (5, 1000)])
+@pytest.mark.parametrize(("batch", "part"), [(2, 256), (3, 257)])
 def test_rows_of_a_batch(name, batch, part):
     """Where tiles lie in two parts, and where they do not."""
     program = programs()[name]
@@ -73,23 +72,15 @@ def test_config(kind, config):
     check(program, *arguments, Config.parse(config))
 
 
-def test_pair_far_apart():
+def test_pair_far_apart_in_either_order():
     program = kinds()["swiglu"]
     (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
     gap = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")  # beyond 32-bit distances
     far = torch.empty_strided(bs[1].shape, bs[1].stride(), dtype=bs[1].dtype, device="cuda")
     far.copy_(bs[1])
     del gap
-    check(program, [a], [bs[0], far], operands)
-
-
-def test_a_pair_that_cannot_be_read_in_place_is_copied(monkeypatch):
-    """One weight twice, and two that are further apart than TMA's strides."""
-    program = kinds()["swiglu"]
-    (a,), bs, operands = inputs(program, 64, N, K, device="cuda")
-    check(program, [a], [bs[0], bs[0]], operands)
-    monkeypatch.setattr(tensors, "_MAX_STRIDE", 2 * N * K + 1)  # of a copy, whose weights adjoin
-    check(program, [a], bs, operands)
+    for pair in ([bs[0], far], [far, bs[0]]):
+        check(program, [a], pair, operands)
 
 
 def test_layouts_that_must_be_copied():
