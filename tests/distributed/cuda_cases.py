@@ -47,13 +47,14 @@ def products():
     return create_selective_checkpoint_contexts(policy)
 
 
-def sharded(backend, converted=lambda own: own, again=None):
-    """FSDP2: float32 parameters, bfloat16 in the blocks. ``again``: what of a block is computed
-    again, as arguments of a checkpoint around it."""
+def sharded(backend, converted=lambda own: own, keeps=None):
+    """FSDP2: float32 parameters, bfloat16 in the blocks. ``keeps``: what selective checkpoints
+    around blocks keep."""
     own = converted(model(torch.float32))
-    if again is not None:
+    if keeps is not None:
+        how = {"preserve_rng_state": False, "context_fn": keeps}
         for number, block in enumerate([*own.layers]):
-            own.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False, **again)
+            own.layers[number] = checkpoint_wrapper(block, **how)
     compiled(own.layers, backend)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     shard(own, init_device_mesh("cuda", (dist.get_world_size(),)), mp_policy=policy)
@@ -140,11 +141,9 @@ def check(wrap, *args, split=True, **how):
 #: All are as exact as torch.compile's code under the same wrapping.
 CHECKS = {
     "FSDP2": check(sharded),
-    "FSDP2 of blocks that are computed again": check(sharded, again={}),
-    "FSDP2 of blocks whose products are kept": check(sharded, again={"context_fn": products}),
+    "FSDP2 of blocks whose products are kept": check(sharded, keeps=products),
     "head and loss as one graph beside blocks": head_and_loss,
     "DDP": check(replicated),
-    "tensor parallelism": check(parallel, cases.tensor_parallel, split=False),
     "sequence parallelism": check(parallel, cases.sequence_parallel, split=False),
 }
 if importlib.util.find_spec("torchao") is not None:

@@ -50,7 +50,6 @@ class Group:
     """
 
     def __init__(self, module: str, world: int, seconds: float):
-        self._port = str(_free_port())
         with tempfile.TemporaryDirectory() as folder:
             self._run(module, world, seconds, Path(folder))
 
@@ -61,7 +60,7 @@ class Group:
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
             "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self._port,
+            "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
@@ -72,17 +71,6 @@ class Group:
         self.said = "\n".join([done.stderr, *texts])
         self._results = [_read(path) for path in folder.glob("*.json")]
         provoked.codes |= {code for results in self._results for code in results.pop("codes", ())}
-
-    def alive(self) -> list[str]:
-        """The command lines of processes that it, or what it started, has left behind."""
-        return [text for text in map(self._command, Path("/proc").glob("[0-9]*")) if text]
-
-    def _command(self, process: Path) -> str:
-        try:
-            ours = f"MASTER_PORT={self._port}\0" in (process / "environ").read_text()
-            return (process / "cmdline").read_text() if ours else ""
-        except OSError:  # it is another user's, or has ended meanwhile
-            return ""
 
     def errors(self, check: str) -> str:
         """What went wrong in ``check`` on any rank; empty where nothing did."""

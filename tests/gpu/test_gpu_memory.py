@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from layers import agree, compiled, make
-from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
+from oracle import NEEDS_KERNELS, check, config_for, launched
 from programs import inputs, kinds, legal
-
-from coda_inductor.select.config import legal_configs
 
 pytestmark = [*NEEDS_KERNELS, pytest.mark.usefixtures("fresh")]
 HERE = Path(__file__).parent
@@ -44,24 +42,17 @@ def test_what_lies_between_two_operands_is_never_read(gap):
         assert all(x.isfinite().all() for x in outputs)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-    ],
-    ids=str,
-)
-def test_operands_at_the_end_of_their_allocations(setting):
+@pytest.mark.parametrize("name", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_operands_at_the_end_of_their_allocations(name):
     """Without the caching allocator each tensor is an allocation, which the memory checker knows
     the end of."""
-    checker = (
-        shutil.which("compute-sanitizer") if "PYTORCH_NO_CUDA_MEMORY_CACHING" in setting else None
-    )
+    cached = name == "PYTORCH_CUDA_ALLOC_CONF"
+    checker = None if cached else shutil.which("compute-sanitizer")
     # Libraries ask the driver for what it may not have: an error code that they handle is none.
     memcheck = [checker, "--report-api-errors", "no", "--error-exitcode", "9"] if checker else []
     folders = [HERE.parents[1], HERE, HERE.parent, os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **setting, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment[name] = "expandable_segments:True" if cached else "1"
     command = [*memcheck, sys.executable, str(HERE / "memory_edges.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [x for x in (done.stdout + done.stderr).splitlines() if "Host Frame" not in x]
@@ -98,44 +89,17 @@ def test_more_than_two_thousand_million_results():
         torch.testing.assert_close(out[rows].float(), exact, rtol=2**-8, atol=1e-3)
 
 
-ORDERS = [(a, b) for a in (1, -1) for b in (1, -1)]
-
-
-def terms(m: int, k: int, b_major: str = "n"):
-    """(program, as_, bs, operands) with A and B both in the order of their addresses."""
-    program = kinds()["norm_bwd"]
-    as_, bs, operands = inputs(program, m, N, k, b_major=b_major, device="cuda", terms=2)
-    as_.sort(key=torch.Tensor.data_ptr)
-    bs.sort(key=torch.Tensor.data_ptr)
-    return program, as_, bs, operands
-
-
 @pytest.mark.parametrize("b_major", ["n", "k"])
 def test_as_if_concatenated_in_every_order(monkeypatch, b_major):
-    concatenate = torch.cat
+    concatenate, program = torch.cat, kinds()["norm_bwd"]
     monkeypatch.setattr(torch, "cat", lambda *args: pytest.fail("the terms were copied"))
-    for m, k, (left, right) in itertools.product((1, 1021), (64, 8192), ORDERS):
-        program, as_, bs, operands = terms(m, k, b_major)
-        as_, bs = as_[::left], bs[::right]
+    for m, k, left, right in itertools.product((1, 1021), (64, 8192), (1, -1), (1, -1)):
+        as_, bs, operands = inputs(program, m, N, k, b_major=b_major, device="cuda", terms=2)
+        as_ = sorted(as_, key=torch.Tensor.data_ptr)[::left]
+        bs = sorted(bs, key=torch.Tensor.data_ptr)[::right]
         got = check(program, as_, bs, operands)
         # Wherever they lie, the kernel starts with the first: so the same bits.
         whole_a, whole_b = concatenate(as_, 1), concatenate(bs, 0)
         whole_b = whole_b.t().contiguous().t() if b_major == "k" else whole_b
         whole = launched([whole_a], [whole_b], operands, program, config_for(program))
         torch.testing.assert_close(got, whole, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_captured_call_may_find_its_tensors_in_the_other_order(order):
-    """Each case has a config of its own: a kernel that has been launched is loaded."""
-    program, as_, bs, operands = terms(500, 256)
-    config = legal_configs(program, ARCH)[order]
-    first, second = as_[::-order], as_[::order]
-    launched(first, bs, operands, program, config)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = launched(second, bs, operands, program, config)
-    graph.replay()
-    torch.cuda.synchronize()
-    for x, y in zip(captured, launched(second, bs, operands, program, config), strict=True):
-        assert torch.equal(x, y)

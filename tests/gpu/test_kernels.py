@@ -4,7 +4,7 @@ few kernels are launched by two tests: processes share the work."""
 
 import pytest
 import torch
-from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
+from oracle import ARCH, NEEDS_KERNELS, check, launched
 from programs import B_MAJOR, TERMS, heads, inputs, kinds, legal, one_op, programs
 
 from coda_inductor.memory.halves import half_of
@@ -94,16 +94,6 @@ def test_layouts_that_must_be_copied():
     check(program, [a[:1].expand(100, K)], bs, [residual.t().contiguous().t(), shifted])
     odd = torch.randn(100, N + 3, device="cuda").to(a.dtype)[:, 1 : N + 1]
     check(program, [a], bs, [odd, weight[:1].expand(N)])
-
-
-def test_results_repeat_and_every_element_is_written():
-    program = programs()["chain"]
-    arguments = inputs(program, 777, N, K, device="cuda")
-    poison = [torch.full((4096, 4096), float("nan"), device="cuda") for _ in range(4)]
-    del poison  # the allocator hands this memory out again
-    first = launched(*arguments, program, config_for(program))
-    second = launched(*arguments, program, config_for(program))
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 NAMES = [name for name, p in heads().items() if legal_configs(p, ARCH)]
