@@ -15,9 +15,7 @@ from layers import compiled
 from test_eager import EXACT, small_integers
 from test_pass_contract import CASES, Case, same_model
 from test_pass_contract import model as model_of
-from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 from zoo import diffusion, edges
 from zoo.experts import Block, E, given, halves, interleaved, scattered, two_weights
 from zoo.heads import Head, Tied
@@ -27,7 +25,7 @@ from coda_inductor import reports
 from coda_inductor.dynamo import late_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
-DEVICE, KERNELS = "cuda", {"kernel"}
+DEVICE = "cuda"
 D, HIDDEN, ROWS, V = 256, 640, 264, 2056
 
 
@@ -45,15 +43,6 @@ class Row:
 
 def layer(rows: int, **how: Any):
     return Layer(**how), (randn(1, rows, D), randn(1, rows, D))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = Layer()
-
-    def forward(self, x, y):
-        return checkpoint(self.layer, x, y, use_reentrant=False)
 
 
 def under_autocast(call):
@@ -87,11 +76,6 @@ def table(tied: bool, words: int):
 def modulated(mean: float, start: float):
     inputs = randn(ROWS, D) + start, randn(ROWS, D), randn(6, D)
     return edges.Modulated(mean, D, HIDDEN), inputs
-
-
-def streams():
-    inputs = randn(1, 300, D), randn(1, 44, D), randn(1, D)
-    return diffusion.Blocks(diffusion.Single, 2, width=D), inputs
 
 
 def confident(confidence: float, cap: float):
@@ -139,8 +123,6 @@ TABLE = {
     ) for rows in (1, 7, 127, 1024, 8191)
       for dtype in (torch.bfloat16, torch.float16) for trains in (False, True)},
     "biases": Row(lambda: layer(304, bias=True), ("rms_norm",)),
-    # What a norm behind a residual reads is rounded to bfloat16 by eager and by us.
-    "checkpoint": Row(lambda: (Checkpointed(), layer(512)[1]), ("rms_norm",)),
     "autocast": Row(
         lambda: layer(512), ("rms_norm",), how={"parameters": torch.float32}, around=under_autocast
     ),
@@ -158,7 +140,9 @@ TABLE = {
         how={"training": False},
     ) for mean in (0, 1000) for start in (0, 100)},
     "text and image in one stream": Row(
-        streams, ("layer_norm", "modulated", "concatenated"), how={"training": False}
+        lambda: (diffusion.Blocks(diffusion.Single, 2, width=D),
+                 (randn(1, 300, D), randn(1, 44, D), randn(1, D))),
+        ("layer_norm", "modulated", "concatenated"), how={"training": False},
     ),
     **{f"{kind}, singular value {s}": Row(lambda kind=kind, s=s: normed(kind, s), ("rms_norm",))
        for kind, s in edges.SINGULAR},
@@ -188,14 +172,7 @@ def test_no_worse_than_torch_compile_and_eager(name, monkeypatch):
     row = TABLE[name]
     torch.manual_seed(0)
     model, inputs, *tangent = row.make()
-    hold(row, model.to(DEVICE), [x.to(DEVICE) for x in inputs], *tangent)
-    fused = [site for report in reports() for site in report.sites if site.fused]
-    assert {site.how for site in fused} == KERNELS or not row.kernels
-    fired = {p for site in fused for p in site.patterns} | set(counters["coda"])
-    assert set(row.fires) <= fired
 
-
-def hold(row, model, inputs, tangent=None):
     def compile_with(compiler):
         def call(m):
             torch._dynamo.reset()
@@ -208,7 +185,11 @@ def hold(row, model, inputs, tangent=None):
         return compiled(m, **{"strict": True, **row.options})
 
     compilers = [compile_with(torch.compile), compile_with(ours)]
-    edges.hold(model, inputs, compilers, tangent, **row.how)
+    edges.hold(model.to(DEVICE), [x.to(DEVICE) for x in inputs], compilers, *tangent, **row.how)
+    fused = [site for report in reports() for site in report.sites if site.fused]
+    assert {site.how for site in fused} == {"kernel"} or not row.kernels
+    fired = {p for site in fused for p in site.patterns} | set(counters["coda"])
+    assert set(row.fires) <= fired
 
 
 @EXACT

@@ -7,6 +7,8 @@ import pytest
 import torch
 from layers import compiled, make
 
+import coda_inductor
+
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
@@ -30,12 +32,18 @@ def moved(model, start) -> torch.Tensor:
     return torch.cat([(p.detach().float() - q.detach().float()).flatten() for p, q in pairs])
 
 
-@pytest.mark.parametrize("cudagraphs", [False, True])
-def test_training_steps_follow_eager(cudagraphs):
-    """Without gradients, or with stale ones, the distance would be the way itself."""
+@pytest.mark.parametrize("backend", ["inductor", "coda"])
+def test_training_steps_follow_eager(backend):
+    """In Inductor's own passes, and replayed. Without gradients, or with stale ones, the distance
+    would be the way itself."""
     start = make()
     mine, theirs = copy.deepcopy(start), copy.deepcopy(start)
-    train(mine, compiled(mine, **{"triton.cudagraphs": cudagraphs}))
+    if backend == "coda":
+        train(mine, compiled(mine, **{"triton.cudagraphs": True}))
+    else:
+        with coda_inductor.enabled(gate="always", strict=True):
+            train(mine, torch.compile(mine))
+    assert coda_inductor.reports()[-1].kernels
     train(theirs, theirs)
     way = moved(theirs, start)
     assert (moved(mine, start) - way).norm() < 0.4 * way.norm()

@@ -11,7 +11,6 @@ from coda_inductor.runtime.launch import Kernel
 from coda_inductor.select.config import Config
 
 pytestmark = [*NEEDS_KERNELS, pytest.mark.usefixtures("fresh")]
-TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 N, K = 264, 128
 NAMES = list(kinds())
 
@@ -61,15 +60,6 @@ def test_on_the_current_stream(prepared):
         got = launched(as_, bs, late, program, config_for(program))
     stream.synchronize()
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@TWO
-@pytest.mark.parametrize("name", NAMES)
-def test_on_another_device_than_the_current_one(name):
-    for device in ("cuda:0", "cuda:1", "cuda:1", "cuda:0"):
-        program, *tensors = case(name, device=device)
-        for x in check(program, *tensors):
-            assert str(x.device) == device
 
 
 def test_dynamic_kernels_share_no_counter(prepared):
