@@ -2,7 +2,7 @@
 """What every pass and pattern owes, asked of each: it fires and gradients are eager's in float64,
 of any size, in a checkpoint, under autocast and when it is run twice; it can be disabled; and a
 condition that is broken keeps it from firing, for a reason. ``CASES`` are asked on a GPU too
-(``gpu/test_gpu_exact.py``), also in inference, and on two ranks (``distributed/cases.py``)."""
+(``gpu/test_gpu_exact.py``), also in inference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -58,7 +58,7 @@ def agree(have, want) -> None:
             assert (have[name].float() - theirs).norm() < 0.08 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
 def test_gradients_are_those_of_the_numbers(config):
     harness = Harness(gate="always", reference=True)
     have = gradients(adapted(True, torch.bfloat16, **config), fp8.batch(), harness.train)

@@ -6,44 +6,38 @@ import contextlib
 import copy
 import dataclasses
 import datetime as dt
+import gc
 import importlib.util
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import checking
 import expert_ranks
-import pytest
-import test_pass_contract as contract
 import torch
 import torch.distributed as dist
 import training as on
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import titan
-from zoo.layers import Decoder, Gated, rotated
+from zoo.layers import Decoder, rotated
 
 import coda_inductor
 from coda_inductor import log, notice, op_by_op
 from coda_inductor.compat import InductorError
 from coda_inductor.memory import limit as rooms
-from coda_inductor.report import SiteReport
 
 #: What one graph, which serves all blocks, does. Its first norm reads an input.
 BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
@@ -57,25 +51,14 @@ BFLOAT16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way.
-
-    Attributes:
-        spread: a on.decoder -> what is called in its place; the on.decoder itself is changed.
-        fired: counters of all steps.
-        said: (what, code) of refusals in the last report, or (site, code) in a forward pass.
-        fused: sites of a forward pass.
-        model: arguments of the on.decoder.
-        split: each rank has rows of its own of a batch.
-        loss: of the result, and tokens.
-        around: what the steps run in.
-    """
+    """One way: ``spread`` changes a decoder, and returns what is called in its place."""
 
     spread: Callable[[Decoder], Callable[..., torch.Tensor]]
-    fired: Mapping[str, int]
-    said: frozenset[tuple[str, str]] = frozenset()
-    fused: frozenset[str] = frozenset()
-    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    split: bool = False
+    fired: Mapping[str, int]  # counters of all steps
+    said: frozenset[tuple[str, str]] = frozenset()  # (what, or a forward site, code of its refusal)
+    fused: frozenset[str] = frozenset()  # sites of a forward pass
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the decoder
+    split: bool = False  # each rank has rows of its own of a batch
     loss: Callable[..., torch.Tensor] = on.loss_of
     around: Callable[[], Any] = contextlib.nullcontext
 
@@ -94,15 +77,12 @@ class Case:
         said |= {(name, site.refusal.code) for name, site in sites if site.refusal}
         assert self.said <= said, said
         assert self.fused <= {name for name, site in sites if site.fused}
-        assert_ranks_agree([site for found in coda_inductor.reports() for site in found.sites])
-
-
-def assert_ranks_agree(sites: list[SiteReport]) -> None:
-    """On what each has fused: else collectives would not meet."""
-    mine = [(s.site, s.role, s.how, s.patterns) for s in sites]
-    everybody: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    assert all(other == mine for other in everybody)
+        # Ranks agree on what each has fused: else collectives would not meet.
+        sites = [site for found in coda_inductor.reports() for site in found.sites]
+        mine = [(s.site, s.role, s.how, s.patterns) for s in sites]
+        everybody: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        assert all(other == mine for other in everybody)
 
 
 def compiled(model: nn.Module) -> Callable[..., torch.Tensor]:
@@ -127,7 +107,7 @@ def tensor_parallel(model: Decoder, over: Any = None) -> Decoder:
     return model
 
 
-def sequence_parallel(model: Decoder, over: Any = None, **how: Any) -> Decoder:
+def sequence_parallel(model: Decoder, over: Any = None) -> Decoder:
     whole, parts = Replicate(), Shard(1)
     around = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=parts),
@@ -136,7 +116,7 @@ def sequence_parallel(model: Decoder, over: Any = None, **how: Any) -> Decoder:
     }
     plan = {name: SequenceParallel() for name in ("norm1", "norm2")}
     for name in ("q", "k", "v", "gate", "up"):
-        plan[name] = ColwiseParallel(input_layouts=parts, **(how if name in ("gate", "up") else {}))
+        plan[name] = ColwiseParallel(input_layouts=parts)
     plan |= {name: RowwiseParallel(output_layouts=parts) for name in ("o", "down")}
     parallelize_module(model, over or on.mesh(), around)
     for block in model.layers:
@@ -144,19 +124,9 @@ def sequence_parallel(model: Decoder, over: Any = None, **how: Any) -> Decoder:
     return model
 
 
-def with_sharded_logits(model: Decoder) -> Callable[..., torch.Tensor]:
-    how = {"head": ColwiseParallel(use_local_output=False)}
-    parallelize_module(tensor_parallel(model), on.mesh(), how)
-    return compiled(lambda tokens: on.loss_of(model(tokens), tokens))
-
-
 def tensor_in_fsdp(model: Decoder) -> Decoder:
     over = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     return on.shard(on.blocks(tensor_parallel(model, over["tensor"])), over["data"])
-
-
-def result(found: torch.Tensor, _tokens: torch.Tensor) -> torch.Tensor:
-    return found
 
 
 SHARDED = {"split": True, "model": {"layers": 2}}
@@ -164,7 +134,7 @@ CASES = {
     # Torch breaks the graph at each block's hooks.
     "FSDP of the whole model": Case(lambda m: compiled(on.shard(m)), BLOCK, **SHARDED),
     "FSDP as torchtitan applies it, head and loss as ours": Case(
-        as_torchtitan_with_ours, BLOCK | {"cross_entropy": 1}, loss=result, **SHARDED
+        as_torchtitan_with_ours, BLOCK | {"cross_entropy": 1}, loss=lambda y, _: y, **SHARDED
     ),
     # A tile has whole heads, whatever rank they are of.
     "tensor parallelism": Case(
@@ -179,16 +149,6 @@ CASES = {
         {**SWIGLU, "collective": GATHERS + REDUCES, "rms_norm": 0},
         frozenset({("rms_norm", "distributed-tensor"), *OUT}), frozenset(PAIR),
     ),
-    # They stay torch's: an op of ours has no rule for how to spread it.
-    "gates of distributed tensors": Case(
-        lambda m: compiled(sequence_parallel(m, use_local_output=False)),
-        {"swiglu": 0, "collective": GATHERS + REDUCES},
-        frozenset({("swiglu", "distributed-tensor")}),
-    ),
-    "a loss of sharded logits": Case(
-        with_sharded_logits, {**SWIGLU, "cross_entropy": 0},
-        frozenset({("cross_entropy", "distributed-tensor")}), loss=result, around=loss_parallel,
-    ),
     # Inductor's asynchronous tensor parallelism runs a product in pieces beside its collective.
     "what Inductor overlaps is left to it": Case(
         lambda m: compiled(sequence_parallel(m)), {"swiglu": 0, "collective": GATHERS},
@@ -197,17 +157,6 @@ CASES = {
     ),
     "tensor parallelism inside of FSDP": Case(tensor_in_fsdp, {**SWIGLU, "collective": REDUCES}),
 }  # fmt: skip
-
-
-def each_pass_does_its_work_on_both_ranks():
-    """The models of the contract: each pass as often as on one rank, with eager's gradients."""
-    with pytest.MonkeyPatch.context() as patch:
-        contract.count_all_as_large(patch)
-        for names in contract.same_model():
-            cases = [contract.CASES[name] for name in names]
-            harness = checking.check_gradients(*contract.model(cases[0]), **cases[0].options)
-            assert [case.seen(harness) for case in cases] == [case.often for case in cases], names
-            assert_ranks_agree(harness.report.sites)
 
 
 def a_graph_that_ddp_cut_is_named_once_with_the_remedy():
@@ -223,10 +172,10 @@ def a_graph_that_ddp_cut_is_named_once_with_the_remedy():
     on.assert_trained_as(model, on.single(2, 2, **how))
     kept = [weakref.ref(x) for x in (model, step, model.head.weight)]
     del model, step
-    on.assert_freed(kept)
+    gc.collect()
+    assert not any(reference() for reference in kept)
     (warning,) = said
-    for text in ("DistributedDataParallel cut", "optimize_ddp = False", "compile(backend='coda')"):
-        assert text in warning
+    assert "optimize_ddp = False" in warning
     assert torch._dynamo.utils.counters["coda"]["rms_norm"] < 2 * 2  # as one graph would have
 
 
@@ -280,7 +229,7 @@ def steps_of_clipped_gradients_that_were_added_up():
 
 
 def bfloat16_beside_float32_master_weights():
-    """As exact as eager under the same wrapping, beside float64. Nothing keeps the model then."""
+    """As exact as eager under the same wrapping, beside float64."""
     on.fresh()
     ours, theirs = (
         on.shard(on.blocks(on.decoder()), **BFLOAT16).float(),
@@ -291,43 +240,6 @@ def bfloat16_beside_float32_master_weights():
     errors = [on.distance(model, on.single(2, layers=2)) for model in (ours, theirs)]
     assert errors[0] <= 1.2 * errors[1], errors
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    on.assert_fired(BLOCK)
-    kept = [weakref.ref(x) for x in (ours, ours.layers[0], ours.head.weight)]
-    del ours, model
-    on.assert_freed(kept)
-
-
-class Stage(nn.Module):
-    """The first or the last half of a decoder, blocks compiled."""
-
-    def __init__(self, whole: Decoder, first: bool):
-        super().__init__()
-        half = len(whole.layers) // 2
-        self.layers = whole.layers[:half] if first else whole.layers[half:]
-        on.blocks(self)
-        self.before = whole.embedding if first else nn.Identity()
-        self.behind = nn.Identity() if first else nn.Sequential(whole.norm, whole.head)
-
-    def forward(self, x):
-        x = self.before(x)
-        for block in self.layers:
-            x = block(x)
-        return self.behind(x)
-
-
-def stages_of_blocks():
-    """Pipeline parallelism: a stage's input and its gradient come from other ranks."""
-    on.fresh()
-    first = dist.get_rank() == 0
-    stage = Stage(on.decoder(), first)
-    runs = PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))
-    schedule = Schedule1F1B(runs, n_microbatches=2, loss_fn=on.loss_of)
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
-    for tokens in on.batches(2):
-        schedule.step(*([tokens] if first else []), target=None if first else tokens)
-        optimizer.step()
-        optimizer.zero_grad()
-    on.assert_trained_as(stage, Stage(copy.deepcopy(on.single(2, layers=2)), first))
     on.assert_fired(BLOCK)
 
 
@@ -367,27 +279,6 @@ def what_every_rank_warns_of_is_said_once_a_host():
     assert f"coda_inductor [rank {rank}]: this is {rank}" in said
 
 
-def sharded_parameters_where_only_inductor_is_accepted():
-    """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor. It
-    returns no view: FSDP2 warns of those, because what writes to one drops its hooks."""
-    on.fresh()
-    torch.manual_seed(0)
-    layer = Gated(16, 32, front=True).double()
-    other = copy.deepcopy(layer)
-    generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(8, 16, dtype=torch.float64, generator=generator) for _ in range(2)]
-    enabled = coda_inductor.enabled(**on.OPTIONS)
-    with enabled, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        layer.compile()
-        fully_shard(layer, mesh=on.mesh())
-        for model, of in ((layer, on.mine), (other, lambda x: x)):
-            on.train(model, list(map(of, data)), loss=lambda y, _: y.square().mean())
-    on.assert_trained_as(layer, other, 1e-6)
-    assert not [w for w in said if "returned a view" in str(w.message)]
-    on.assert_fired(BLOCK)
-
-
 def ranks_agree_on_a_peak_once_and_without_a_collective():
     """One rank compiles more graphs than the other: it must not wait for that."""
     rank = dist.get_rank()
@@ -408,24 +299,21 @@ def a_rank_that_never_compiles_is_not_waited_for_forever():
     dist.barrier()
 
 
+#: Whether Inductor writes the code, which takes seconds a graph.
+INDUCTOR = False
 #: Name -> a check.
 CHECKS: dict[str, Callable[[], None]] = {
     **CASES,
     **expert_ranks.CHECKS,
     **{check.__name__: check for check in (
-        each_pass_does_its_work_on_both_ranks,
         a_graph_that_ddp_cut_is_named_once_with_the_remedy, the_pages_recipes_train_as_eager_does,
         steps_of_clipped_gradients_that_were_added_up, bfloat16_beside_float32_master_weights,
-        stages_of_blocks,
         a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others,
         what_every_rank_warns_of_is_said_once_a_host,
         ranks_agree_on_a_peak_once_and_without_a_collective,
         a_rank_that_never_compiles_is_not_waited_for_forever,
-        sharded_parameters_where_only_inductor_is_accepted,
     )},
 }  # fmt: skip
-#: What has Inductor's own code, which takes seconds a graph.
-INDUCTOR = {"sharded_parameters_where_only_inductor_is_accepted"}
 if importlib.util.find_spec("torchao") is not None:
     import float8_ranks
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts that are spread over ranks, and experts whose weights are sharded."""
 
-from collections.abc import Callable
-
 import checking
 import torch
 import torch.distributed as dist
@@ -12,8 +10,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zoo.experts import Block, K, fused, given, halves, plain, scattered
 from zoo.layers import Gated
-
-from coda_inductor.semantic.experts import WGRAD
 
 EACH, TOKENS = 3, 12  # experts and tokens of each rank
 
@@ -31,8 +27,7 @@ class Mixture(Block):
 
 def experts_of_other_ranks():
     """As in torchtitan, which exchanges counts outside of graphs. The exchange of rows stays
-    torch's, and no block of one rank is found; gate and up of the rows that came share a tile, and
-    the gradient of the gate is in that of the product behind it."""
+    torch's; gate and up of the rows that came share a tile."""
     ranks = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     x, ids, w = given(TOKENS, experts=ranks * EACH)
@@ -43,13 +38,9 @@ def experts_of_other_ranks():
     offs = theirs.view(ranks, EACH).sum(0).cumsum(0).to(torch.int32)
     perm = torch.argsort(ids.reshape(-1), stable=True)
     harness = checking.check_gradients(Mixture(experts=EACH), x, w, perm, order, offs, sent, got)
-    assert not harness.counts["experts"]
     assert fused(harness) == ["pair", "", "", ""]
-    assert harness.ops()[str(WGRAD)] == 2
     exchanges = [n for name, n in harness.ops().items() if "all_to_all_single" in name]
     assert sum(exchanges) == 4  # both ways, in both directions
-    assert [s.role for s in harness.fused] == ["forward"] * 2 + ["input gradient"] * 2
-    assert sum(site.program.loads != () for site in harness.fused) == 1
 
 
 class Switched(nn.Module):
@@ -88,7 +79,6 @@ def an_expert_that_only_the_last_micro_batch_uses():
         assert (eager - compiled).norm() <= 2e-2 * eager.norm()
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (experts_of_other_ranks, an_expert_that_only_the_last_micro_batch_uses)
-}
+CHECKS = {check.__name__: check for check in (
+    experts_of_other_ranks, an_expert_that_only_the_last_micro_batch_uses,
+)}  # fmt: skip

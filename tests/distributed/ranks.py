@@ -45,12 +45,11 @@ class Group:
     ends the others.
 
     Attributes:
-        codes: their exit codes; None where one had to be killed after ``seconds``.
+        codes: their exit codes; of one that does not end in ``seconds``, faulthandler's.
         said: what they printed.
     """
 
     def __init__(self, module: str, world: int, seconds: float):
-        self._port = str(_free_port())
         with tempfile.TemporaryDirectory() as folder:
             self._run(module, world, seconds, Path(folder))
 
@@ -61,7 +60,7 @@ class Group:
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
             "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self._port,
+            "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
@@ -73,17 +72,6 @@ class Group:
         self._results = [_read(path) for path in folder.glob("*.json")]
         provoked.codes |= {code for results in self._results for code in results.pop("codes", ())}
 
-    def alive(self) -> list[str]:
-        """The command lines of processes that it, or what it started, has left behind."""
-        return [text for text in map(self._command, Path("/proc").glob("[0-9]*")) if text]
-
-    def _command(self, process: Path) -> str:
-        try:
-            ours = f"MASTER_PORT={self._port}\0" in (process / "environ").read_text()
-            return (process / "cmdline").read_text() if ours else ""
-        except OSError:  # it is another user's, or has ended meanwhile
-            return ""
-
     def errors(self, check: str) -> str:
         """What went wrong in ``check`` on any rank; empty where nothing did."""
         found = [results.get(check, NOT_RUN) for results in self._results]
@@ -93,24 +81,15 @@ class Group:
         return "\n".join([*errors, self.said[-4000:]])
 
 
-def _codes(ranks: list[int], seconds: float) -> list[int | None]:
-    """Wait for all of them; the deadline, or one that fails, ends the others."""
-    deadline = time.monotonic() + seconds + 30  # for imports, then faulthandler ends each
+def _codes(ranks: list[int]) -> list[int | None]:
+    """Wait for all of them; one that fails, or that faulthandler ends, ends the others."""
     codes: dict[int, int | None] = dict.fromkeys(ranks)
-    try:
-        while True:
-            for rank in [rank for rank in ranks if codes[rank] is None]:
-                ended, status = os.waitpid(rank, os.WNOHANG)
-                codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
-            found = [*codes.values()]
-            late = time.monotonic() > deadline
-            if None not in found or late or any(found):
-                return found
-            time.sleep(0.05)
-    finally:
-        for rank in [rank for rank in ranks if codes[rank] is None]:
+    while None in codes.values():
+        ended, status = os.wait()
+        codes[ended] = os.waitstatus_to_exitcode(status)
+        for rank in [rank for rank in ranks if codes[ended] and codes[rank] is None]:
             os.kill(rank, signal.SIGKILL)
-            os.waitpid(rank, 0)
+    return [*codes.values()]
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -161,7 +140,7 @@ def main(folder: str, seconds: str, name: str) -> None:
             one_rank(folder, float(seconds), name)
             return
         ranks.append(forked)
-    codes = _codes(ranks, float(seconds))
+    codes = _codes(ranks)
     Path(folder, "codes").write_text(json.dumps(codes))
 
 
@@ -206,7 +185,7 @@ def one_rank(folder: str, seconds: float, name: str) -> None:
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
         for check, function in module.CHECKS.items():
             # It takes minutes if Inductor writes C++ for all.
-            op_by_op.compile_fx_inner = inductor if check in module.INDUCTOR else op_by_op_only
+            op_by_op.compile_fx_inner = inductor if module.INDUCTOR else op_by_op_only
             run(function, check, file)
         file.write(json.dumps(["codes", sorted(provoked.codes)]) + "\n")
     dist.destroy_process_group()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks over gloo: steps of training equal eager's on one rank, what fuses, a clean end.
 
-``cases`` has the checks. All run in the same two processes; graphs run op by op behind our passes,
-but in those that are about Inductor's code.
+``cases`` has the checks. All run in the same two processes; graphs run op by op behind our passes.
 """
 
 import cases

@@ -47,22 +47,15 @@ def what_fsdp2_shards_is_compiled_by_the_callback():
     on.fresh()
     model, callback = on.shard(on.decoder()), CodaCallback(options=on.OPTIONS)
     callback.on_train_begin(trainer(llama()).args, None, None, model=model)
-    assert [bool(part._compiled_call_impl) for part in (model, *model.layers)] == [
-        False,
-        True,
-        True,
-    ]
+    compiled = [bool(part._compiled_call_impl) for part in (model, *model.layers)]
+    assert compiled == [False, True, True]
     assert not callback.unchecked
     on.train(model, [on.mine(tokens) for tokens in on.batches(2)])
     on.assert_trained_as(model, on.single())
     on.assert_fired({"swiglu_backward": 1})
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        ddp_in_a_trainer_trains_as_without_the_callback,
-        a_gradient_that_is_not_reduced_stops_all_ranks,
-        what_fsdp2_shards_is_compiled_by_the_callback,
-    )
-}
+CHECKS = {check.__name__: check for check in (
+    ddp_in_a_trainer_trains_as_without_the_callback, a_gradient_that_is_not_reduced_stops_all_ranks,
+    what_fsdp2_shards_is_compiled_by_the_callback,
+)}  # fmt: skip

@@ -4,9 +4,7 @@ data."""
 
 import contextlib
 import functools
-import gc
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,11 +118,6 @@ def assert_trained_as(model: nn.Module, plain: nn.Module, tolerance: float = 1e-
 def distance(model: nn.Module, exact: nn.Module) -> float:
     pairs = zip(model.parameters(), exact.parameters(), strict=True)
     return sum((full(p.detach()).double() - q).norm().item() ** 2 for p, q in pairs) ** 0.5
-
-
-def assert_freed(references: list[weakref.ref]) -> None:
-    gc.collect()
-    assert not any(reference() for reference in references)
 
 
 def blocks(model: Decoder) -> Decoder:

@@ -26,4 +26,3 @@ def test_ranks(check):
 
 def test_every_rank_ends_by_itself():
     assert group().codes == [0, 0], group().said[-4000:]
-    assert not group().alive()

@@ -15,9 +15,7 @@ from layers import compiled
 from test_eager import EXACT, small_integers
 from test_pass_contract import CASES, Case, same_model
 from test_pass_contract import model as model_of
-from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 from zoo import diffusion, edges
 from zoo.experts import Block, E, given, halves, interleaved, scattered, two_weights
 from zoo.heads import Head, Tied
@@ -27,42 +25,24 @@ from coda_inductor import reports
 from coda_inductor.dynamo import late_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
-DEVICE, KERNELS = "cuda", {"kernel"}
+DEVICE = "cuda"
 D, HIDDEN, ROWS, V = 256, 640, 264, 2056
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One model.
-
-    Attributes:
-        make: the model and its inputs, and perhaps the gradient of its result.
-        fires: counters, or patterns that kernels absorb.
-        options: of the backend.
-        how: arguments of ``edges.hold``.
-        around: what each call runs in.
-        kernels: whether each site that fuses is one.
-    """
+    """One model: ``make`` gives it and its inputs, and perhaps the gradient of its result."""
 
     make: Callable[[], tuple[Any, ...]]
-    fires: tuple[str, ...] = ()
+    fires: tuple[str, ...] = ()  # counters, or patterns that kernels absorb
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    how: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    how: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of ``edges.hold``
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call
-    kernels: bool = True
+    kernels: bool = True  # each site that fuses is one
 
 
 def layer(rows: int, **how: Any):
     return Layer(**how), (randn(1, rows, D), randn(1, rows, D))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = Layer()
-
-    def forward(self, x, y):
-        return checkpoint(self.layer, x, y, use_reentrant=False)
 
 
 def under_autocast(call):
@@ -93,22 +73,9 @@ def table(tied: bool, words: int):
     return model, (torch.randint(words, (1, 1024)),)
 
 
-def stream(mean: float, start: float):
-    return edges.Stream(mean, D, HIDDEN), (randn(ROWS, D) + start, randn(ROWS, D))
-
-
 def modulated(mean: float, start: float):
     inputs = randn(ROWS, D) + start, randn(ROWS, D), randn(6, D)
     return edges.Modulated(mean, D, HIDDEN), inputs
-
-
-def images(batch: int, tokens: int):
-    return diffusion.Blocks(diffusion.Block, 2, width=D), (randn(batch, tokens, D), randn(batch, D))
-
-
-def streams():
-    inputs = randn(1, 300, D), randn(1, 44, D), randn(1, D)
-    return diffusion.Blocks(diffusion.Single, 2, width=D), inputs
 
 
 def confident(confidence: float, cap: float):
@@ -153,36 +120,29 @@ TABLE = {
         lambda rows=rows: layer(rows), ("rms_norm",) if rows > 1 or not trains else (),
         {"fp16_norms": dtype == torch.float16},
         {"dtype": dtype, "training": trains},
-    ) for rows in (1, 7, 8, 120, 127, 1024, 4104, 8191)
+    ) for rows in (1, 7, 127, 1024, 8191)
       for dtype in (torch.bfloat16, torch.float16) for trains in (False, True)},
     "biases": Row(lambda: layer(304, bias=True), ("rms_norm",)),
-    # What a norm behind a residual reads is rounded to bfloat16 by eager and by us.
-    "checkpoint": Row(lambda: (Checkpointed(), layer(512)[1]), ("rms_norm",)),
     "autocast": Row(
         lambda: layer(512), ("rms_norm",), how={"parameters": torch.float32}, around=under_autocast
     ),
     **{f"head, {rows} rows, {v} words": Row(lambda rows=rows, v=v: head(rows, v), **RAISED)
-       for rows in (8, 120, 1000) for v in (4096, 4096 - 40)},
+       for rows in (8, 1000) for v in (4096, 4096 - 40)},
     **{f"head, {how}": Row(lambda how=how: head(120, 4096, **how), **RAISED)
-       for how in ({"bias": True}, {"cap": 1.5}, {"z": 0.1}, {"bias": True, "cap": 1.5, "z": 0.1})},
+       for how in ({"z": 0.1}, {"bias": True, "cap": 1.5, "z": 0.1})},
     **{f"table, tied {tied}, {words} words": Row(
         lambda tied=tied, words=words: table(tied, words), ("embedding_backward",),
-    ) for tied in (True, False) for words in (3, 50, 4096)},
+    ) for tied in (True, False) for words in (3, 4096)},
     **{f"confidence {n}, cap {cap}": Row(lambda n=n, cap=cap: confident(n, cap))
-       for n in (1, 8, 11, 14) for cap in (0.0, 30.0)},
-    **{f"mean {mean}, from {start}": Row(
-        lambda mean=mean, start=start: stream(mean, start), ("layer_norm",), how={"training": False}
-    ) for mean in (0, 10, 100, 1000) for start in (0, 100)},
+       for n in (1, 14) for cap in (0.0, 30.0)},
     **{f"modulated, mean {mean}, from {start}": Row(
         lambda mean=mean, start=start: modulated(mean, start), ("layer_norm", "modulated"),
         how={"training": False},
-    ) for mean in (0, 100, 1000) for start in (0, 100)},
-    **{f"blocks of {batch} images, {tokens} tokens": Row(
-        lambda batch=batch, tokens=tokens: images(batch, tokens),
-        ("layer_norm", "modulated", "residual"), how={"training": False},
-    ) for batch, tokens in ((1, 300), (2, 256), (3, 300))},
+    ) for mean in (0, 1000) for start in (0, 100)},
     "text and image in one stream": Row(
-        streams, ("layer_norm", "modulated", "concatenated"), how={"training": False}
+        lambda: (diffusion.Blocks(diffusion.Single, 2, width=D),
+                 (randn(1, 300, D), randn(1, 44, D), randn(1, D))),
+        ("layer_norm", "modulated", "concatenated"), how={"training": False},
     ),
     **{f"{kind}, singular value {s}": Row(lambda kind=kind, s=s: normed(kind, s), ("rms_norm",))
        for kind, s in edges.SINGULAR},
@@ -197,10 +157,10 @@ TABLE = {
       for biased in (False, True)},
     # The contract's cases: at their sizes some sites have no kernel, and a gradient is few numbers.
     # Torch has no complex numbers of two bfloat16.
-    **{f"{'+'.join(names)}, {'training' if trains else 'inference'}": Row(
+    **{"+".join(names): Row(
         lambda case=CASES[names[0]]: contract(case), options={"strict": False},
-        how={"training": trains, "noise": 2.0**-7}, kernels=False,
-    ) for names in same_model() for trains in (False, True) if "rotary_complex" not in names},
+        how={"noise": 2.0**-7}, kernels=False,
+    ) for names in same_model() if "rotary_complex" not in names},
 }  # fmt: skip
 
 
@@ -212,14 +172,7 @@ def test_no_worse_than_torch_compile_and_eager(name, monkeypatch):
     row = TABLE[name]
     torch.manual_seed(0)
     model, inputs, *tangent = row.make()
-    hold(row, model.to(DEVICE), [x.to(DEVICE) for x in inputs], *tangent)
-    fused = [site for report in reports() for site in report.sites if site.fused]
-    assert {site.how for site in fused} == KERNELS or not row.kernels
-    fired = {p for site in fused for p in site.patterns} | set(counters["coda"])
-    assert set(row.fires) <= fired
 
-
-def hold(row, model, inputs, tangent=None):
     def compile_with(compiler):
         def call(m):
             torch._dynamo.reset()
@@ -232,41 +185,18 @@ def hold(row, model, inputs, tangent=None):
         return compiled(m, **{"strict": True, **row.options})
 
     compilers = [compile_with(torch.compile), compile_with(ours)]
-    edges.hold(model, inputs, compilers, tangent, **row.how)
-
-
-def test_weights_in_either_order():
-    """Gate's weight at the lower address and at the higher: each pair has a kernel."""
-    for order in (1, -1):
-        model, inputs = layer(304)
-        model.to(DEVICE, torch.bfloat16)
-        weights = sorted((model.gate.weight, model.up.weight), key=torch.Tensor.data_ptr)
-        model.gate.weight, model.up.weight = weights[::order]
-        hold(Row(layer), model, [x.to(DEVICE) for x in inputs])
-
-
-def test_dynamic_rows():
-    """One graph serves every number of them."""
-    torch._dynamo.reset()
-    model = Layer().to(DEVICE, torch.bfloat16)
-    ours = torch.compile(model, backend="coda", dynamic=True, options={"gate": "always"})
-    for rows in (64, 1000, 40):
-        inputs = [x.to(DEVICE, torch.bfloat16) for x in layer(rows)[1]]
-        exact = model.double()(*(x.double() for x in inputs))
-        model.bfloat16()
-        for have, theirs, want in zip(ours(*inputs), model(*inputs), exact, strict=True):
-            assert (have - want).norm() <= edges.SLACK * (theirs - want).norm()
+    edges.hold(model.to(DEVICE), [x.to(DEVICE) for x in inputs], compilers, *tangent, **row.how)
+    fused = [site for report in reports() for site in report.sites if site.fused]
+    assert {site.how for site in fused} == {"kernel"} or not row.kernels
+    fired = {p for site in fused for p in site.patterns} | set(counters["coda"])
+    assert set(row.fires) <= fired
 
 
 @EXACT
 def test_bits_are_eagers_where_accumulators_are_exact(function):
-    """``numerics="eager"``. Elsewhere cuBLAS and our main loops sum in different orders."""
     arguments = small_integers("cuda")
     with torch.no_grad():
         want = function(*arguments)
         have = compiled(function, numerics="eager")(*arguments)
-        assert "kernel" in {site.how for site in reports()[-1].sites}
-        torch._dynamo.reset()
-        other = compiled(function)(*arguments)
+    assert "kernel" in {site.how for site in reports()[-1].sites}
     assert torch.equal(have, want)
-    assert not torch.equal(other, want)

@@ -8,7 +8,7 @@ import torch
 from oracle import ARCH, NEEDS_KERNELS, check, hold
 from programs import grouped
 from test_gpu_exact import counted, product
-from zoo.experts import Block, given, two_weights
+from zoo.experts import Block, given
 
 from coda_inductor.mainloop import experts as kernels
 from coda_inductor.select.config import legal_configs
@@ -28,14 +28,14 @@ def routed(rows, tokens: int = 97):
     return edges, index
 
 
-def tensors(name: str, rows, dtype, n=264, k=192, tokens=97, turned=False):
-    program = grouped(str(dtype).removeprefix("torch."))[name]
+def tensors(name: str, rows, n=264, k=192, tokens=97, turned=False):
+    program = grouped()[name]
     groups, index = routed(rows, tokens)
     gathered, m, e = program.routes[1] is not None, sum(rows), len(rows)
     terms = 2 if name == "experts_join" else 1
 
     def made(*shape):
-        return torch.randn(shape, device="cuda", dtype=dtype)
+        return torch.randn(shape, device="cuda", dtype=BF16)
 
     as_ = [made(tokens if gathered else m, k) for _ in range(terms)]
     weight = made(e, terms * k, n) if name in ("experts_dgrad", "experts_join") else (
@@ -56,34 +56,31 @@ def tensors(name: str, rows, dtype, n=264, k=192, tokens=97, turned=False):
     return program, as_, list(bs), operands
 
 
-#: Name of a program, and whether its weight is contiguous along its columns, as gpt-oss's is.
-PROGRAMS = [*((name, False) for name in grouped()), ("experts_alternating", True)]
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS, ids=len)
-@pytest.mark.parametrize(("name", "turned"), PROGRAMS)
-def test_ragged_rows(name, turned, rows, dtype):
-    check(*tensors(name, rows, dtype, turned=turned))
+@pytest.mark.parametrize("name", grouped())
+def test_ragged_rows(name, rows):
+    """A weight may be contiguous along its columns, as gpt-oss's is."""
+    for turned in {False, name == "experts_alternating"}:
+        check(*tensors(name, rows, turned=turned))
 
 
 @pytest.mark.parametrize("name", grouped())
 def test_every_config(name):
     for config in legal_configs(grouped()[name], ARCH, 2 if name == "experts_join" else 1):
-        check(*tensors(name, ROWS[0], BF16), config)
+        check(*tensors(name, ROWS[0]), config)
 
 
 def test_halves_in_either_order_and_of_two_allocations():
-    program, as_, bs, operands = tensors("experts_up", ROWS[0], BF16)
+    program, as_, bs, operands = tensors("experts_up", ROWS[0])
     check(program, as_, bs[::-1], operands)
     check(program, as_, [b.mT.contiguous().mT for b in bs], operands)
-    program, as_, bs, operands = tensors("experts_join", ROWS[0], BF16)
+    program, as_, bs, operands = tensors("experts_join", ROWS[0])
     for left in (1, -1):
         check(program, as_[::left], bs, operands)
 
 
-@pytest.mark.parametrize("experts", [3, 60, 256, 2000])
-@pytest.mark.parametrize("pairs", [0, 1, 7, 4099, 65536])
+@pytest.mark.parametrize("experts", [3, 256, 2000])
+@pytest.mark.parametrize("pairs", [0, 1, 4099, 65536])
 def test_routing(pairs, experts):
     """More experts than a counting sort takes leave it to the op."""
     route = kernels.route if experts <= 256 else torch.ops.coda_inductor.route
@@ -122,33 +119,25 @@ def test_gradients_of_weights(rows, turned):
         hold(have[e], left @ right, left.float() @ right.float(), e)
 
 
-def trained(block, function, x, ids, w):
-    """The result and all gradients."""
-    x, w = (t.detach().requires_grad_() for t in (x, w))
-    y = function(x, ids, w)
-    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, w, *used(block)])]
-
-
-def used(block):
-    two = block.up is two_weights
-    weights = [block.w1, block.w3, block.w2] if two else [block.w13, block.w2]
-    return [*weights, block.bias_of(weights[0].mT)] if block.biased_up else weights
-
-
 def test_every_run_gives_the_same_bits():
-    """Under deterministic algorithms too."""
+    """Of the result and all gradients, under deterministic algorithms."""
     block = Block(mm=product, count=counted, dtype=BF16).cuda()
     x, ids, w = (t.detach().cuda() for t in given(500, dtype=BF16))
     mine = torch.compile(block, backend="coda", options={"gate": "always", "strict": True})
-    first = trained(block, mine, x, ids, w)
+
+    def trained():
+        leaves = [t.detach().requires_grad_() for t in (x, w)]
+        y = mine(leaves[0], ids, leaves[1])
+        return [
+            y.detach(),
+            *torch.autograd.grad(y.float().square().sum(), [*leaves, block.w13, block.w2]),
+        ]
+
     torch.use_deterministic_algorithms(True)
     try:
-        second = trained(block, mine, x, ids, w)
-        torch.testing.assert_close(second, trained(block, mine, x, ids, w), rtol=0, atol=0)
+        torch.testing.assert_close(trained(), trained(), rtol=0, atol=0)
     finally:
         torch.use_deterministic_algorithms(False)
-    for one, other in zip(first[:1], second[:1], strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_cuda_graphs():

@@ -22,13 +22,6 @@ N, K = 272, 208  # ragged for every tile: multiples of 16
 NAMES = [name for name, program in fp8().items() if unsupported(Site(program, N, N, K)) is None]
 
 
-def others(name: str) -> list[Config]:
-    """Of the configs one of each tile, schedule and epilogue."""
-    found = {(c.tile_m, c.tile_n, c.pingpong, c.lean): c
-             for c in reversed(legal_configs(fp8()[name], ARCH))}  # fmt: skip
-    return list(found.values())[-4:]
-
-
 def check(program, as_, bs, operands, config=None):
     """Run the op; its outputs are as near to float64's as twice the unfused ones, and not a number
     where those are not."""
@@ -55,19 +48,13 @@ def check(program, as_, bs, operands, config=None):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name):
+    """Also a small product, of which every fourth column was zero (pytorch/pytorch 188841)."""
     program = fp8()[name]
-    for m in (1, 127, 8191):
-        check(program, *inputs(program, m, N, K, device="cuda"))
+    for m, n, k in ((1, N, K), (8191, N, K), (16, 16, 32)):
+        check(program, *inputs(program, m, n, k, device="cuda"))
     arguments = inputs(program, 1000, 528, 192, device="cuda")
-    for config in others(name):
+    for config in legal_configs(program, ARCH)[1::7]:
         check(program, *arguments, config)
-
-
-def reads_product(program, name: str) -> bool:
-    steps = {step.name: step for step in program.steps}
-    if name not in steps:
-        return name in program.accs
-    return any(reads_product(program, a) for a in steps[name].args if isinstance(a, str))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,12 +70,7 @@ def test_rows_of_nan_inf_and_zero(name):
     for operand, x in zip(program.operands, operands, strict=True):
         if operand.kind == "col":
             x[11], x[13], x[17] = math.nan, math.inf, 0.0
-    got = combined(program, check(program, [a], bs, operands))
-    for spec, x in zip(program.outputs, got, strict=True):
-        if not reads_product(program, spec.value):
-            continue
-        whole = len(x) == 200  # a tile, or one value a row
-        assert x[3].isnan().all() if whole else x.isnan().all(), spec
+    check(program, [a], bs, operands)
 
 
 def test_the_two_accumulations_differ():

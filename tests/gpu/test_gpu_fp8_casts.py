@@ -5,7 +5,7 @@ import pytest
 import torch
 from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 
-from coda_inductor.semantic.fp8_casts import AMAX, CAST, TURN
+from coda_inductor.semantic.fp8_casts import AMAX, CAST
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallbacks")]
 
@@ -22,7 +22,7 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x, x.t(), *views, x[:1].expand(x.shape)]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (127, 129), (1024, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (1024, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_casts_and_maxima(shape, dtype):
     """One layout but in bfloat16: each has kernels of its own, which take half a second each."""
@@ -43,32 +43,6 @@ def test_casts_and_maxima(shape, dtype):
             want = AMAX(x, by, True, True)
             got = AMAX(on_gpu, by if by is None else by.cuda(), True, True)
             assert agree(got, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_quotients(dtype):
-    """Those of inference, by scales of every kind: a product and its correction, or, where scales
-    are at the ends of float32, the instruction."""
-    for shape in ((127, 129), (1024, 4096)):
-        x = subject(*shape, dtype)
-        factor = torch.rand(shape[0], 1) + 0.5
-        ends = torch.tensor([1e-40, 3e38, 0.0, torch.inf, torch.nan, -3.0])
-        ends = ends.repeat(shape[0])[: shape[0], None]
-        rows, one = (1 / scale_of(x, dims, E4M3) for dims in ([1], []))
-        for scale in (rows, rows.to(dtype).float(), ends, one, torch.tensor(0.375)):
-            for by in (None, factor):
-                want = CAST(x, by, scale, E4M3, scale, E5M2, True)
-                there = [v if v is None else v.cuda() for v in (x, by, scale)]
-                got = CAST(*there, E4M3, there[2], E5M2, True)
-                for g, w in zip(got, want, strict=True):
-                    # Of float32 by float32, one of 2 ** 24 quotients may be off by a bit.
-                    if dtype == torch.float32 or by is not None:
-                        wide, true = g.cpu().float(), w.float()
-                        assert torch.equal(wide.isnan(), true.isnan())
-                        off = (wide != true) & ~wide.isnan()
-                        assert off.sum() <= 1e-6 * off.numel() + 1
-                    else:
-                        assert same(g.cpu(), w)
 
 
 def moved(x: torch.Tensor) -> torch.Tensor:
@@ -115,11 +89,3 @@ def test_in_a_graph_of_cudas():
         x = torch.randn(256, 384, device="cuda").bfloat16()
         for ours, wanted in zip(replayed(x), plain(x), strict=True):
             assert same(ours, wanted)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (4096, 1024)], ids=str)
-def test_bytes_are_turned(shape):
-    """All of them, of NaNs too; of a weight that lies by columns as well."""
-    weight = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(E4M3)
-    for x in (weight, weight.t()):
-        assert torch.equal(TURN(x, x).view(torch.uint8), x.view(torch.uint8).t())

@@ -4,10 +4,9 @@ few kernels are launched by two tests: processes share the work."""
 
 import pytest
 import torch
-from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
+from oracle import ARCH, NEEDS_KERNELS, check, launched
 from programs import B_MAJOR, TERMS, heads, inputs, kinds, legal, one_op, programs
 
-from coda_inductor.mainloop import tensors
 from coda_inductor.memory.halves import half_of
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
@@ -48,7 +47,7 @@ def test_program(dtype, name, b_major):
 
 
 @pytest.mark.parametrize("name", ["gated", "paired_batches"])
-@pytest.mark.parametrize(("batch", "part"), [(2, 256), (3, 257), (2, 4095), (5, 1000)])
+@pytest.mark.parametrize(("batch", "part"), [(2, 256), (3, 257)])
 def test_rows_of_a_batch(name, batch, part):
     """Where tiles lie in two parts, and where they do not."""
     program = programs()[name]
@@ -73,23 +72,15 @@ def test_config(kind, config):
     check(program, *arguments, Config.parse(config))
 
 
-def test_pair_far_apart():
+def test_pair_far_apart_in_either_order():
     program = kinds()["swiglu"]
     (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
     gap = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")  # beyond 32-bit distances
     far = torch.empty_strided(bs[1].shape, bs[1].stride(), dtype=bs[1].dtype, device="cuda")
     far.copy_(bs[1])
     del gap
-    check(program, [a], [bs[0], far], operands)
-
-
-def test_a_pair_that_cannot_be_read_in_place_is_copied(monkeypatch):
-    """One weight twice, and two that are further apart than TMA's strides."""
-    program = kinds()["swiglu"]
-    (a,), bs, operands = inputs(program, 64, N, K, device="cuda")
-    check(program, [a], [bs[0], bs[0]], operands)
-    monkeypatch.setattr(tensors, "_MAX_STRIDE", 2 * N * K + 1)  # of a copy, whose weights adjoin
-    check(program, [a], bs, operands)
+    for pair in ([bs[0], far], [far, bs[0]]):
+        check(program, [a], pair, operands)
 
 
 def test_layouts_that_must_be_copied():
@@ -105,40 +96,14 @@ def test_layouts_that_must_be_copied():
     check(program, [a], bs, [odd, weight[:1].expand(N)])
 
 
-def test_results_repeat_and_every_element_is_written():
-    program = programs()["chain"]
-    arguments = inputs(program, 777, N, K, device="cuda")
-    poison = [torch.full((4096, 4096), float("nan"), device="cuda") for _ in range(4)]
-    del poison  # the allocator hands this memory out again
-    first = launched(*arguments, program, config_for(program))
-    second = launched(*arguments, program, config_for(program))
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-NAMES = [name for name, p in heads().items() if legal_configs(p, ARCH)]
-HEADS = [("bfloat16", name) for name in NAMES]
-HEADS += [("float16", name) for name in ("rotary", "everything") if name in NAMES]
-#: All configs of one way across columns, and some of the others.
-STEPS = {"halves_64": 1, "halves_80": 1, "neighbours_in_part": 3, "everything": 3}
-CONFIGS_OF_HEADS = [
-    (name, str(config))
-    for name, step in STEPS.items()
-    for config in legal_configs(heads()[name], ARCH)[1::step]
-]
-
-
-@pytest.mark.parametrize(("dtype", "name"), HEADS)
-def test_heads(dtype, name):
-    program = heads(dtype)[name]
+@pytest.mark.parametrize("name", [name for name, p in heads().items() if legal_configs(p, ARCH)])
+def test_heads(name):
+    program = heads()[name]
     for m, count in ((1, 3), (127, 1), (1021, 10)):
         check(program, *inputs(program, m, count * program.head, K, device="cuda"))
-
-
-@pytest.mark.parametrize(("name", "config"), CONFIGS_OF_HEADS)
-def test_config_of_heads(name, config):
-    program = heads()[name]
     arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
-    check(program, *arguments, Config.parse(config))
+    for config in legal_configs(program, ARCH)[1::4]:
+        check(program, *arguments, config)
 
 
 PAIR = legal(kinds()["swiglu_train"])

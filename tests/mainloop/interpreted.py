@@ -8,7 +8,6 @@ Triton 3.6's rounds a fused multiply and add twice: float64 stands for it.
 """
 
 import functools
-import itertools
 import os
 import sys
 
@@ -24,14 +23,12 @@ from coda_inductor.mainloop import fp8_casts
 from coda_inductor.semantic import dropout as plain
 from coda_inductor.semantic.fp8_casts import AMAX, CAST, TURN
 
-#: Shapes that are tried in every layout, and others.
-RAGGED, OTHERS = ((3, 5), (127, 129)), ((1, 130), (256, 128))
+HALF, SINGLE = torch.float16, torch.float32
 
 
 def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
-    """With every scale, and with divisions or a norm's weight. Quotients of 16-bit numbers are
-    often halfway between two of FP8's; some scales are the ends of float32, zero, infinite or NaN.
-    """
+    """With every scale, and with divisions or a norm's weight; some scales are the ends of float32,
+    zero, infinite or NaN."""
     m, k = x.shape
     rows, cols = scale_of(x, [1], E4M3), scale_of(x, [0], E5M2)
     one, other = scale_of(x, [], E4M3), torch.tensor(0.375)
@@ -39,11 +36,10 @@ def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
     ways = [(*pair, False, None) for pair in pairs]
     if factor is None:
         ends = torch.tensor([1e-40, 3e38, 0.0, torch.inf, torch.nan, -3.0]).repeat(m)[:m, None]
-        by = ((1 / rows).to(x.dtype).float(), ends, other)
+        by = ((1 / rows).to(x.dtype).float(), ends)
         ways += [(scale, scale, True, None) for scale in by]
     else:
-        weights = (torch.randn(1, k), torch.randn(1, k).bfloat16())
-        ways += [(rows, other, False, weight) for weight in weights]
+        ways += [(rows, other, False, torch.randn(1, k).bfloat16())]
     unit = torch.ones(())
     for scale, scale_t, divide, weight in ways:
         results = q, qt = torch.full((m, k), 7.0), torch.full((k, m), 7.0)
@@ -59,7 +55,7 @@ def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
 
 
 def check_maxima(x: torch.Tensor, factor: torch.Tensor | None) -> None:
-    for row, col in ((True, True), (True, False), (False, True)):
+    for row, col in ((True, True), (False, True)):
         want = AMAX(x, factor, row, col)
         got = fp8_casts.fp8_amax(x, factor, row, col)
         assert all(same(g, w) for g, w in zip(got, want, strict=True)), (x.shape, x.dtype)
@@ -99,39 +95,29 @@ def patch_once() -> None:
     interpreter._patch_lang = patch_and_keep
 
 
-def casts() -> int:
+def casts() -> None:
     interpreter.InterpreterBuilder.create_fma = fma
     patch_once()
-    count = 0
-    for shape in (*RAGGED, *OTHERS):
-        check_turn(*shape)
-    wide = itertools.product(RAGGED, (torch.float16, torch.float32))
-    for shape, dtype in (*((shape, torch.bfloat16) for shape in RAGGED + OTHERS), *wide):
-        x = subject(*shape, dtype)
+    check_turn(127, 129)
+    for shape in ((3, 5), (127, 129)):
+        x, half, single = (subject(*shape, t) for t in (torch.bfloat16, HALF, SINGLE))
         wide = torch.cat([x, x], 1)
-        hows = (x, x.t(), wide[:, : shape[1]], wide[:, ::2], x[:1].expand(shape))
-        most = 5 if shape in RAGGED else 2
-        for how in hows[: most if dtype == torch.bfloat16 else 1]:
+        for how in (half, single, x.t(), wide[:, : shape[1]], wide[:, ::2], x[:1].expand(shape)):
             for factor in (None, torch.rand(how.shape[0], 1) + 0.5):
                 check_casts(how, factor)
                 check_maxima(how, factor)
-                count += 1
-    return count
 
 
-HALF, SINGLE = torch.float16, torch.float32
 #: Leading sizes, K, rank, masks, p, dtypes of x and of the weights.
 DROPOUTS = (
     ((2, 35), 200, 8, 3, 0.1, SINGLE, SINGLE),
-    ((140,), 600, 16, 1, 0.05, SINGLE, SINGLE),
     ((70,), 301, 24, 2, 0.5, HALF, HALF),
     ((1, 1), 64, 1, 4, 0.7, SINGLE, HALF),
     ((0, 4), 64, 8, 2, 0.7, HALF, HALF),
 )
 
 
-def dropouts() -> int:
-    count = 0
+def dropouts() -> None:
     for lead, k, rank, masks, p, of_x, of_weights in DROPOUTS:
         x = torch.randn(*lead, 2 * k, dtype=of_x)[..., :k]
         weight = torch.randn(masks * rank, k, dtype=of_weights) / k**0.5
@@ -146,10 +132,7 @@ def dropouts() -> int:
             bound = 2e-3 if want.dtype == HALF else 2e-6
             most = want.abs().max().item() if want.numel() else 0.0
             torch.testing.assert_close(got, want, rtol=bound, atol=bound * most)
-            count += 1
-    return count
 
 
 if __name__ == "__main__":
-    number = {"casts": casts, "dropouts": dropouts}[sys.argv[1]]()
-    print(f"{number} tensors agree")  # noqa: T201 (what the test reads)
+    {"casts": casts, "dropouts": dropouts}[sys.argv[1]]()

@@ -19,19 +19,18 @@ from coda_inductor.select.config import Config, mainloop_stages
 pytest.importorskip("quack")
 
 TESTS = Path(__file__).parents[1]
-ARCHS = ("90", "100", "120")
-#: One of each kind of store, reduction, pairing and join: architectures differ in their code.
-#: Each takes three seconds, and every machine of CI waits for them.
-BLACKWELL = {"100": "swiglu,fp8_residual", "120": "norm_bwd/joined,everything"}
-#: More on Hopper, which alone has lean epilogues, and the most tiles and schedules.
-HOPPER = (
-    "norm_bwd/joined,everything//128x128:2x1:pp:dyn,select//64x64:1x1:pp,"
-    "fp8_swiglu_fast//128x256:2x1:co,fp8_activated,experts_alternating//128x256:2x1:co,"
-    "experts_dgrad//128x256:2x1:co:lean,experts_join/joined,paired_batches,entropy,unstored"
-)
+#: A pair and FP8, or a join, on both Blackwells, whose code differs; each takes three seconds. More
+#: on Hopper, which alone has lean epilogues, and the most tiles and schedules.
+KERNELS = {
+    "90": "everything//128x128:2x1:pp:dyn,fp8_swiglu_fast//128x256:2x1:co,fp8_activated,"
+    "experts_alternating//128x256:2x1:co,experts_dgrad//128x256:2x1:co:lean,experts_join/joined,"
+    "paired_batches,unstored",
+    "100": "fp8_swiglu",
+    "120": "norm_bwd/joined",
+}
 
 COMPILE = """
-import gc, json, os, sys, time, traceback
+import gc, json, os, sys, traceback
 gc.disable()  # a tenth of the time
 import torch._inductor.compile_fx  # as QuACK does, whatever the architecture
 from apart import apart
@@ -55,24 +54,19 @@ def compiled(arch, names):
     host.get_max_active_clusters = lambda *args, **kwargs: 66
     import quack.gemm_sm90
     from coda_inductor.mainloop.build import build
-    stages, slow, setup = [], [], quack.gemm_sm90.GemmSm90._setup_attributes
+    stages, setup = [], quack.gemm_sm90.GemmSm90._setup_attributes
     def note(self, *arguments):
         setup(self, *arguments)
         stages.append(self.ab_stage)
-        slow.append(self.fp8_slow_accum)
     quack.gemm_sm90.GemmSm90._setup_attributes = note
     found, known = {}, programs() | fp8() | heads() | grouped()
     for kernel in names:
         name, variant, config = (kernel + "//").split("/")[:3]
         program = known[name]
         config = Config.parse(config) if config else legal_configs(program, arch)[0]
-        start = time.perf_counter()
         build(program, config, b_major="n" if variant else "k", variant=variant)
-        seconds = time.perf_counter() - start
-        found[kernel] = {"seconds": seconds, "config": str(config), "stages": stages[-1:]}
-        found[kernel]["slow"] = slow[-1:]
+        found[kernel] = {"config": str(config), "stages": stages[-1:]}
         stages.clear()
-        slow.clear()
     return found
 
 for line in sys.stdin:
@@ -87,9 +81,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def compile_in_process():
-    """Compile kernels for ``arch`` with its cache in ``cache``; returns for each its "seconds", its
-    "config", its "stages" of A and B if it was compiled (on Hopper), and whether its sums are
-    "slow". A name is that of a program, perhaps followed by "/variant" and "/config"."""
+    """Compile the kernels for ``arch`` with its cache in ``cache``; returns for each its "config",
+    and its "stages" of A and B if it was compiled (on Hopper)."""
     paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"}
     with subprocess.Popen(
@@ -100,7 +93,7 @@ def compile_in_process():
         text=True,
     ) as server:
 
-        def call(arch: str, names: str, cache: Path) -> dict[str, dict]:
+        def call(arch: str, cache: Path) -> dict[str, dict]:
             answer = cache / "answer.json"
             its = {
                 "QUACK_ARCH": arch,
@@ -109,7 +102,7 @@ def compile_in_process():
                 "CUTE_DSL_KEEP_PTX": "1",
                 "CUTE_DSL_DUMP_DIR": str(cache),
             }
-            server.stdin.write(json.dumps([names.split(","), its, str(answer)]) + "\n")
+            server.stdin.write(json.dumps([KERNELS[arch].split(","), its, str(answer)]) + "\n")
             server.stdin.flush()
             assert server.stdout.readline() == "\n", "it died"
             found = json.loads(answer.read_text())
@@ -124,31 +117,22 @@ def compile_in_process():
 def hopper(tmp_path_factory, compile_in_process):
     """(the cache folder of all kernels for Hopper, what ``compile_in_process`` says of each)."""
     cache = tmp_path_factory.mktemp("hopper")
-    return cache, compile_in_process("90", HOPPER, cache)
+    return cache, compile_in_process("90", cache)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_representative_kernels_compile(arch, tmp_path, request, compile_in_process):
-    if arch == "90":
-        cache, found = request.getfixturevalue("hopper")
-    else:
-        cache, found = tmp_path, compile_in_process(arch, BLACKWELL[arch], tmp_path)
-    assert [*found] == {**BLACKWELL, "90": HOPPER}[arch].split(",")
-    sources = [p.read_text() for p in (cache / "epilogues").glob("*.py")]
-    assert len(sources) == len({tuple((kernel + "/").split("/")[:2]) for kernel in found})
-    assert all("def epilogue(acc" in source for source in sources)
+@pytest.mark.parametrize("arch", ["100", "120"])
+def test_kernels_compile_for_blackwell(arch, tmp_path, compile_in_process):
+    compile_in_process(arch, tmp_path)
+    assert len([*(tmp_path / "kernels").rglob("*.o")]) == 1
 
 
 def test_second_process_loads_what_the_first_compiled(hopper, compile_in_process):
     cache, first = hopper
     objects = sorted((cache / "kernels").rglob("*.o"))
-    assert len(objects) == len(first)
-    again = compile_in_process("90", ",".join(first), cache)
+    assert len(objects) == len(first) == 8
+    again = compile_in_process("90", cache)
     assert sorted((cache / "kernels").rglob("*.o")) == objects
-    assert again.keys() == first.keys()
     assert not any(kernel["stages"] for kernel in again.values())
-    before, now = (sum(k["seconds"] for k in found.values()) for found in (first, again))
-    assert now < before / 5
 
 
 def test_stages_are_what_legality_counts(hopper):
@@ -158,20 +142,11 @@ def test_stages_are_what_legality_counts(hopper):
         assert [mainloop_stages(program, Config.parse(kernel["config"]))] == kernel["stages"], name
 
 
-#: Program, config, how it is built -> why it is not.
-REFUSED = [
-    ("scale", "192x192:2x1:co", {"b_major": "n"}, "192x192:2x1:co has no kernel: 192 rows"),
-    ("swiglu", "128x208:2x1:pp", {}, "128x208:2x1:pp cannot read"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "config", "how", "why"), REFUSED)
-def test_what_has_no_kernel_is_refused(name, config, how, why):
-    """Also what would kill the compiler."""
+def test_what_would_kill_the_compiler_is_refused():
     from coda_inductor.mainloop.build import build
 
-    with pytest.raises(ValueError, match=why):
-        build(programs()[name], Config.parse(config), **how)
+    with pytest.raises(ValueError, match="cannot read"):
+        build(programs()["swiglu"], Config.parse("128x208:2x1:pp"))
 
 
 def test_in_fp8_maxima_keep_nan(hopper):
@@ -179,8 +154,3 @@ def test_in_fp8_maxima_keep_nan(hopper):
     texts = [p.read_text() for p in hopper[0].glob("*Float8*.ptx")]
     assert len(texts) == 2
     assert all("max.NaN.f32" in text and "max.f32" not in text for text in texts)
-
-
-def test_fp8_sums_are_fast_where_they_may(hopper):
-    slow = {name: kernel["slow"] for name, kernel in hopper[1].items() if name.startswith("fp8")}
-    assert slow == {"fp8_swiglu_fast//128x256:2x1:co": [False], "fp8_activated": [True]}

@@ -55,8 +55,7 @@ def traced(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "config"), [
-    ("halves_64", "64x64:1x1:pp"), ("neighbours_in_part", "192x128:2x1:pp"),
-    ("part_of_80", "256x160:1x2:co:lean"),
+    ("neighbours_in_part", "192x128:2x1:pp"), ("part_of_80", "256x160:1x2:co:lean"),
 ])  # fmt: skip
 def test_partners_are_the_columns_that_change_places(traced, name, config):
     offsets, firsts, partners = traced(name, config)
@@ -85,7 +84,6 @@ def of_a_thread(period: int, run: int, wide: int = 128) -> dict:
 
 @pytest.mark.parametrize(("period", "run", "firsts", "distance"), [
     (8, 2, {0, 2, 4, 6}, 12),  # Hopper: the thread beside has it
-    (8, 2, {0, 2, 4, 6}, 4),
     (8, 2, {1}, 1),  # the pair begins with another thread's column
     (32, 16, {0, 16}, 16),  # consumer Blackwell: the warp beside has it
     (1, 1, {0, 16}, 16),  # before it or behind it, as the thread has it

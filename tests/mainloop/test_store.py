@@ -20,47 +20,14 @@ from coda_inductor.mainloop import environment, mod, store
 from coda_inductor.mainloop.environment import label
 
 
-@pytest.fixture
-def kernels(tmp_path, monkeypatch):
-    """A cache of ours, and in it the folder of one version of QuACK's sources."""
-    own = tmp_path / "kernels" / label()
-    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(own))
-    monkeypatch.setattr(quack.cache.jit, "_compute_source_fingerprint", lambda: "f" * 64)
-    return own / ("f" * 64)
-
-
-class Compiler:
-    """What QuACK caches, without a compiler: a "kernel" is a file of bytes."""
-
-    def __init__(self, monkeypatch):
-        self.compiled = []
-        monkeypatch.setattr(quack.cache.jit.cute.runtime, "load_module", self._load)
-        self.function = quack.cache.jit.jit_cache(self._compile)
-
-    def __call__(self, key: str) -> bytes:
-        self.function.cache_clear()  # as another process would ask
-        return self.function(key).text
-
-    def _load(self, path, **_):
-        return {quack.cache.jit.EXPORT_FUNC_NAME: Compiled(Path(path).read_bytes())}
-
-    def _compile(self, key):
-        self.compiled.append(key)
-        return Compiled(f"code of {key}".encode())
-
-
 class Compiled:
+    """A "kernel" is a file of bytes."""
+
     def __init__(self, text):
         self.text = text
 
     def export_to_c(self, object_file_path, function_name):
         Path(object_file_path).write_bytes(self.text)
-
-
-@pytest.fixture
-def compiler(kernels, monkeypatch):
-    """QuACK's cache over :class:`Compiler`."""
-    return Compiler(monkeypatch)
 
 
 def test_source_is_run_from_the_text_that_was_rendered(tmp_path, monkeypatch):
@@ -88,24 +55,32 @@ def test_source_is_run_from_the_text_that_was_rendered(tmp_path, monkeypatch):
     assert mod.load.__wrapped__(program).program == program
 
 
-def test_a_kernel_is_kept(compiler, kernels):
-    assert compiler("a") == compiler("a") == b"code of a"
-    assert compiler.compiled == ["a"]
-    assert len(list(kernels.glob("*.o"))) == 1
+def test_kernels_of_a_folder_that_can_only_be_read_are_used(tmp_path, monkeypatch):
+    own, compiled = tmp_path / "kernels" / label(), []
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(own))
 
+    def load(path, **_):
+        return {quack.cache.jit.EXPORT_FUNC_NAME: Compiled(Path(path).read_bytes())}
 
-def test_kernels_of_a_folder_that_can_only_be_read_are_used(
-    compiler, kernels, tmp_path, monkeypatch
-):
+    @quack.cache.jit.jit_cache
+    def cached(key):
+        compiled.append(key)
+        return Compiled(f"code of {key}".encode())
+
+    def compiler(key):
+        cached.cache_clear()  # as another process would ask
+        return cached(key).text
+
+    monkeypatch.setattr(quack.cache.jit.cute.runtime, "load_module", load)
     compiler("a")
-    (kernel,) = kernels.glob("*.o")
+    (kernel,) = own.rglob("*.o")
     image = tmp_path / "image" / "kernels" / label()
     image.parent.mkdir(parents=True)
-    kernels.parent.rename(image)
+    own.rename(image)
     monkeypatch.setattr(store, "prewarmed", lambda: tmp_path / "image")
-    assert store.read_only(kernel) == image / kernels.name / kernel.name
+    assert store.read_only(kernel) == image / kernel.relative_to(own)
     assert compiler("a") == b"code of a"
-    assert compiler.compiled == ["a"]
+    assert compiled == ["a"]
     assert kernel.read_bytes() == b"code of a"
     assert compiler("b") == b"code of b"
     assert len(list(image.rglob("*.o"))) == 1, "what it lacks goes to our own folder"
