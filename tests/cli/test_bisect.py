@@ -29,8 +29,8 @@ if not (CONDITION):
 def search(tmp_path, capsys):
     """Exit code, result and error of a search, for a condition."""
 
-    def searched(condition, *args, text=FAKE):
-        path = write(tmp_path, text.replace("CONDITION", condition), "script.py")
+    def searched(condition, *args):
+        path = write(tmp_path, FAKE.replace("CONDITION", condition), "script.py")
         code = main(["bisect", path, *args])
         said = capsys.readouterr()
         return code, said.out.replace(path, "script.py"), said.err
@@ -53,19 +53,16 @@ CASES = {
         "The pass `fuse` makes script.py fail, at the GEMM `layers.0.up` first: they differ. It "
         "succeeds with options={'disable': ['fuse']}"
     ),
-    "out & {'*', 'packed'}": f"The pass `packed` {IT} ['packed']}}",
     "'*' in out": "succeeds with stock Inductor, which CODA_DISABLE='*' chooses",
 }
 
 
-@pytest.mark.parametrize(
-    "condition", CASES, ids=["pattern", "passes", "gemm", "gemms", "unchanged", "needed"]
-)
+@pytest.mark.parametrize("condition", CASES, ids=["pattern", "passes", "gemm", "gemms", "needed"])
 def test_what_makes_a_script_fail(condition, search):
     code, found, runs = search(condition)
     assert code == 0
     assert CASES[condition] in found
-    assert "run 1, as it is: bad (they differ)\nrun 2, with stock Inductor: good\n" in runs
+    assert runs.startswith("run 1, as it is: bad (they differ)\n")
 
 
 def test_what_falls_back(search):
@@ -73,10 +70,7 @@ def test_what_falls_back(search):
     code, found, runs = search("'CODA_STRICT' not in os.environ or out & {'*', 'norm'}")
     assert code == 0
     assert "The pass `norm` makes script.py with CODA_STRICT=1 fail: they differ" in found
-    assert runs.startswith(
-        "run 1, as it is: good\nrun 2, with CODA_STRICT=1: bad (they differ)\n"
-        "run 3, with stock Inductor: good\n"
-    )
+    assert runs.startswith("run 1, as it is: good\nrun 2, with CODA_STRICT=1: bad (they differ)\n")
 
 
 def test_nothing_to_find(search):
@@ -86,15 +80,6 @@ def test_nothing_to_find(search):
         assert (code, found) == (1, "")
         assert text in said
     assert "they differ --steps" in said  # its arguments
-
-
-def test_the_last_error_counts_or_the_status(search):
-    said = "print('x.YError: y\\nhint', file=sys.stderr); os.abort(); ("
-    warned = "import warnings; warnings.warn('w'); sys.exit(3); ("
-    ends = {said: "x.YError: y", "os.abort(); (": "exit status -6", warned: "exit status 3"}
-    for end, why in ends.items():
-        text = FAKE.replace("sys.exit(", end)
-        assert f"fail: {why}. It" in search("out & {'*', 'norm'}", text=text)[1]
 
 
 #: A search whose runs are forks of a process that has imported all, without code generation.
@@ -119,8 +104,7 @@ def run(command, environment):
     return ""
 
 bisect._run = run
-for path in sys.argv[1:]:
-    assert not main(["bisect", path])
+assert not main(["bisect", sys.argv[1]])
 """
 #: Gate and meaning differ for larger values than those that a pattern file is tried with.
 GATE = """
@@ -135,31 +119,10 @@ def mish(gate, up):
 
 PATTERN = Pattern(name="own_glu", meaning=meaning, idioms=(mish,))
 """
-#: Without a pattern, a pass writes an op that Inductor refuses.
 SCRIPT = """
-import dataclasses, torch
-from harness import as_it_is
-from torch._inductor.exc import InductorError
-from coda_inductor import op_by_op, pipeline
+import torch
 from zoo.users import mish, model
 
-SINH = torch.ops.aten.sinh.default
-
-def written(graph, record):
-    fuse.run(graph, record)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default):
-        node.target = SINH
-
-def compile_fx_inner(gm, inputs, **how):
-    if gm.graph.find_nodes(op="call_function", target=SINH):
-        raise InductorError(RuntimeError("no sinh"), None)
-    return as_it_is(gm, inputs, **how)
-
-fuse = next(each for each in pipeline.ON_ATEN if each.name == "fuse")
-if not PATTERNS:
-    broken = dataclasses.replace(fuse, run=written)
-    pipeline.ON_ATEN = tuple(broken if each is fuse else each for each in pipeline.ON_ATEN)
-    op_by_op.compile_fx_inner = compile_fx_inner
 torch.manual_seed(0)
 net = model(lambda g, u: mish(1000 * g, u), 1)
 x = torch.randn(8, 16, dtype=torch.float64)
@@ -169,15 +132,8 @@ with torch.no_grad():
 """
 
 
-def test_a_users_wrong_pattern_and_a_graph_that_does_not_compile(tmp_path):
-    wrong, refused = (
-        write(tmp_path, SCRIPT.replace("PATTERNS", repr(patterns)), name)
-        for name, patterns in (("wrong.py", [write(tmp_path, GATE)]), ("refused.py", []))
-    )
-    found = python("-c", FORKS, wrong, refused)
-    assert "FallbackError: graph does not compile: RuntimeError: no sinh" in found.stderr
-    for said in (
-        f"The pass `idioms` (pattern or counter `own_glu`) makes {wrong} fail",
-        f"The pass `fuse` makes {refused} with CODA_STRICT=1 fail: ",
-    ):
-        assert said in found.stdout, found.stderr[-3000:]
+def test_a_users_wrong_pattern(tmp_path):
+    script = SCRIPT.replace("PATTERNS", repr([write(tmp_path, GATE)]))
+    found = python("-c", FORKS, path := write(tmp_path, script, "wrong.py"))
+    said = f"The pass `idioms` (pattern or counter `own_glu`) makes {path} fail"
+    assert said in found.stdout, found.stderr[-3000:]

@@ -2,7 +2,6 @@
 """What an explanation says: sites, bytes, saved tensors, near misses and their remedies, also on a
 page. It leaves no trace: not in the model, not in torch, not in what is compiled already."""
 
-import functools
 import html
 import re
 
@@ -17,63 +16,40 @@ from zoo.layers import VOCABULARY, Decoder, Gated, Mlp
 
 import coda_inductor
 from coda_inductor import ExplainError, OptionError, explain
-from coda_inductor.explanation.result import Explanation
-from coda_inductor.refusal import Refusal, refuse
 
-X = torch.ones(32, 64, dtype=torch.bfloat16)
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 256,
-}  # fmt: skip
-LAYERS = 2
+X, TOKENS = torch.ones(32, 64, dtype=torch.bfloat16), torch.arange(64).view(1, 64)
 
 
-def llama(layers=LAYERS, dtype=torch.bfloat16):
-    config = hf.LlamaConfig(**SMALL, num_key_value_heads=2, num_hidden_layers=layers)
-    return hf.LlamaForCausalLM(config).to(dtype)
+def llama(trains, dtype=torch.bfloat16):
+    """A Llama and the explanation of it with the gate open."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(**sizes, **heads, num_hidden_layers=1)
+    model, labels = hf.LlamaForCausalLM(config).to(dtype), {"labels": TOKENS} if trains else {}
+    with torch.set_grad_enabled(trains):
+        how = {"options": {"gate": "always"}, "use_cache": False}
+        return model, explain(model, TOKENS, **how, **labels)
 
 
 def residual():
     """32 x 64 -> 256 -> 64: sizes that are easy to count bytes of."""
-    return Mlp(64, 256)
-
-
-def _tokens():
-    return torch.arange(64).view(1, 64)
-
-
-#: name -> (model, keyword arguments, does it train)
-SUBJECTS = {
-    "llama": lambda: (llama(), {}, False),
-    "llama, training": lambda: (llama(2), {"labels": _tokens()}, True),
-    "llama, float16": lambda: (llama(1, torch.float16), {}, False),
-}
-
-
-@functools.cache
-def explained(name):
-    """The explanation of a subject with the gate open, and its page."""
-    model, how, trains = SUBJECTS[name]()
-    with torch.set_grad_enabled(trains):
-        found = explain(model, _tokens(), options={"gate": "always"}, use_cache=False, **how)
-    return found, found.html()
+    return Mlp(64, 256).bfloat16()
 
 
 def test_llama_is_explained_as_it_is_compiled():
-    found, _ = explained("llama")
-    model, harness = llama(), Harness(gate="always")
-    harness.run(lambda ids: model(ids, use_cache=False).logits, _tokens())
+    (model, found), harness = llama(trains=False), Harness(gate="always")
+    harness.run(lambda ids: model(ids, use_cache=False).logits, TOKENS)
     ours = [(s.site.split("layers")[-1], s.patterns, s.absorbed) for s in found.sites]
     compiled = harness.report.sites
     assert ours == [(s.site.split("layers")[-1], s.patterns, s.absorbed) for s in compiled]
     assert {s.how for s in found.fused} == {"kernel"}  # of the GPU that is meant
-    assert found.gemms == 7 * LAYERS + 1  # q, k, v, o, gate, up, down; the head
-    assert found.gemms_fused == found.gemms - 1  # v of the first layer
-    assert f"{found.gemms_fused} of {found.gemms} GEMMs absorb" in found.summary
+    assert found.gemms == 7 + 1  # q, k, v, o, gate, up, down; the head
+    assert found.gemms_fused == found.gemms - 1  # v
 
 
 def test_bytes_of_a_site_are_what_its_kernels_read_and_write():
     with torch.no_grad():
-        found = explain(residual().bfloat16(), X, options={"gate": "always"})
+        found = explain(residual(), X, options={"gate": "always"})
     up, down = found.sites
     # A 32 x 64, B 64 x 256, product 32 x 256; the activation reads the product and writes another
     assert up.bytes_before == 2 * (32 * 64 + 64 * 256 + 3 * 32 * 256)
@@ -81,8 +57,6 @@ def test_bytes_of_a_site_are_what_its_kernels_read_and_write():
     # A 32 x 256, B 256 x 64, product, its second reading, residual and sum 32 x 64 each
     assert down.bytes_before == 2 * (32 * 256 + 256 * 64 + 4 * 32 * 64)
     assert down.bytes_after == 2 * (32 * 256 + 256 * 64 + 2 * 32 * 64)
-    for site in found.sites:
-        assert site.bytes_saved == site.bytes_before - site.bytes_after
     assert found.bytes_before == up.bytes_before + down.bytes_before
     assert found.bytes_after == up.bytes_after + down.bytes_after
 
@@ -96,34 +70,6 @@ def test_saved_tensors_are_those_of_the_partitioner():
     assert found.training
     assert found.saved_bytes_before == stock.saved_bytes() == 3 * 32 * 256 * 2
     assert found.saved_bytes_after == ours.saved_bytes() == 2 * 32 * 256 * 2
-    roles = [s.role for s in found.sites]
-    assert [roles.count(r) for r in ("forward", "input gradient", "weight gradient")] == [2, 1, 3]
-
-
-def test_training_explains_every_gemm_of_both_passes():
-    found, page = explained("llama, training")
-    assert found.gemms == 3 * (7 * 2 + 1)
-    for text in (str(found), words(page)):
-        assert "and 15 weight gradients that have nothing to absorb" in text
-    assert found.saved_bytes_after < found.saved_bytes_before
-    names = [site.site.split(".", 3)[-1] for site in found.sites]
-    joined = "v_proj + k_proj + q_proj"  # q's gradient, rotated back, lies in the order of rows
-    assert names.count(f"self_attn.{joined}") == 2
-    backward = {p for s in found.sites if s.role != "forward" for p in s.patterns}
-    assert {"rms_norm_backward", "swiglu_backward"} <= backward
-
-
-def test_float16_norms_are_near_misses_with_the_option_as_remedy():
-    found, page = explained("llama, float16")
-    misses = [m for m in found.near_misses if "fp16_norms" in m.remedy.text]
-    assert all(isinstance(miss, Refusal) for miss in (*found.near_misses, *found.unfused))
-    assert len(misses) == 3  # a layer's two norms, and the last norm
-    assert all(m.remedy.possible for m in misses)
-    assert "options={'fp16_norms': True}" in str(found)
-    for text in (str(found), words(page)):  # also where there is nothing to do
-        assert all(group[0].remedy.text in text for group in found.advised.values())
-    remedies = [line for line in str(found).splitlines() if line.startswith("  ->")]
-    assert len(remedies) == len({*remedies}), "reasons with the same remedy stand together"
 
 
 def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
@@ -133,23 +79,14 @@ def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
     with torch.no_grad():
         one, other = (explain(model, x, gpu=gpu).sites[0].estimate for gpu in ("h100", "h200"))
     assert one.fused_us != other.fused_us
-    assert "what would run on an H100" in explained("llama")[0].notes[0]
     with torch.no_grad():
-        assert not explain(residual(), X.float(), options={"gate": "always"}).fused  # no kernel
-        gated = explain(residual().bfloat16(), X)
-        kernels = explain(residual().bfloat16(), X, gpu="H200", options={"gate": "always"})
-        with pytest.raises(OptionError, match=r"'h20' \(did you mean 'h200'\?\), only of h100, h2"):
+        no_kernel = explain(residual().float(), X.float(), options={"gate": "always"})
+        assert not no_kernel.fused
+        assert not explain(residual(), X).fused  # the host is the limit
+        kernels = explain(residual(), X, gpu="H200", options={"gate": "always"})
+        with pytest.raises(OptionError, match=r"'h20' \(did you mean 'h200'\?\)"):
             explain(residual(), X, gpu="h20")
-    assert not gated.fused
-    assert "the host is the limit" in str(gated)
     assert (kernels.gpu, [s.how for s in kernels.sites]) == ("an H200", ["kernel", "kernel"])
-    assert "us on an" in " ".join(str(kernels).split())
-
-
-def words(page):
-    """What a reader sees of a page, but for programs."""
-    page = re.sub(r"<(style|script|pre|title|desc)\b.*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def test_on_meta_is_as_on_a_cpu():
@@ -158,7 +95,7 @@ def test_on_meta_is_as_on_a_cpu():
     said = {}
     for device in ("cpu", "meta"):
         with torch.device(device):
-            model, ids = Decoder(1).bfloat16(), _tokens()
+            model, ids = Decoder(1).bfloat16(), torch.arange(64).view(1, 64)
 
             def call(ids, model=model):
                 logits = model(ids)
@@ -176,13 +113,11 @@ def test_on_meta_is_as_on_a_cpu():
 
 def test_a_share_of_memory_is_planned_and_a_peak_is_not(warned):
     """Explain said of both that another partitioner was set."""
-    model, how = llama(1), {"use_cache": False, "labels": _tokens()}
-    notes = explain(model, _tokens(), **how, options={"gate": "always", "memory": 0.4}).notes
-    assert any(re.search(r"Memory: it keeps .* in place of .* tensors again", n) for n in notes)
+    notes = explain(residual(), X, options={"gate": "always", "memory": 0.4}).notes
+    assert any(note.startswith("Memory: it keeps ") for note in notes)
     assert not warned()
-    explain(residual().bfloat16(), X, options={"gate": "always", "memory": "1 GiB"})
-    (message,) = warned()
-    assert "give explain a share from 0 to 1" in message
+    explain(residual(), X, options={"gate": "always", "memory": "1 GiB"})
+    assert len(warned()) == 1
 
 
 def test_a_page_fetches_nothing_and_escapes_names(tmp_path):
@@ -194,7 +129,10 @@ def test_a_page_fetches_nothing_and_escapes_names(tmp_path):
     page = found.save(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>&" not in page
     assert html.unescape(re.search(r' srcdoc="([^"]*)"', found._repr_html_())[1]) == page
-    for each, text in ((found, page), explained("llama, training")):
+    _, training = llama(trains=True, dtype=torch.float16)
+    assert training.gemms == 3 * 8
+    assert all(group[0].remedy.text in str(training) for group in training.advised.values())
+    for each, text in ((found, page), (training, training.html())):
         assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|//[a-z]+\.""", text)
         ids = re.findall(r'\bid="([^"]+)"', text)
         assert len({*ids}) == len(ids)
@@ -204,67 +142,41 @@ def test_a_page_fetches_nothing_and_escapes_names(tmp_path):
         assert all(s.program is None or f"p-{s.program.key}" in ids for s in each.sites)
 
 
-def test_reasons_of_one_code_that_nobody_can_help_are_told_apart():
-    """But for numbers, which differ from layer to layer."""
-    texts = ("mm_3 reads it twice", "mm_17 reads it twice", "no GEMM reads it")
-    misses = [refuse("no-gemm", text).at("rms_norm", f"layers.{i}") for i, text in enumerate(texts)]
-    found = Explanation("Llama", "meta", training=False, near_misses=misses)
-    assert [[miss.text for miss in group] for group in found.advised.values()] == [
-        [*texts[:2]], [texts[2]],
-    ]  # fmt: skip
-    assert ": mm_3 reads it twice (numbers of the first one)\n" in str(found)
-
-
 @pytest.mark.parametrize("name", ["*", "fuse"])
 def test_what_is_disabled_is_not_fused(name):
     """Everything was an unknown name; without the pass that fuses there was "no GEMM"."""
-    for train in (False, True):
-        with torch.set_grad_enabled(train):
-            found = explain(residual().bfloat16(), X, options={"gate": "always", "disable": [name]})
-        assert found.summary.startswith(f"{5 if train else 2} GEMMs, of which none absorbs")
-        assert f"anything, all because: options['disable'] names {name!r}" in str(found)
-        assert {site.reason for site in found.sites} == {f"options['disable'] names {name!r}"}
+    found = explain(residual(), X, options={"gate": "always", "disable": [name]})
+    assert {site.reason for site in found.sites} == {f"options['disable'] names {name!r}"}
     roles = [site.role for site in found.sites]
     assert [roles.count(r) for r in ("forward", "input gradient", "weight gradient")] == [2, 1, 2]
 
 
 class Counting(nn.Module):
-    """Counts its calls, and normalizes with running statistics."""
+    """Counts its calls, breaks its graph, and normalizes with running statistics."""
 
-    def __init__(self, breaks=False, counts=True):
+    def __init__(self, counts=True):
         super().__init__()
         self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
         self.norm = nn.BatchNorm1d(32)
-        self.calls, self.breaks, self.counts = 0, breaks, counts
+        self.calls, self.counts = 0, counts
 
     def forward(self, x):
         if self.counts:
             self.calls += 1
         h = self.norm(self.first(x)).relu()
-        if self.breaks:
-            torch._dynamo.graph_break()
+        torch._dynamo.graph_break()
         return self.second(nn.functional.dropout(h, training=self.training))
 
 
-def compiled(function):
-    """``function`` through torch.compile with a backend that notes the shapes it compiles for."""
-    shapes = []
-
-    def backend(gm, inputs):
-        shapes.append([tuple(x.shape) if isinstance(x, torch.Tensor) else "symbol" for x in inputs])
-        return gm.forward
-
-    return torch.compile(function, backend=backend), shapes
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_the_model_and_the_random_state_stay_as_they_are(breaks):
-    model = Counting(breaks).train()
+def test_a_broken_model_is_explained_as_a_whole_and_stays_as_it_is():
+    """And so does the random state."""
+    model = Counting().train()
     model.first.weight.grad = torch.ones(32, 16)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     weights, state = list(model.parameters()), torch.get_rng_state()
     found = explain(model, torch.randn(8, 16))
-    assert found.gemms >= 4
+    assert len(found.notes) == 2
+    assert len(found.sites) == 5  # two forward; one weight's gradient each, one input's
     after = torch.get_rng_state()
     torch.set_rng_state(state)
     torch.randn(8, 16)  # the argument above was drawn by the test
@@ -278,17 +190,22 @@ def test_the_model_and_the_random_state_stay_as_they_are(breaks):
 
 
 def test_what_is_compiled_stays_and_what_is_explained_makes_no_size_dynamic():
-    model = Counting(breaks=True, counts=False).eval()
-    run, shapes = compiled(model)
+    shapes = []
+
+    def backend(gm, inputs):
+        shapes.append([x.shape if isinstance(x, torch.Tensor) else "symbol" for x in inputs])
+        return gm.forward
+
+    model = Counting(counts=False).eval()
+    run = torch.compile(model, backend=backend)
     run(torch.randn(8, 16))
     for rows in (8, 24):
         assert explain(model, torch.randn(rows, 16)).sites[0].shape == (rows, 32, 16)
     run(torch.randn(8, 16))
     assert len(shapes) == 2
-    run, shapes = compiled(nn.Linear(16, 32))
-    run(torch.randn(40, 16))
-    assert (40, 16) in shapes[0]
-    assert "symbol" not in shapes[0]
+    torch.compile(nn.Linear(16, 32), backend=backend)(torch.randn(40, 16))
+    assert (40, 16) in shapes[2]
+    assert "symbol" not in shapes[2]
 
 
 def test_counters_and_reports_are_for_what_is_compiled():
@@ -299,14 +216,6 @@ def test_counters_and_reports_are_for_what_is_compiled():
     assert not explain(model, x, options={"gate": "never"}).fused
     assert not counters["coda"]
     assert len(coda_inductor.reports()) == reports
-
-
-def test_a_broken_model_is_explained_as_a_whole():
-    model = Counting(breaks=True).eval()
-    found = explain(model, torch.randn(8, 16))
-    assert len(found.notes) == 2
-    assert "graph_break" in found.notes[1].lower()
-    assert len(found.sites) == 5  # two forward; one weight's gradient each, one input's
 
 
 @pytest.mark.parametrize(("model", "says"), [

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where pattern files come from, what refuses to load, and that a bad file harms no other."""
 
-import contextlib
-import re
 import types
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import coda_inductor
 from coda_inductor import PatternError, options, patterns
-from coda_inductor.dynamo import attention
 from coda_inductor.log import forget_warnings
 from coda_inductor.options import parse
 from coda_inductor.patterns import loading
@@ -63,8 +60,8 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(PatternError, match=r"cannot be read: "):
         patterns.load_file(tmp_path)
     for text, said in (
-        ("raise SystemExit(0)", "1: "), ("import sys_exit", "1: "),
-        ("PATTERNS = []", " define PATTERN"), ("x = 1\ny = (\n", "2: Syntax"),
+        ("raise SystemExit(0)", "1: "), ("PATTERNS = []", " define PATTERN"),
+        ("x = 1\ny = (\n", "2: Syntax"),
     ):  # fmt: skip
         with pytest.raises(PatternError, match=rf"leaves\.py:{said}"):
             patterns.load_file(write(tmp_path / "leaves.py", text=text))
@@ -77,24 +74,15 @@ WRONG = WRONG.replace(
 
 
 def test_a_file_whose_sides_differ_is_refused(tmp_path):
-    """By a millionth of the result. The message names the pattern, the inputs and the difference;
-    what surrounds the load, here a default device and fake tensors, has no effect."""
-    path = write(tmp_path / "wrong.py", text=WRONG)
-    said = []
-    for around in (contextlib.nullcontext(), torch.device("meta"), FakeTensorMode()):
-        loading._load.cache_clear()
-        with around, pytest.raises(PatternError) as caught:
-            patterns.load_file(path)
-        said.append(str(caught.value))
-    assert said[0].startswith(f"{path}: pattern mine: spelled = meaning: they differ: ")
-    assert said[0].endswith(" apart, on inputs gate (24,), up (24,)")
-    assert said == said[:1] * 3
-
-
-def test_a_random_meaning_is_refused(tmp_path):
-    text = GATE.replace("torch.sigmoid(gate)", "torch.rand_like(gate)")
-    with pytest.raises(PatternError, match="pattern mine: two calls of meaning: they differ: "):
-        patterns.load_file(write(tmp_path / "random.py", text=text))
+    """By a millionth of the result, or at random. What surrounds the load, here a default device
+    and fake tensors, has no effect."""
+    drawn = GATE.replace("torch.sigmoid(gate)", "torch.rand_like(gate)")
+    for text in (WRONG, drawn):
+        path = write(tmp_path / "wrong.py", text=text)
+        for around in (torch.device("meta"), FakeTensorMode()):
+            loading._load.cache_clear()
+            with around, pytest.raises(PatternError, match=r"pattern mine: .* they differ: "):
+                patterns.load_file(path)
 
 
 @pytest.mark.parametrize(
@@ -127,24 +115,10 @@ def test_folder_loads_what_loads(tmp_path, caplog):
     (tmp_path / "empty").mkdir()
     with pytest.raises(PatternError, match="no pattern files"):
         coda_inductor.load_patterns(tmp_path / "empty")
-    with pytest.raises(PatternError, match="no such pattern file"):
-        coda_inductor.load_patterns(tmp_path / "nowhere")
-
-
-def test_two_patterns_of_one_name_are_said_once(tmp_path, caplog):
-    paths = [str(write(tmp_path / name, factor=n)) for n, name in enumerate(("a.py", "b.py"), 2)]
-    for given in (paths[:1], paths, paths):
-        assert names(patterns.load(tuple(given))) == ["mine"] * len(given) + BUILTIN
-    (said,) = [r.getMessage() for r in caplog.records]
-    assert "'mine' is the name of 2 patterns" in said
-    assert said.endswith(", ".join(paths))
 
 
 def test_file_counts_once_and_the_options_files_come_first(tmp_path, monkeypatch):
-    first, second = (
-        write(tmp_path / "a.py", "first"),
-        write(tmp_path / "b.py", "second", factor=3.0),
-    )
+    first, second = write(tmp_path / "a.py", "first"), write(tmp_path / "b.py", "second", 3.0)
     coda_inductor.load_patterns(first)
     coda_inductor.load_patterns(str(first))
     coda_inductor.load_patterns(second)
@@ -152,7 +126,6 @@ def test_file_counts_once_and_the_options_files_come_first(tmp_path, monkeypatch
     assert names(patterns.load((str(second),))) == ["second", "first", *BUILTIN]
     monkeypatch.setenv("CODA_PATTERNS", str(tmp_path))
     settings = parse(None, None)
-    assert settings.patterns == (str(tmp_path),)
     monkeypatch.setattr(loading, "_registered", {})
     assert names(patterns.load(settings.patterns)) == ["first", "second", *BUILTIN]
 
@@ -168,7 +141,6 @@ def test_ops_are_named_by_content(tmp_path):
     assert str(one).startswith("coda_inductor.mine_")
     assert op(tmp_path / "b.py") is one
     other = op(tmp_path / "a.py", factor=3.0)
-    assert other is not one
     x = torch.rand(3)
     torch.testing.assert_close(other(x, x) / one(x, x), torch.full((3,), 1.5))
 
@@ -181,14 +153,7 @@ def test_a_name_of_a_built_in_rewrite_is_refused(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         names = [p.name for p in patterns.load((str(taken),), strict=False)]
     assert names.count("swiglu") == 1
-    assert caplog.text.count("options={'disable': ['swiglu']}") == 1
-
-
-def test_every_documented_rewrite_has_a_name_of_its_own():
-    table = (Path(__file__).resolve().parents[2] / "docs" / "internals" / "rules.md").read_text()
-    documented = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert {"swiglu", "constant_mask", "epilogue"} <= documented <= loading.builtin_names()
-    assert set(attention.NAMES) <= loading.builtin_names()
+    assert len(caplog.records) == 1
 
 
 def test_python_that_ignores_the_environment_ignores_ours(tmp_path, monkeypatch):

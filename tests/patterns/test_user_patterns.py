@@ -16,53 +16,28 @@ def load(path: str):
     return pattern
 
 
-def raised(harness, pattern) -> list[torch.fx.Node]:
-    return [n for n in harness.raised.nodes if n.target is pattern.op]
-
-
-@pytest.mark.parametrize(
-    ("text", "gate", "layers"), [(MISH, mish, 3), (SWISH, swish, 2)], ids=["mish", "swish"]
-)
-def test_gate_fires_once_a_layer_and_is_the_same_function(text, gate, layers, tmp_path):
-    path = write(tmp_path, text)
-    pattern = load(path)
-    harness = check(model(gate, layers), randn(2, 3, D), patterns=[path])
-    assert len(raised(harness, pattern)) == layers
-    assert harness.counts[pattern.name] == layers
-    assert harness.counts["rms_norm"] == layers - 1  # the first input is made by no GEMM
-    paired = [site for site in harness.fused if site.program.paired]
-    assert len(paired) == layers  # gate and up in one kernel, which stores the product alone
-    assert all(len(site.program.stores) == 1 for site in paired)
-    assert not any("coda_inductor." in str(op) and "gemm_" not in op for op in harness.ops())
-
-
-@pytest.mark.parametrize(("text", "gate", "layers", "dtype"), [
-    (MISH, mish_spelled_out, 3, torch.float64),
-    (SWISH, swish, 2, torch.float64),
-    (MISH, mish, 2, torch.bfloat16),
-], ids=["mish", "swish", "half precision"])  # fmt: skip
-def test_gate_trains(text, gate, layers, dtype, tmp_path):
+@pytest.mark.parametrize(("text", "gate", "dtype"), [
+    (MISH, mish_spelled_out, torch.bfloat16), (SWISH, swish, torch.float64),
+], ids=["mish", "swish"])  # fmt: skip
+def test_gate_trains(text, gate, dtype, tmp_path):
     """Gradients equal eager's, and happen in the epilogue that makes them; only what the
     GEMMs made is kept."""
-    path = write(tmp_path, text)
-    pattern = load(path)
-    harness = check_gradients(
-        model(gate, layers, dtype), randn(2, 3, D, dtype=dtype), patterns=[path]
-    )
-    assert harness.counts[pattern.name] == layers
-    assert harness.counts[f"{pattern.name}_backward"] == layers
+    layers, path = 2, write(tmp_path, text)
+    given = model(gate, layers, dtype), randn(2, 3, D, dtype=dtype)
+    harness = check_gradients(*given, patterns=[path])
+    name = load(path).name
+    assert harness.counts[name] == harness.counts[f"{name}_backward"] == layers
+    assert harness.counts["rms_norm"] == layers - 1  # the first input is made by no GEMM
+    assert sum(site.program.paired for site in harness.fused) == layers
     activations = [n for n in harness.saved if n.meta["val"].shape[-1] == HIDDEN and "mm" in n.name]
     assert len(activations) <= 2 * layers
-
-
-def backward_of(pattern):
-    return getattr(torch.ops.coda_inductor, f"{pattern.op.__name__.split('.')[0]}_backward").default
 
 
 def test_gradients_have_memory_of_their_own_or_are_empty(tmp_path):
     """Also one that is the incoming one; empty are those that are not needed."""
     text = MISH.replace("F.mish(gate) * up", "gate + up").replace(", spelled_out", ",")
-    backward = backward_of(load(write(tmp_path, text)))
+    name = load(write(tmp_path, text)).op.__name__.split(".")[0]
+    backward = getattr(torch.ops.coda_inductor, f"{name}_backward").default
     dy, gate, up = (randn(3, 4) for _ in range(3))
     found = backward(dy, gate, up, [True, True])
     assert_same(found, (dy, dy))
@@ -78,7 +53,6 @@ def test_reason_of_a_condition_is_a_refusal(tmp_path):
     harness = check(mish, randn(4, D), randn(4, D), patterns=[path])
     (found,) = (r for r in harness.report.refusals if r.what == "mish_glu")
     assert (found.code, found.text) == ("condition", "not today")
-    assert "mish_glu at mul: not today" in reasons(harness)
     harness = check(mish, randn(4, D), randn(4, 1), patterns=[path])
     assert "differ in shape" in reasons(harness)
 
@@ -87,7 +61,6 @@ REFUSED = {
     "not floating": (
         lambda g, u: F.mish(g) * u.to(torch.int64), MISH, "up is torch.int64, not a floating type",
     ),
-    "a number": (lambda g, u: F.mish(g) * 2.0, MISH, "up is not a tensor"),
     "a tensor": (lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant"),
     "used elsewhere": (
         lambda g, u: (s := F.mish(g)) * u + s, MISH, "its intermediate s is used elsewhere",
@@ -99,7 +72,7 @@ REFUSED = {
 def test_what_is_not_the_gate_stays(function, text, reason, tmp_path):
     path = write(tmp_path, text)
     harness = check(function, randn(4, D), randn(4, D), patterns=[path])
-    assert not raised(harness, load(path))
+    assert not any(node.target is load(path).op for node in harness.raised.nodes)
     assert reason in reasons(harness)
 
 
@@ -109,7 +82,7 @@ def test_mixed_dtypes_are_computed_in_the_wider_one(tmp_path):
     gate = randn(4, D, dtype=torch.bfloat16).requires_grad_()
     up = randn(4, D, dtype=torch.float32).requires_grad_()
     harness = check_gradients(lambda g, u: F.mish(g.float()) * u, gate, up, patterns=[path])
-    assert len(raised(harness, load(path))) == 1
+    assert any(node.target is load(path).op for node in harness.raised.nodes)
 
 
 EPS = 1e-3
@@ -133,31 +106,15 @@ def bare(x, eps):
 PATTERN = Pattern.norm("l2_norm", scale, (functional, bare))
 '''
 
-#: RMSNorm with a bound in place of a sum.
-BOUNDED = """
-import torch
-from coda_inductor import Pattern
-
-def scale(mean_square, eps: float):
-    return torch.rsqrt(torch.clamp(mean_square, min=eps))
-
-def bounded(x, weight, eps):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp(min=eps)) * weight
-
-PATTERN = Pattern.norm("bounded_norm", scale, (bounded,))
-"""
-
 
 def l2(x, gamma):
     return F.normalize(x, dim=-1, eps=EPS) * gamma
 
 
-def l2_bare(x):
+def l2_behind_a_weight(x, gamma):
+    """The spelling without a weight; gamma belongs to its input."""
+    x = x * gamma
     return x / x.norm(dim=-1, keepdim=True).clamp_min(EPS)
-
-
-def bounded(x, gamma):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp(min=0.5)) * gamma
 
 
 def mlp(norm):
@@ -175,93 +132,52 @@ def tensors():
     return tuple(t.requires_grad_() for t in (x, *(randn(*s) / s[-1] ** 0.5 for s in shapes)))
 
 
-def l2_behind_a_weight(x, gamma):
-    """The spelling without a weight; gamma belongs to its input."""
-    return l2_bare(x * gamma)
-
-
-@pytest.mark.parametrize("custom", [False, True])
-def test_it_waits_and_its_gradients_are_eagers(custom, tmp_path, monkeypatch):
+def test_it_waits_and_its_gradients_are_eagers(tmp_path, monkeypatch):
     """Each between products of its own, in one graph."""
-    if custom:
-        leave_custom_ops(monkeypatch, "64x32:1x1:co")
-    mlps = [mlp(norm) for norm in (l2, l2_behind_a_weight, bounded)]
-    paths = [write(tmp_path, text, f"{i}.py") for i, text in enumerate((L2, BOUNDED))]
+    leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    first, second = mlp(l2), mlp(l2_behind_a_weight)
     harness = check_gradients(
-        lambda given: [f(*args) for f, args in zip(mlps, given, strict=True)],
-        [tensors() for _ in mlps],
-        patterns=paths,
-    )
-    for name, number in (("l2_norm", 2), ("bounded_norm", 1)):
-        assert harness.counts[name] == harness.counts[f"{name}_backward"] == number
-        assert not any(name in op for op in harness.ops())
+        lambda given: [first(*given[0]), second(*given[1])], [tensors(), tensors()],
+        patterns=[write(tmp_path, L2)],
+    )  # fmt: skip
+    assert harness.counts["l2_norm"] == harness.counts["l2_norm_backward"] == 2
+    assert not any("l2_norm" in op for op in harness.ops())
     assert harness.report.near_misses == []
 
 
 def test_the_gradient_equals_autograds_to_1e_10(tmp_path):
     """Of the op alone, its rows of zeros and at the bound's sides."""
-    for text in (L2, BOUNDED):
-        pattern = load(write(tmp_path, text))
-        x, _, gamma, *_ = tensors()
-        idiom = pattern.idioms[0]
-        dy = randn(2, 5, D)
-        ours = torch.autograd.grad(pattern.call(x, gamma, EPS, x.dtype), (x, gamma), dy)
-        eager = torch.autograd.grad(idiom(x, gamma, EPS), (x, gamma), dy)
-        torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10)
-
-
-def test_programs_are_those_of_rms_norm(tmp_path):
-    """What the GEMMs compute is the same for every norm without a shift, and so are the keys."""
-
-    def keys(norm, **options):
-        harness = check_gradients(mlp(norm), *tensors(), **options)
-        return [site.program.key for site in harness.fused]
-
-    path = write(tmp_path, BOUNDED)
-    assert keys(bounded, patterns=[path]) == keys(lambda x, g: F.rms_norm(x, (D,), g, EPS))
-
-
-def test_it_is_disabled_by_its_names(tmp_path):
-    path, args = write(tmp_path, L2), tensors()
-    harness = check_gradients(mlp(l2), *args, patterns=[path], disable=["l2_norm_backward"])
-    assert "disable" in reasons(harness)
-    assert harness.counts["l2_norm"] == harness.counts["l2_norm_backward"] == 0
-
-
-def of_other(square, eps: float):
-    return torch.rsqrt(square + eps)
+    pattern = load(write(tmp_path, L2))
+    x, _, gamma, *_ = tensors()
+    dy = randn(2, 5, D)
+    ours = torch.autograd.grad(pattern.call(x, gamma, EPS, x.dtype), (x, gamma), dy)
+    eager = torch.autograd.grad(pattern.idioms[0](x, gamma, EPS), (x, gamma), dy)
+    torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10)
 
 
 def negative(mean_square, eps: float):
     return -torch.rsqrt(mean_square + eps)
 
 
+def steep(mean_square, eps: float):
+    return 1 / (mean_square.sqrt() + eps)
+
+
 def across_rows(mean_square, eps: float):
     return torch.rsqrt(mean_square.mean() + eps) + 0 * mean_square
 
 
-def steep(mean_square, eps: float):
-    return 1 / (torch.sqrt(mean_square) + eps)
-
-
-def fine(mean_square, eps: float):
+def norm_scale(mean_square, eps: float):
     return torch.rsqrt(mean_square + eps)
 
 
-def without_eps(x, weight):
-    return weight * x
-
-
-WRONG = {
-    "another sum": (of_other, (), "scale takes mean_square or sum_square"),
-    "negative": (negative, (), "scale is not positive"),
-    "across rows": (across_rows, (), "not of each row by itself"),
-    "no derivative at zero": (steep, (), "be it at a row of zeros"),
-    "parameters": (fine, (without_eps,), "an idiom takes x, eps and may take weight"),
-}
-
-
-@pytest.mark.parametrize(("scale", "idioms", "said"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("scale", "idioms", "said"), [
+    (lambda square, eps: torch.rsqrt(square + eps), (), "scale takes mean_square or sum_square"),
+    (negative, (), "scale is not positive"),
+    (across_rows, (), "not of each row by itself"),
+    (steep, (), "be it at a row of zeros"),
+    (norm_scale, (lambda x, weight: weight * x,), "an idiom takes x, eps and may take weight"),
+])  # fmt: skip
 def test_a_scale_or_an_idiom_that_does_not_do_is_refused(scale, idioms, said):
     with pytest.raises(PatternError, match=said):
         Pattern.norm("wrong", scale, idioms)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program is: legality, identity, text, and its meaning in plain torch."""
 
-import functools
 import json
 from dataclasses import replace
 
@@ -57,9 +56,7 @@ ILLEGAL = [
     (program(operands=f"t:tile:{E4M3}"), "'t': dtype 'float8_e4m3fn'"),
     (program(stores=""), "at least one store or reduction"),
     (program(operands="t:matrix"), "'t': kind 'matrix'"),
-    (program(operands="t:row:int64"), "'t': dtype 'int64'"),
     (program(operands="a-b:row"), "'a-b' is not a Python"),
-    (program("lambda neg acc"), "'lambda' is not a Python identifier"),
     (program("D neg acc"), "'D' is defined twice or reserved"),
     (program(operands="t:row t:row"), "operand 't' is defined twice"),
     (program("x softmax acc"), "'x': unknown op 'softmax'"),
@@ -70,7 +67,6 @@ ILLEGAL = [
     (program("x add 1 2"), "'x' has only literals: fold it"),
     (program("x where acc acc 0"), "'x': where argument 0 must be a bool, 'acc' is not"),
     (program("b gt acc 0; x mul acc b"), "'x': mul argument 1 must be a number, 'b' is not"),
-    (program("b gt acc 0; x logical_and b acc"), "'x': logical_and argument 1 must be a bool"),
     (program("b gt acc 0"), "'out0': 'b' is not a number"),
     (program(stores="acc:int8"), "'out0': dtype 'int8'"),
     (program(reduces="out0:acc"), "output 'out0' is defined twice"),
@@ -88,12 +84,10 @@ ILLEGAL = [
     (program(**ROTARY, a_dtype=E4M3), "of one accumulator, of 16 bits"),
     (program(stores="acc:bfloat16", reduces="p:acc:row:logsumexp"), "'p' reads an unrounded value"),
     (program(operands="i:index:int32"), "one 'groups', and at most one 'index'"),
-    (program(operands=f"{GROUPS} s0:groups:int32"), "one 'groups', and at most one 'index'"),
     (program(operands=f"{GROUPS} s0:table"), "without heads, tables"),
     (program(operands=f"{GROUPS} s0:col:bfloat16"), "one value a row in 32 bits"),
     (program(operands=GROUPS, reduces="p:acc:col"), "no sums over M"),
     (program(operands=GROUPS, alternating=True), "columns alternate in grouped programs of two"),
-    (program(stores="acc0", accs=("acc0", "acc1"), alternating=True), "columns alternate"),
     (program(operands="g:groups:int64"), "dtype 'int64' is not legal"),
 ]  # fmt: skip
 
@@ -190,7 +184,6 @@ def test_every_operand_broadcasts_to_a_full_tile_of_two_products():
     s = torch.tensor(3.0).double()
     result, whole = reference.run(made, [a], [b0, b1], [w.repeat_interleave(2), r, s])
     torch.testing.assert_close(result, ((r.diag() @ a @ b0) - w[None, :]) / 3 - a @ b1)
-    assert whole.is_contiguous()
     assert torch.equal(whole, torch.full((M, M), 3.0).double())
 
 
@@ -247,12 +240,6 @@ def test_an_unfused_product_and_its_bias_are_rounded_once():
     (z,) = reference.run(twice, [a], [b], [w], exact=False)
     product = (a @ b).float()
     assert torch.equal(z, ((product + w) * product).bfloat16())
-    steps, rows = "x add acc0 v; y add acc1 w; z mul x y", "v:row:bfloat16 w:row:bfloat16"
-    pair = program(steps, rows, "z:bfloat16", dtype="bfloat16", accs=("acc0", "acc1"))
-    v, c = torch.randn(32).bfloat16(), torch.randn_like(b)
-    (z,) = reference.run(pair, [a], [b, c], [v.repeat_interleave(2), w.repeat_interleave(2)],
-                         exact=False)  # fmt: skip
-    assert torch.equal(z, torch.addmm(v, a, b) * torch.addmm(w, a, c))
 
 
 def test_a_float32_sum_is_rounded_as_its_origin_rounds():
@@ -298,18 +285,16 @@ def test_alternating_columns():
     assert replace(made, alternating=False).key != made.key
 
 
-@pytest.mark.parametrize("accs", [("acc",), ("acc0", "acc1")])
-def test_a_row_of_each_group(accs):
+def test_a_row_of_each_group():
     """A group may have no row, and what is in none has any."""
-    steps, y = ("x add acc w", "x") if len(accs) == 1 else ("x add acc0 w; y mul x acc1", "y")
-    how = {"dtype": "float32", "accs": accs}
-    made = verify(program(steps, f"{GROUPS} w:row:float32", f"{y}:float32", **how))
-    a, w, bs = torch.randn(6, 16), torch.randn(3, 24), [torch.randn(3, 16, 24) for _ in accs]
+    operands = f"{GROUPS} w:row:float32"
+    made = verify(program("x add acc0 w; y mul x acc1", operands, "y:float32", dtype="float32",
+                          accs=("acc0", "acc1")))  # fmt: skip
+    a, w, bs = torch.randn(6, 16), torch.randn(3, 24), [torch.randn(3, 16, 24) for _ in range(2)]
     groups, own = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([0, 0, 2, 2, 2])
-    given = [groups, w.repeat_interleave(len(accs), 1)]
     products = [torch.stack([a[i] @ b[e] for i, e in enumerate(own)]) for b in bs]
-    want = functools.reduce(torch.mul, [products[0] + w[own], *products[1:]])
-    torch.testing.assert_close(reference.run(made, [a], bs, given)[0][:5], want)
+    (y,) = reference.run(made, [a], bs, [groups, w.repeat_interleave(2, 1)])
+    torch.testing.assert_close(y[:5], (products[0] + w[own]) * products[1])
 
 
 def test_rotary_is_hugging_faces():

@@ -10,16 +10,15 @@ from programs import kinds
 from coda_inductor.arch import BLACKWELL
 from coda_inductor.gpu import H100
 from coda_inductor.select import roofline
-from coda_inductor.select.choice import MANY, candidates, select
-from coda_inductor.select.config import Config, configs_in
+from coda_inductor.select.choice import candidates, select
+from coda_inductor.select.config import Config
 from coda_inductor.select.figures import signature
 from coda_inductor.select.measurements import Measurements
-from coda_inductor.select.roofline import MARGIN, around_us, fused_us, products_us
+from coda_inductor.select.roofline import MARGIN, around_us, products_us
 
 ONE = site("rms_partial")
 NEW = site("rms_partial", k=3072)  # of a size that no table has
 FIRST, SECOND = configs(ONE)[:2]
-LOSES = figures({FIRST: 120.0, SECOND: 110.0, "64x16:1x1:co": 1.0})  # the last is not legal
 
 
 @pytest.fixture
@@ -52,11 +51,11 @@ def test_the_config_is_that_of_the_nearest_measured_site_of_a_program_like_it(tm
 
 def test_what_was_measured_slower_stays_unfused_where_a_gate_asks(here):
     """What has no working kernel stays whoever asks."""
-    here.add(keyed(ONE, LOSES))
+    illegal = {"64x16:1x1:co": 1.0}
+    here.add(keyed(ONE, figures({FIRST: 120.0, SECOND: 110.0} | illegal)))
     found = select(ONE, gated=True, store=here)
     assert (found.how, found.config, found.fused_us) == ("unfused", SECOND, 110.0)
     assert (found.refusal.code, found.refusal.failure) == ("measured-slower", False)
-    assert found.refusal.text == "measured 110 us fused, 100 us unfused"
     found = select(ONE, gated=False, store=here)
     assert (found.how, found.config, found.refusal) == ("kernel", SECOND, None)
     failed = {FIRST: "wrong: out0 is off by 1 of its norm", SECOND: "hangs"}
@@ -64,7 +63,6 @@ def test_what_was_measured_slower_stays_unfused_where_a_gate_asks(here):
     for gated in (True, False):
         found = select(ONE, gated=gated, store=here)
         assert (found.how, found.config, found.refusal.code) == ("unfused", "", "no-working-config")
-        assert "H900: wrong: out0 is off" in found.refusal.text
         assert found.measured
 
 
@@ -85,36 +83,23 @@ def test_what_an_elementwise_kernel_reads_anyway_is_no_gain(here):
 
 def test_what_was_not_measured_must_win_by_a_margin(monkeypatch):
     """What is expected to lose by far is measured on demand only."""
-    found = select(NEW, gated=True)
     unfused = products_us(NEW, H100) + around_us(NEW, H100)
-    assert (found.how, found.measured) == ("kernel", False)
-    assert (found.fused_us, found.unfused_us) == (fused_us(NEW, H100), unfused)
-    for factor, code in ((0.999, None), (1.001, "expected-slower"), (100, "expected-slower")):
+    for factor, code in ((0.999, None), (1.001, "expected-slower")):
         monkeypatch.setattr(roofline, "fused_us", lambda *_, us=factor * unfused / MARGIN: us)
         found = select(NEW, gated=True)
         assert (found.how == "kernel", found.refusal and found.refusal.code) == (not code, code)
-        if code:  # a remedy that says "longer" beside times that say "shorter" is not believed
-            assert ("faster by less than 2.0 %" in found.refusal.text) == (factor < MARGIN)
         assert select(NEW, gated=False).how == "kernel"
-
-
-def test_where_nothing_is_known_nothing_is_fused_but_on_demand(here):
-    found = select(ONE, gated=True, store=here)
-    assert (found.how, found.refusal.code, found.fused_us) == ("unfused", "gpu-not-measured", None)
-    assert select(ONE, store=here, gated=False).how == "kernel"
 
 
 def test_beside_collectives_tiles_come_from_a_counter(tmp_path):
     """Blackwell's always do."""
     store = Measurements(table(tmp_path / "tables"), tmp_path)
-    for known in (False, True):
-        if known:
-            store.add(keyed(ONE, figures({FIRST: 50.0})))
-        alone = select(ONE, gated=True, store=store)
-        beside = select(replace(ONE, crowded=True), gated=True, store=store)
-        twin = str(Config.parse(alone.config).dynamic_twin())
-        assert not Config.parse(alone.config).dynamic
-        assert beside == replace(alone, config=twin)
+    store.add(keyed(ONE, figures({FIRST: 50.0})))
+    alone = select(ONE, gated=True, store=store)
+    beside = select(replace(ONE, crowded=True), gated=True, store=store)
+    twin = str(Config.parse(alone.config).dynamic_twin())
+    assert not Config.parse(alone.config).dynamic
+    assert beside == replace(alone, config=twin)
     store.add(keyed(ONE, figures({alone.config: 50.0}, failed={twin: "wrong"})))
     assert select(replace(ONE, crowded=True), gated=True, store=store).config == alone.config
     store, order = Measurements(B200, tmp_path), configs(replace(ONE, arch=BLACKWELL))
@@ -125,7 +110,6 @@ def test_beside_collectives_tiles_come_from_a_counter(tmp_path):
 
 
 def test_every_legal_config_is_a_candidate_once_the_nearest_fastest_first():
-    """Of equals the first in order, as where it was measured."""
     for gpu in (HOPPER, B200):
         for kind in kinds():
             of = site(kind, n=8192, arch=gpu.arch)
@@ -134,14 +118,3 @@ def test_every_legal_config_is_a_candidate_once_the_nearest_fastest_first():
     us = {order[7]: 12.0, order[3]: 10.0, "64x16:1x1:co": 1.0, order[5]: 11.0}
     found = list(map(str, candidates(ONE, H100, (ONE, figures(us)))))
     assert found[:3] == [order[3], order[5], order[7]]
-    near = figures({order[4]: 10.0, order[2]: 10.1})
-    assert str(candidates(ONE, H100, (ONE, near))[0]) == near.best(order) == order[2]
-
-
-def test_by_default_one_of_few_runs_that_fills_the_gpu():
-    for m in (64, 8192):
-        for kind in ("scale", "swiglu", "norm_bwd_joined", "logsumexp"):
-            assert candidates(site(kind, m=m, n=8192), H100)[0] in configs_in(H100.arch.defaults)
-    large, few = (candidates(replace(ONE, m=m), H100)[0] for m in (8192, 1024))
-    assert few.tile_m * few.tile_n < large.tile_m * large.tile_n
-    assert any(config.dynamic for config in candidates(ONE, H100)[:MANY])

@@ -18,7 +18,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan
 from coda_inductor.program import Reduce
-from coda_inductor.select import gate, roofline
+from coda_inductor.select import roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.site import Site
 from coda_inductor.sites import Sites
@@ -62,22 +62,6 @@ def gemm_of(graph: Graph) -> Node:
     return next(n for n in graph.nodes if n.op == "call_function")
 
 
-@pytest.mark.parametrize(("gemms", "training", "bound"), [
-    (llama(512), False, True),
-    (llama(2048), False, False),
-    # Autograd, once a step: what a layer alone waits for is little in a model of sixteen.
-    (3 * llama(2048, d=2304), False, False),
-    (3 * llama(2048, d=2304), True, True),
-    (48 * llama(2048, d=2304), True, False),
-])  # fmt: skip
-def test_small_layers_are_bound_by_the_host(gemms, training, bound):
-    reason = gate.host_bound(gemms, training=training)
-    assert reason is None or "the host is the limit" in reason.text
-    assert (reason is not None) == bound
-    quick = replace(H100, host_call_us=0.0, host_step_us=0.0, host_gemm_us=0.0, host_trained_us=0.0)
-    assert gate.host_bound(gemms, quick, training=training) is None
-
-
 def test_which_graphs_are_too_small():
     """A joint graph is a training step. CUDA graphs lift the limit. In FP8 GEMMs take half as long,
     launching them does not."""
@@ -101,8 +85,7 @@ def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: unknown)
     graph = graph_of(llama(8192))
     auto, always = (plan(graph, gate=gate) for gate in ("auto", "always"))
-    why = Sites(auto).refusal(gemm_of(graph)).text
-    assert "there are no measurements on B200 (compute capability 10.x)" in why
+    assert Sites(auto).refusal(gemm_of(graph)).code == "gpu-not-measured"
     assert Sites(always).refusal(gemm_of(graph)) is None
     assert (auto.compiles, always.compiles) == (False, True)
 
@@ -135,7 +118,6 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
     ((E4M3, E5M2), None, None),
     ((E4M3, E4M3), (2048, 1), "contiguous along N"),
     ((E4M3, BF16), None, "has no epilogue program"),
-    ((torch.float8_e4m3fnuz,) * 2, None, "has no epilogue program"),
 ])  # fmt: skip
 def test_which_gemms_may_be_fused(dtypes, b_stride, why):
     graph = graph_of([(8192, 2048, 4096)], dtypes, b_stride)
@@ -143,21 +125,13 @@ def test_which_gemms_may_be_fused(dtypes, b_stride, why):
     assert found is None if why is None else why in found.text
 
 
-def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch):
-    graph = graph_of(llama(8192))
-    assert plan(graph).compiles
-    assert not plan(graph, gate="never").compiles
-    assert not plan(graph, reference=True).compiles
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: "no CUDA device")
-    assert not plan(graph).compiles
-
-
-def test_scaled_products_are_those_of_a_gpu():
-    """The plan is made before they are raised."""
-    graph = graph_of([(8192, 2048, 4096)], (E4M3, E4M3), op=aten._scaled_mm.default)
-    assert plan(graph).on_gpu
-    assert plan(graph).store is not None
-    assert plan(graph_of([(8192, 2048, 4096)])).estimate_plain(gemm_of(graph)).ground == "roofline"
+def test_no_compiler_is_started_where_nothing_will_be_compiled():
+    """A plan is made before scaled products are raised: they are a GPU's."""
+    scaled = graph_of([(8192, 2048, 4096)], (E4M3, E4M3), op=aten._scaled_mm.default)
+    for graph in (graph_of(llama(8192)), scaled):
+        assert plan(graph).compiles
+        assert not plan(graph, gate="never").compiles
+        assert not plan(graph, reference=True).compiles
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -180,15 +154,11 @@ HEADS = {how: parsed("bfloat16", "", "", "acc", f"part0:acc:row:{how}")
 @pytest.mark.parametrize(("of", "why"), [
     # Fused, weights that are copied together are charged; unfused they are several products.
     (site("norm_bwd", 8192, 2048, 3072, copied=(2048, 512, 512)), None),
-    (site("norm_bwd", 512, 4096, 6144), None),
     (site("norm_bwd", 128, 4096, 6144, copied=(4096, 1024, 1024)), "us fused"),
-    (site("swiglu", 8192, 8192, 2048), None),
-    (site("scale", 512, 512, 2048), "us fused"),
     # A norm that stays behind leaves less to save: the fused GEMM took 105 us, cuBLAS 92.
     (site("rms_partial", 8192, 2048, 2048), None),
     (site("rms_partial", 8192, 2048, 2048, after=OUT), "us fused"),
     # Its kernel reads the product that was stored, statistics or not (Gemma 2's sandwich).
-    (Site(SQUARES, 8192, 2048, 2048), None),
     (Site(SQUARES, 8192, 2048, 8192, after=OUT), "statistics save nothing"),
     # Sums over M are a kernel of their own, and so is a log-sum-exp (5.70 ms, 6.20 by cuBLAS).
     (Site(replace(SQUARES, reduces=(Reduce("part0", "sq", "col"),)), 8192, 2048, 2048,
@@ -204,38 +174,22 @@ def test_which_sites_stay_with_cublas(of, why, monkeypatch):
     assert (why if why and "nothing" in why else "us fused") in found.text
 
 
-@pytest.fixture
-def judged(monkeypatch):
-    """(N, K) of each site that is judged, and whether something of it stays behind."""
-    seen = []
-    judge = Plan.judge
+def test_the_driver_sees_what_stays_behind(monkeypatch):
+    """A norm that no GEMM reads, and what reads a sum whose other term is later in the graph."""
+    judge, seen = Plan.judge, []
 
     def spy(self, site):
-        seen.append(((site.n, site.k), bool(site.after)))
+        seen.append((site.k, bool(site.after)))
         return judge(self, site)
 
     monkeypatch.setattr(Plan, "judge", spy)
 
-    return seen
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_the_driver_sees_what_stays_behind(head, judged):
-    def function(x, w, residual, gamma, w2):
-        n = F.rms_norm(residual + F.linear(x, w), (16,), gamma, 1e-5)
-        return F.linear(n, w2) if head else n
-
-    shapes = ((6, 8), (16, 8), (6, 16), (16,), (24, 16))
-    check(function, *(randn(*shape) for shape in shapes))
-    assert ((16, 8), not head) in judged
-
-
-def test_what_reads_a_sum_stays_behind_whichever_term_is_fused(judged):
-    """The other term is later in the graph, and no GEMM that could absorb what reads the sum."""
-
-    def function(x, w, y, v, residual):
+    def function(x, w, y, v, residual, gamma, w2):
+        norm = F.rms_norm(residual + F.linear(x[:, 1:], w[:, 1:]), (16,), gamma, 1e-5)
+        read = F.rms_norm(residual - F.linear(x[:, 2:], w[:, 2:]), (16,), gamma, 1e-5)
         p = F.linear(x, w) + F.linear(y, v)
-        return p - residual * (p * residual).mean(-1, keepdim=True)
+        return norm, F.linear(read, w2), p - residual * (p * residual).mean(-1, keepdim=True)
 
-    check(function, *(randn(*shape) for shape in ((6, 8), (16, 8), (6, 4), (16, 4), (6, 16))))
-    assert judged[0] == ((16, 8), True)
+    shapes = ((6, 8), (16, 8), (6, 4), (16, 4), (6, 16), (16,), (24, 16))
+    check(function, *(randn(*shape) for shape in shapes))
+    assert {(7, True), (6, False), (8, True)} <= set(seen)

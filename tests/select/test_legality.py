@@ -34,18 +34,15 @@ def test_every_representative_program_is_supported(program):
 @pytest.mark.parametrize(("program", "n", "k", "how", "code", "text"), [
     (parsed("float32", "", "", "acc"), 64, 64, {}, "kernel-dtype", "float32 GEMM"),
     (SCALE, 60, 64, {}, "not-multiple-of-8", "N=60"),
-    (SCALE, 64, 63, {}, "not-multiple-of-8", "K=63"),
     (SCALE, 64, 0, {}, "not-multiple-of-8", "K=0"),
     (replace(SCALE, stores=()), 64, 64, {}, "kernel-form", "without a tile store"),
-    (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, {}, "kernel-dtype",
-     "float64"),
+    (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, {}, "kernel-dtype", "float64"),
     (replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, {}, "paired-store-wide",
      "16-bit"),
     (PAIR, 64, 64, {"b_major": "n"}, "paired-weight-layout", "K-major"),
     (parsed("bfloat16", "s:scalar:float32", "x neg s", "x"), 64, 64, {}, "kernel-form",
      "one value"),
     (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
-    (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
     (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
     (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
     (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
@@ -64,24 +61,18 @@ def test_reasons(program, n, k, how, code, text):
     assert text in why.text
 
 
-@pytest.mark.parametrize("major", [7, 8, 13])
-def test_architectures_without_kernels(major):
-    assert legal_configs(SCALE, arch_with((major, 0))) == ()
-    why = unsupported(SCALE, major=major)
-    assert (why.code, f"{major}.0" in why.text, "quack" in why.text) == ("old-gpu", True, True)
-
-
 MIXED = replace(FP8, a_dtype=E5M2)
 
 
-@pytest.mark.parametrize(
-    ("program", "arch", "code"),
-    [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 11, "fp8-mixed"), (MIXED, 12, None),
-     (EXPERTS, 9, None), (EXPERTS, 10, "kernel-form"), (EXPERTS, 12, "kernel-form")],
-)  # fmt: skip
+@pytest.mark.parametrize(("program", "arch", "code"), [
+    (SCALE, 8, "old-gpu"), (SCALE, 13, "old-gpu"),
+    (MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 12, None),
+    (EXPERTS, 9, None), (EXPERTS, 10, "kernel-form"), (EXPERTS, 12, "kernel-form"),
+])  # fmt: skip
 def test_what_has_no_kernel_on_a_generation(program, arch, code):
     why = unsupported(program, 64, 64, arch)
     assert (why and why.code) == code
+    assert code != "old-gpu" or legal_configs(program, arch_with((arch, 0))) == ()
 
 
 #: Heads that have no kernel on a generation, and why.
@@ -111,9 +102,8 @@ def test_a_matrix_that_tma_cannot_read_where_it_lies():
     fine = (weight, weight.t(), flat[8 : 8 + 64].view(1, 64), weight[:, :1].expand(64, 8))
     assert [legality.unaligned("w", x) for x in fine] == [None] * 4
     shifted = flat[1 : 1 + 64 * 64].view(64, 64)
-    assert "w has a storage offset of 1" in legality.unaligned("w", shifted).text
     wide = torch.empty(8, 68, dtype=torch.bfloat16)[:, :64]
-    assert "w has a stride of 68" in legality.unaligned("w", wide).text
+    assert {legality.unaligned("w", x).code for x in (shifted, wide)} == {"unaligned"}
 
 
 @pytest.fixture
@@ -147,13 +137,10 @@ def test_what_keeps_kernels_from_running_here(stack):
     assert stack() is None
     assert "8.0 is not supported" in stack((8, 0))
     for name, good, bad in (
-        (QUACK.package, "0.6.9", ("0.6.4", "0.6.5rc1", "0.7.0", "0.7.0.dev1", "1.0")),
-        (CUTEDSL.package, "4.8.0", ("4.7.9", "4.8.0.dev0", "4.9.0", "4.10")),
+        (QUACK.package, "0.6.9", ("0.6.4", "0.6.5rc1", "0.7.0.dev1")),
+        (CUTEDSL.package, "4.8.0", ("4.7.9", "4.10")),
     ):
         assert stack(**{name: good}) is None
         for wrong in bad:
-            why = stack(**{name: wrong})
-            assert why.startswith(f"{name} {wrong} is installed, >=")
-            assert "pip install" in why
-        missing = f"{name} is not installed: pip install 'coda-inductor[cuda]'"
-        assert stack(**{name: ""}) == missing
+            assert stack(**{name: wrong}).startswith(f"{name} {wrong} is installed, >=")
+        assert stack(**{name: ""}).startswith(f"{name} is not installed: pip install ")

@@ -4,7 +4,6 @@ tensors as a site has them."""
 
 import json
 import types
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from coda_inductor.program import Store, reference
 from coda_inductor.select.figures import from_row
 from coda_inductor.select.site import Site, site_from, site_text
 from coda_inductor.tune import inputs, worker
-from coda_inductor.tune.inputs import size, tensors
+from coda_inductor.tune.inputs import tensors
 from coda_inductor.tune.timing import Times
 from coda_inductor.tune.worker import Worker
 
@@ -24,15 +23,9 @@ ONE = site("rms_partial", m=64, n=64, k=64)
 GOOD, OTHER, BAD = configs(ONE)[:3]
 
 
-@pytest.mark.parametrize(
-    "of",
-    [ONE, replace(ONE, a_major="m", b_major="n"), replace(ONE, copied=(16, 48)),
-     site("norm_bwd_joined", m=64, n=64, k=128), site("swiglu", m=5)],
-    ids=lambda of: of.name,
-)  # fmt: skip
-def test_a_site_in_a_message(of):
-    text = json.loads(json.dumps(site_text(of)))
-    assert site_from(text) == of
+def test_a_site_in_a_message():
+    of = site("norm_bwd_joined", m=5, n=64, k=128, a_major="m", copied=(16, 48), groups=2, rows=3)
+    assert site_from(json.loads(json.dumps(site_text(of)))) == of
 
 
 class Bench:
@@ -63,6 +56,10 @@ class Bench:
         self.worker.answer(message)
         return self.said[-1]
 
+    def figures(self, of, *configs):
+        answer = self.ask(site=site_text(of), configs=list(configs))
+        return from_row({**answer["figures"], "key": ""})[1]
+
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
@@ -88,39 +85,26 @@ def _with_one_wrong(x):
     return x
 
 
-def figures_of(answer):
-    return from_row({**answer["figures"], "key": ""})[1]
-
-
-def computes(program, monkeypatch):
-    run = lambda as_, bs, operands, *_, **__: reference.run(program, as_, bs, operands)  # noqa: E731
-    monkeypatch.setattr(worker, "gemm_epilogue", run)
-
-
 def test_candidates_are_announced_and_timed_together(bench):
     """A site is compiled before they are there."""
     assert bench.ask(site=site_text(ONE)) == {"ready": True}
     assert not bench.timed
-    answer = bench.ask(site=site_text(ONE), configs=[GOOD, OTHER])
+    found = bench.figures(ONE, GOOD, OTHER)
     assert bench.said[:-1] == [{"trying": GOOD}, {"trying": OTHER}]
     assert bench.timed == [["plain", "unfused", GOOD, OTHER]]
-    found = figures_of(answer)
     assert (found.plain, found.unfused) == (10.0, 11.0)
     assert found.us == {GOOD: 12.0, OTHER: 13.0}
     assert (found.m, found.failed, found.spread) == (64, {}, 0.0025)
 
 
 @pytest.mark.parametrize("broken", [
-    lambda made: [torch.zeros_like(x) for x in made],
-    lambda made: [*made[:-1], torch.zeros_like(made[-1])],
     lambda made: [*made[:-1], made[-1] * 1.1],
     lambda made: [_with_one_wrong(made[0]), *made[1:]],
     lambda made: [torch.full_like(x, float("nan")) for x in made],
-    lambda made: [torch.full_like(x, float("inf")) for x in made],
 ])  # fmt: skip
 def test_a_candidate_that_is_wrong_is_not_timed(broken, bench):
     bench.broken = {BAD: broken}
-    found = figures_of(bench.ask(site=site_text(ONE), configs=[GOOD, BAD]))
+    found = bench.figures(ONE, GOOD, BAD)
     assert list(found.us) == [GOOD]
     assert found.failed[BAD].startswith("wrong: ")
     assert bench.timed == [["plain", "unfused", GOOD]]
@@ -134,7 +118,7 @@ def test_a_candidate_that_does_not_run_is_not_timed_and_what_else_fails_is_an_an
         return fails
 
     bench.broken = {BAD: fails_with(KernelError("no such kernel"))}
-    found = figures_of(bench.ask(site=site_text(ONE), configs=[BAD, GOOD]))
+    found = bench.figures(ONE, BAD, GOOD)
     assert (list(found.us), found.failed) == ([GOOD], {BAD: "no such kernel"})
     bench.broken = {GOOD: fails_with(torch.OutOfMemoryError("CUDA out of memory"))}
     assert bench.ask(site=site_text(ONE), configs=[GOOD]) == {
@@ -144,18 +128,14 @@ def test_a_candidate_that_does_not_run_is_not_timed_and_what_else_fails_is_an_an
     assert "error" in bench.ask(site={"program": "{}"})
 
 
-@pytest.mark.parametrize("program", [paired_sums(), row_statistics()], ids=["pairs", "logsumexp"])
-def test_programs_with_several_outputs(program, bench, monkeypatch):
-    computes(program, monkeypatch)
-    of = Site(program, 32, 64, 64)
-    found = figures_of(bench.ask(site=site_text(of), configs=[GOOD]))
-    assert (found.failed, list(found.us)) == ({}, [GOOD])
+OTHERS = {name: fp8()[name] for name in ("fp8_dswiglu", "fp8_swiglu")}
+OTHERS |= {"sums of pairs": paired_sums(), "logsumexp": row_statistics()}
 
 
-@pytest.mark.parametrize("name", list(fp8()))
-def test_sites_of_fp8(name, bench, monkeypatch):
-    program = fp8()[name]
-    computes(program, monkeypatch)
+@pytest.mark.parametrize("program", OTHERS.values(), ids=OTHERS)
+def test_fp8_and_programs_with_several_outputs(program, bench, monkeypatch):
+    run = lambda as_, bs, operands, *_, **__: reference.run(program, as_, bs, operands)  # noqa: E731
+    monkeypatch.setattr(worker, "gemm_epilogue", run)
     ran = {}
 
     def measured(calls):
@@ -163,7 +143,7 @@ def test_sites_of_fp8(name, bench, monkeypatch):
         return {name: Times(10.0, 0.001) for name in calls}
 
     monkeypatch.setattr(worker.timing, "measure", measured)
-    found = figures_of(bench.ask(site=site_text(Site(program, 256, 128, 256)), configs=[GOOD]))
+    found = bench.figures(Site(program, 256, 128, 256), GOOD)
     assert (found.failed, list(found.us)) == ({}, [GOOD])
     assert {x.dtype for x in ran["plain"]} == {torch.bfloat16}
     assert [x.shape for x in ran["plain"]] == [(256, 128)] * len(program.accs)
@@ -180,67 +160,29 @@ SHAPES = [
     # Of weights that are copied each has its own K.
     (Site(CHAIN, M, N, K, copied=(16, 48)), [(M, 16), (M, 48)], [(16, N), (48, N)], [(N,)]),
     (Site(programs()["paired_rows"], M, N, K), [(M, K)], 2 * [(K, N)], 2 * [(M,)] + 3 * [(2 * N,)]),
+    (Site(kinds()["rotary"], M, 256, K), [(M, K)], [(K, 256)], [(M,), (M, 128), (M, 128)]),
 ]
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(("of", "left", "right", "others"), SHAPES)
-def test_operands_have_the_shapes_of_the_site(of, left, right, others, device):
-    *products, operands = tensors(of, device)
+def test_operands_have_the_shapes_of_the_site(of, left, right, others):
+    *products, operands = tensors(of, "cpu")
     assert [sorted(x.shape for x in group) for group in products] == [left, right]
     assert [x.shape for x in operands] == others
-    assert all(x.device.type == device for group in (*products, operands) for x in group)
-    for group in products if device == "cpu" else ():
-        assert group == sorted(group, key=torch.Tensor.data_ptr)
-    for row in operands[2:] if of.program.paired and device == "cpu" else ():
+    assert all(group == sorted(group, key=torch.Tensor.data_ptr) for group in products)
+    for row in operands[2:] if of.program.paired else ():
         assert torch.equal(row[::2], row[1::2])  # every value twice
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_operands_have_the_dtypes_of_the_program(dtype):
-    program = select(str(dtype).removeprefix("torch."))
-    found = [[x.dtype for x in group] for group in tensors(Site(program, M, N, K), "meta")]
-    assert found == [[dtype], [dtype], [dtype, torch.float32, torch.float32, dtype]]
-
-
-@pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
-def test_majors(a_major, b_major):
-    wanted = Site(CHAIN, M, N, K, a_major=a_major, b_major=b_major)
-    (a,), (b,), (bias,) = tensors(wanted, "cpu")
-    assert a.stride() == ((K, 1) if a_major == "k" else (1, M))
-    assert b.stride() == ((1, K) if b_major == "k" else (N, 1))
-    assert bias.shape == (N,)
+def test_majors():
+    for a_major, b_major, strides in (("k", "n", [(K, 1), (N, 1)]), ("m", "k", [(1, M), (1, K)])):
+        (a,), (b,), _ = tensors(Site(CHAIN, M, N, K, a_major=a_major, b_major=b_major), "cpu")
+        assert [a.stride(), b.stride()] == strides
 
 
 def test_values_are_those_of_a_layer():
-    """Products of order one, statistics of rows positive, tables of cosines."""
+    """Products of order one, statistics of rows positive."""
     (a,), (b,), (_, _, one, column) = tensors(Site(select(), 256, 256, 4096), "cpu")
     assert 0.8 < (a.float() @ b.float()).std().item() < 1.2
     assert column.min() > 0
     assert one == 1
-    program = kinds()["rotary"]
-    _, _, operands = tensors(Site(program, M, 256, K), "cpu")
-    shapes = {o.name: tuple(x.shape) for o, x in zip(program.operands, operands, strict=True)}
-    assert shapes == {"rstd": (M,), "cos": (M, 128), "sin": (M, 128)}
-    assert all(x.abs().max() <= 1 for x in operands[1:])
-
-
-@pytest.mark.parametrize("kind", ["scale", "swiglu_train", "norm_bwd_joined"])
-def test_a_measurement_needs_at_least_its_inputs_and_outputs(kind):
-    wanted = site(kind)
-    given = [x for group in tensors(wanted, "meta") for x in group]
-    outputs = len(wanted.program.stores) * wanted.m * wanted.n * 2
-    needed = sum(x.numel() * x.element_size() for x in given) + outputs
-    assert needed < size(wanted) < 10 * needed
-
-
-@pytest.mark.parametrize("name", ["fp8_dswiglu", "fp8_swiglu"])
-def test_values_of_fp8_are_in_its_range(name):
-    """Their scales undo what they are multiplied with."""
-    program = fp8()[name]
-    (a,), bs, operands = tensors(Site(program, 48, 64, 512), "cpu")
-    assert (a.stride(), bs[0].stride()) == ((512, 1), (1, 512))
-    names = [o.name for o in program.operands]
-    product = (a.float() @ bs[0].float()) * operands[names.index("inv_a")][:, None]
-    assert 0.3 < product.std() < 3
-    assert (bs[0] == torch.zeros((), dtype=bs[0].dtype)).float().mean() < 0.05
