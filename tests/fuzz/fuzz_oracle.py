@@ -22,6 +22,7 @@ import torch
 from checking import leave_custom_ops, slice_logits
 from fuzz_program import Program
 from harness import Harness, Stock
+from torch._dynamo.utils import counters
 
 LIMIT = 30
 #: In float64, beside the largest element: a deep program amplifies a difference in the last place,
@@ -36,13 +37,9 @@ class TooSlowError(BaseException):
 
 @dataclass
 class Outcome:
-    """What became of a program.
-
-    Attributes:
-        failure: what is wrong, or ""; its first word is the kind, which a reduction keeps.
-        invalid: why it says nothing: eager cannot run it, or torch.compile without us cannot.
-        counts: how often which rewrite fired.
-    """
+    """What became of a program: what is wrong, or "", of which the first word is the kind, which a
+    reduction keeps; why it says nothing (eager or torch.compile without us cannot run it); how
+    often which rewrite fired."""
 
     failure: str = ""
     invalid: str = ""
@@ -83,12 +80,9 @@ def environment(program: Program) -> Iterator[None]:
     program says so, nothing cached."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from coda_inductor.dynamo import late_gradients
-        from coda_inductor.rewrite import tables
-
-        patch.setattr(late_gradients, "LEAST_BYTES", 0)
+        patch.setattr("coda_inductor.dynamo.late_gradients.LEAST_BYTES", 0)
         slice_logits(patch, 0)
-        patch.setattr(tables, "LEAST_READS", 2)
+        patch.setattr("coda_inductor.rewrite.tables.LEAST_READS", 2)
         if program.custom:
             leave_custom_ops(patch, "64x32:1x1:co")
         torch._dynamo.reset()
@@ -136,9 +130,8 @@ def judge(
     stock: Callable[[], Any] = Stock,
 ) -> Outcome:
     """Run the program in eager and through our passes, by default without code generation."""
-    make = functools.partial(make, memory=program.memory)
     with environment(program):
-        return _judge(program, limit, make, stock)
+        return _judge(program, limit, functools.partial(make, memory=program.memory), stock)
 
 
 def judge_end_to_end(program: Program) -> Outcome:
@@ -150,16 +143,13 @@ def judge_end_to_end(program: Program) -> Outcome:
     return judge(program, 10 * LIMIT, make, lambda: "inductor")
 
 
-def _judge(
-    program: Program, limit: float, make: Callable[[], Any], stock: Callable[[], Any]
-) -> Outcome:
-    outcome = Outcome()
+def _judge(program: Program, limit: float, make: Any, stock: Any) -> Outcome:
     try:
         namespace = program.load()
         eager = run(program, namespace)
     except Exception as error:
-        outcome.invalid = f"eager: {type(error).__name__}: {error}"
-        return outcome
+        return Outcome(invalid=f"eager: {type(error).__name__}: {error}")
+    outcome = Outcome()
     have, error, outcome.counts = _compiled(program, namespace, make(), limit)
     problems = [error] if have is None else list(differences(have, eager))
     if not problems:
@@ -180,8 +170,6 @@ def _compiled(
     program: Program, namespace: dict[str, Any], backend: Any, limit: float
 ) -> tuple[Result | None, str, Counter]:
     """(result, why there is none, what fired) of one compiled run."""
-    from torch._dynamo.utils import counters
-
     counters.clear()
     options = backend if isinstance(backend, dict) else {"backend": backend}
     result, error = None, ""
@@ -197,17 +185,13 @@ def _compiled(
 
 def _found(backend: Any) -> Counter:
     """What has no counter: pairs and sums of GEMMs, and semantic ops that were raised."""
-    found: Counter = Counter()
     if not isinstance(backend, Harness) or backend.graph is None:
-        return found
-    for node in backend.raised.nodes:
-        if "coda_inductor" in str(node.target):
-            found[f"raised {str(node.target).split('.')[1]}"] += 1
-    for node in backend.graph.nodes:
-        if "gemm_epilogue" in str(node.target):
-            found["sum"] += len(node.args[0]) > 1
-    for site in backend.fused:
-        found["pair"] += site.program.paired
+        return Counter()
+    raised = [str(n.target) for n in backend.raised.nodes if "coda_inductor" in str(n.target)]
+    found = Counter(f"raised {target.split('.')[1]}" for target in raised)
+    gemms = [node for node in backend.graph.nodes if "gemm_epilogue" in str(node.target)]
+    found["sum"] = sum(len(node.args[0]) > 1 for node in gemms)
+    found["pair"] = sum(site.program.paired for site in backend.fused)
     return found
 
 
@@ -224,14 +208,13 @@ def differences(have: Result, want: Result) -> Iterator[tuple[tuple[str, str], s
         left = have.tensors.get(name)
         if left is None or right is None:
             if left is not right:
-                yield (name, "none"), f"none: {name} is {_brief(left)}, eager's {_brief(right)}"
+                missing = "ours" if left is None else "eager's"
+                yield (name, "none"), f"none: {name}, {missing}"
             continue
         for aspect in ("dtype", "shape"):
-            if getattr(left, aspect) != getattr(right, aspect):
-                yield (
-                    (name, aspect),
-                    f"{aspect}: {name} {getattr(left, aspect)}, eager's {getattr(right, aspect)}",
-                )
+            mine, eagers = getattr(left, aspect), getattr(right, aspect)
+            if mine != eagers:
+                yield (name, aspect), f"{aspect}: {name} {mine}, eager's {eagers}"
                 break
         else:
             if _strides(name, left) != _strides(name, right):
@@ -249,10 +232,6 @@ def _strides(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     if not name.startswith("gradient"):
         return tensor.stride()
     return tuple(n for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-
-
-def _brief(tensor: torch.Tensor | None) -> str:
-    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _error(left: torch.Tensor, right: torch.Tensor) -> str:

@@ -6,7 +6,6 @@ All that is run is text, so that a failure can print a script that runs the same
 float64 both where values are compared, bfloat16 and float32 where rounding is.
 """
 
-import ast
 import textwrap
 from dataclasses import dataclass, fields
 from typing import Any
@@ -58,20 +57,11 @@ def differentiate(outputs, tensors):
 
 @dataclass(frozen=True)
 class Program:
-    """Text and settings.
-
-    Attributes:
-        inputs: name and expression of each input, in order; later ones may read earlier ones.
-        body: the statements of ``function``, which takes the inputs; it returns a list of tensors.
-        trained: the inputs that want a gradient; none: it runs under no_grad.
-        weights: the inputs that are parameters of a module rather than arguments, so that their
-            sizes are static where those of arguments are dynamic.
-        dynamic: what torch.compile gets.
-        custom: whether fused sites stay custom ops.
-        memory: the option of that name.
-        seed: of the inputs' values.
-        low, high: names of dtypes.
-    """
+    """``inputs`` are names and expressions, of which later ones may read earlier ones; ``body`` the
+    statements of a function of them that returns a list of tensors. Those ``trained`` want a
+    gradient (without any it runs under no_grad); ``weights`` are parameters of a module, not
+    arguments, so that their sizes are static. ``custom``: fused sites stay custom ops; ``seed`` is
+    that of the inputs' values."""
 
     inputs: tuple[tuple[str, str], ...]
     body: str
@@ -141,11 +131,3 @@ class Program:
         return SCRIPT.format(
             title=title.replace("\\", "/"), mode=mode, settings="\n".join(settings)
         )
-
-    def size(self) -> int:
-        """Statements, nested ones too."""
-        return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(_module(self.body))))
-
-
-def _module(body: str) -> str:
-    return f"def function():\n{textwrap.indent(body, '    ')}"

@@ -9,7 +9,10 @@ squares are compared. In some programs few elements make the error of every grad
 draws say little as well: seed 920615 has 1.29 times eager's after 64, 1.11 after 260.
 """
 
+import functools
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 from fuzz_oracle import LIMIT, Outcome, TooSlowError, environment, time_limit
 from fuzz_program import Program
 from harness import Harness, Stock
+from torch._dynamo.utils import counters
 
 FACTOR = 1.2
 DRAWS = (8, 64, 256)
@@ -30,13 +34,9 @@ FLOOR = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 
 def in_arithmetic(program: Program, seed: int) -> Program:
     low, high = KINDS[seed % len(KINDS)]
-    if low == "bfloat16":  # autocast adds nothing
-        return replace(program, low=low, high=high)
     body = program.body
-    if seed % 2:
-        lines = body.split("\n")
-        inside = "\n".join("    " + line for line in lines)
-        body = f'with torch.autocast("cpu", torch.bfloat16):\n{inside}'
+    if low == "float32" and seed % 2:  # to bfloat16 autocast adds nothing
+        body = f'with torch.autocast("cpu", torch.bfloat16):\n{textwrap.indent(body, "    ")}'
     return replace(program, body=body, low=low, high=high)
 
 
@@ -58,30 +58,24 @@ def judge(program: Program, limit: float = LIMIT) -> Outcome:
 def judge_bits(program: Program, limit: float = LIMIT) -> Outcome:
     """Whether ``numerics="eager"`` has the bits of torch.compile's graph, run op by op. No site
     stays a custom op: its accumulators are sums in another order than bfloat16's on a CPU."""
-    outcome, program = Outcome(), replace(program, custom=False)
+    program, harness = replace(program, custom=False), Harness(numerics="eager")
     with environment(program):
         try:
             run = Runs(program)
             want = run("stock", Stock())
         except Exception as error:
-            outcome.invalid = f"torch.compile without us: {error}"
-            return outcome
-        harness = Harness(numerics="eager")
+            return Outcome(invalid=f"torch.compile without us: {error}")
         try:
             with time_limit(limit):
                 have = run("ours", harness)
         except (Exception, TooSlowError) as error:
-            outcome.failure = f"exception {type(error).__name__}: {error}"
-            return outcome
-    outcome.counts["fused with bits"] += len(harness.fused)
+            return Outcome(f"exception {type(error).__name__}: {error}")
     wrong = [n for n in want if not torch.equal(have[n].nan_to_num(7), want[n].nan_to_num(7))]
-    outcome.failure = f"rounding: other bits in {', '.join(wrong)}" if wrong else ""
-    return outcome
+    failure = f"rounding: other bits in {', '.join(wrong)}" if wrong else ""
+    return Outcome(failure, counts=Counter({"fused with bits": len(harness.fused)}))
 
 
 def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) -> None:
-    from torch._dynamo.utils import counters
-
     try:
         run = Runs(program)
         truth, eager = run("truth"), run("eager")
@@ -95,10 +89,8 @@ def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) 
     except Exception as error:
         outcome.failure = f"exception {type(error).__name__}: {error}"
     outcome.counts.update(counters["coda"])
-    sizes = {name: t.numel() for name, t in truth.items()}
-    if not outcome.failure and not _suspects(
-        _squares(truth, ours, eager, eager), run.floor, sizes, 1
-    ):
+    suspects = functools.partial(_suspects, run.floor, {n: t.numel() for n, t in truth.items()})
+    if not outcome.failure and not suspects(_squares(truth, ours, eager, eager), 1):
         return  # within eager's, so that torch.compile's need not be known
     try:
         plain = run("stock", Stock())
@@ -108,17 +100,17 @@ def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) 
     if outcome.failure:
         return
     squares = _squares(truth, ours, eager, plain)
-    count, suspects = 1, _suspects(squares, run.floor, sizes, 1)
-    for most in DRAWS if suspects else ():
+    count, found = 1, suspects(squares, 1)
+    for most in DRAWS if found else ():
         for draw in range(count, most):
             new = _squares(*(run(who, draw=draw) for who in ("truth", "ours", "eager", "stock")))
             # A gradient that is zero in one draw (a saturated softmax) is not among its results.
             squares = {n: [a + b for a, b in zip(squares[n], new.get(n, (0.0,) * 3), strict=True)]
                        for n in squares}  # fmt: skip
-        count, suspects = most, _suspects(squares, run.floor, sizes, most)
-        if not suspects:
+        count, found = most, suspects(squares, most)
+        if not found:
             break
-    for name in suspects:
+    for name in found:
         mine, eagers, stocks = ((e / count) ** 0.5 for e in squares[name])
         outcome.failure += (
             f"rounding: {name} {mine:.2g}, eager's {eagers:.2g}, torch.compile's {stocks:.2g}; "
@@ -129,18 +121,18 @@ class Runs:
     """Calls of one program: the truth, eager, and compiled functions, which are compiled once."""
 
     def __init__(self, program: Program):
-        self.program = program
-        wide = "float64"
-        self.spaces = {"truth": program.load(wide, wide)}
+        self.program, self.space = program, program.load()
+        self.wide = program.load("float64", "float64")
         self.compiled: dict[str, Callable[..., Any]] = {}
-        self.space = program.load()
-        autocast = "autocast(" in program.body
-        self.floor = FLOOR["bfloat16" if autocast else program.low]
+        self.floor = FLOOR["bfloat16" if "autocast(" in program.body else program.low]
 
     def __call__(self, who: str, backend: Any = None, draw: int = 0) -> dict[str, torch.Tensor]:
         """Outputs and gradients, in float64."""
-        space = self.spaces.get(who, self.space)
-        tensors = self._inputs(draw, torch.float64 if who == "truth" else None)
+        space = self.wide if who == "truth" else self.space
+        program = replace(self.program, seed=self.program.seed + 1000 * draw)
+        tensors = (self.space if draw == 0 else program.load())["make"]()
+        if who == "truth":  # the same numbers
+            tensors = {n: _widened(t) for n, t in tensors.items()}
         call, arguments = space["build"](tensors)
         if backend is not None:
             torch._dynamo.reset()
@@ -161,18 +153,9 @@ class Runs:
             if value is not None and value.is_floating_point()
         }
 
-    def _inputs(self, draw: int, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        """The inputs of a draw; in ``dtype`` they hold the same numbers."""
-        program = replace(self.program, seed=self.program.seed + 1000 * draw)
-        tensors = (self.space if draw == 0 else program.load())["make"]()
-        if dtype is None:
-            return tensors
-        return {
-            name: t.detach().to(dtype).requires_grad_(t.requires_grad)
-            if t.is_floating_point()
-            else t
-            for name, t in tensors.items()
-        }
+
+def _widened(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
 
 
 def _squares(truth: Any, *others: Any) -> dict[str, list[float]]:
@@ -186,7 +169,7 @@ def _squares(truth: Any, *others: Any) -> dict[str, list[float]]:
 
 
 def _suspects(
-    squares: dict[str, list[float]], floor: float, sizes: dict[str, int], draws: int
+    floor: float, sizes: dict[str, int], squares: dict[str, list[float]], draws: int
 ) -> list[str]:
     """The tensors whose error is out of bounds, by sums of squares over some draws. Where eager or
     torch.compile has none that is finite, there is no bound."""

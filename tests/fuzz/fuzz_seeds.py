@@ -36,14 +36,12 @@ def outcome(mode: str, seed: int) -> Outcome:
     return judged(mode, program_of(mode, seed))
 
 
-def report(mode: str, seed: int, seconds: float = 90) -> str:
+def report(mode: str, seed: int) -> str:
     """What is wrong with a seed that failed, and a script that shows it, reduced."""
     program, found = program_of(mode, seed), outcome(mode, seed)
 
     def fails(smaller: Program) -> bool:
         return judged(mode, smaller, SHORT).kind == found.kind
 
-    small = reduced(program, fails, seconds)
     title = f"{mode} {seed}: {found.failure[:300]}"
-    head = f"{title}\nreduced from {program.size()} to {small.size()} statements:\n"
-    return head + small.script(title, mode)
+    return f"{title}\n{reduced(program, fails, 90).script(title, mode)}"

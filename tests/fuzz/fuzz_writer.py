@@ -30,19 +30,11 @@ LAYOUTS = ("{s} * randn({m}, {n})",) * 8 + (
 
 @dataclass
 class Writer:
-    """What has been written so far.
-
-    Attributes:
-        rng: draws everything but what ``more`` draws, so that a seed still means what it meant
-            before that was added, where none of it is drawn.
-        lead: sizes in front of the last dimension.
-        d, h, vocabulary, heads: widths.
-        extra: draws who sees which memory, likewise.
-        late: statements before the last one.
-        smooth: nothing that makes a large error of a small one.
-        norms: how often a norm is RMSNorm, LayerNorm, or none but like one.
-        x: name of the stream; ``streams`` all of its shape so far.
-    """
+    """What has been written so far. ``more`` draws what was added later, and ``extra`` who sees
+    which memory, so that a seed means what it meant where neither is drawn. ``late``: statements
+    before the last one. ``smooth``: nothing makes a large error of a small one. ``norms``: how
+    often a norm is RMSNorm, LayerNorm, or none but like one. ``x``: the stream; ``streams``: all
+    of its shape."""
 
     rng: random.Random
     lead: tuple[int, ...]
@@ -138,14 +130,9 @@ class Writer:
             spell.BATCHED if len(self.lead) == 2 and self.chance(0.12) else ()
         )
         text = fixed or self.rng.choice(spellings)
-        values = {"n": n, "k": k, "out": out}
-        if "{wt}" in text:
-            values["wt"] = self.weight(k, out)
-        if "{w}" in text:
-            values["w"] = self.weight(out, k)
-        if "{b}" in text:
-            values["b"] = self.weight(out)
-        text = text.format(**values)
+        shapes = {"wt": (k, out), "w": (out, k), "b": (out,)}
+        made = {name: self.weight(*s) for name, s in shapes.items() if f"{{{name}}}" in text}
+        text = text.format(n=n, k=k, out=out, **made)
         return f"({text})" if " @ " in text or ") + " in text else text
 
     def become(self, text: str) -> None:

@@ -17,57 +17,36 @@ from coda_inductor.runtime.op import gemm_epilogue
 SCALED = parsed("bfloat16", "r:row", "y mul acc r", "y")
 PAIR = parsed("bfloat16", "", "y mul acc0 acc1", "y", accs=("acc0", "acc1"))
 X, W, R = (torch.randn(*size).bfloat16() for size in ((24, 16), (16, 40), (40,)))
-PRODUCT = 2 * 24 * 16 * 40
-CONFIG = "128x128:2x1:pp"
 
 
-def counted(function, *args):
+def counted(*args):
     costs.install()
     with FlopCounterMode(display=False) as mode:
-        function(*args)
+        gemm_epilogue(*args, "128x128:2x1:pp")
     return mode.get_total_flops()
 
 
-def test_a_fused_gemm_counts_as_its_product():
-    fused = counted(lambda: gemm_epilogue([X], [W], [R], SCALED, CONFIG))
-    assert fused == counted(lambda: X @ W) == PRODUCT
+def test_a_fused_gemm_counts_each_of_its_products():
+    product = 2 * 24 * 16 * 40
+    assert counted([X], [W], [R], SCALED) == product
+    assert counted([X], [W, W], [], PAIR) == 2 * product
+    assert counted([X, X], [W, W], [R], SCALED) == 2 * product
 
 
-def test_sums_and_pairs_count_each_product():
-    assert counted(lambda: gemm_epilogue([X], [W, W], [], PAIR, CONFIG)) == 2 * PRODUCT
-    assert counted(lambda: gemm_epilogue([X, X], [W, W], [R], SCALED, CONFIG)) == 2 * PRODUCT
-
-
-def graph_of(function, *args):
-    harness = Harness(gate="always", reference=False)
-    harness.run(function, *args)
-    return harness.graph
+def attention_of(function):
+    """The node of attention in the graph of ``function`` of queries, keys and values."""
+    harness, q = Harness(gate="always", reference=False), torch.randn(1, 4, 128, 32)
+    harness.run(function, q, q, q)
+    (node,) = [n for n in harness.graph.nodes if "attention" in str(n.target)]
+    return node
 
 
 def test_attention_costs_half_where_it_is_causal():
-    q = torch.randn(1, 4, 64, 32)
-    found = {}
-    for causal in (False, True):
-        graph = graph_of(
-            functools.partial(F.scaled_dot_product_attention, is_causal=causal), q, q, q
-        )
-        (node,) = [n for n in graph.nodes if "attention" in str(n.target)]
-        found[causal] = costs.flops(node)
-    assert found[False] == 2 * found[True] == 4 * q.numel() * 64
-
-
-def test_flex_attention_costs_what_attention_costs():
-    """A regression: under the option ``memory`` a graph with masks (ModernBERT) fell back."""
-    q = torch.randn(1, 2, 128, 16)
-    graph = graph_of(lambda q: flex_attention(q, q, q), q)
-    (node,) = [n for n in graph.nodes if "flex_attention" in str(n.target)]
-    assert costs.flops(node) == 4 * q.numel() * 128
-    assert costs.milliseconds(node, H100) > 0
-
-
-def test_a_product_takes_longer_than_moving_its_bytes():
-    x, w = torch.randn(4096, 4096, device="meta"), torch.randn(4096, 4096, device="meta")
-    graph = graph_of(lambda x, w: x @ w, x, w)
-    (node,) = [n for n in graph.nodes if "mm" in str(n.target)]
-    alone = 2 * 4096**3 / H100.flops_per_us / 1000
-    assert alone < costs.milliseconds(node, H100) < 1.25 * alone
+    """A regression: under the option ``memory`` a graph with flex_attention fell back."""
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    every = 4 * 4 * 128 * 32 * 128
+    assert costs.flops(attention_of(F.scaled_dot_product_attention)) == every
+    assert costs.flops(attention_of(causal)) == every / 2
+    flex = attention_of(flex_attention)
+    assert costs.flops(flex) == every
+    assert costs.milliseconds(flex, H100) > 0

@@ -7,10 +7,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from coda_inductor import joint
-from coda_inductor.joint import JointPass
 from coda_inductor.memory import limit as rooms
-from coda_inductor.options import parse
-from coda_inductor.record import Record
 
 GIB = 2**30
 
@@ -28,17 +25,6 @@ def device(monkeypatch):
 def test_what_is_left_is_rounded_down(setting, left, device):
     room = rooms.room(setting, device)
     assert 0 <= left - room / GIB <= 0.01 * abs(left)
-
-
-def key(room, memory="1 GiB"):
-    record = Record(parse(None, {"memory": memory}))
-    record.room = room
-    return JointPass(record).uuid()
-
-
-def test_another_room_is_another_key():
-    assert len({key(None), key(2 * GIB), key(GIB), key(GIB, "fit")}) == 4
-    assert key(GIB) == key(GIB)
 
 
 def test_with_less_room_the_plan_of_an_earlier_process_is_not_run(monkeypatch):

@@ -12,27 +12,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import coda_inductor
 
-LAYERS = 1  # test_families counts more
-EXPERTS = "model.layers.0.mlp.experts"
-#: One of each block: other families have the text of one of these.
-FAMILIES = (
-    "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe", "phimoe",
-    "ernie4_5_moe", "hunyuan_v1_moe", "jamba",
-)  # fmt: skip
 #: What any of them may call its sizes; each takes those that it knows.
 SIZES = (
     {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
-    | {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}
+    | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     | dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16)
-    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
-    | dict.fromkeys(("num_experts_per_tok", "moe_k"), 2)
+    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
     | dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "decoder_sparse_step"), 1)
-    | dict.fromkeys(("expert_layer_period", "attn_layer_period"), 1)
-    | dict.fromkeys(("expert_layer_offset", "attn_layer_offset", "moe_layer_start_index"), 0)
     | dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0)
     | {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
-    | {"mlp_only_layers": [], "bos_token_id": 1, "eos_token_id": 2, "input_jitter_noise": 0.0}
-    | {"router_jitter_noise": 0.0}
+    | {"num_experts_per_tok": 2, "mlp_only_layers": [], "bos_token_id": 1, "eos_token_id": 2}
+    | {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0}
 )
 
 
@@ -48,21 +38,20 @@ def made(family, experts, **sizes):
 
 def block_of(model):
     """The first module that has experts: with its router and shared ones."""
-    of_experts = (
-        m
-        for m in model.modules()
-        if any(type(c).__name__.endswith("Experts") for c in m.children())
-    )
-    return next(of_experts)
+    for module in model.modules():
+        if any(type(child).__name__.endswith("Experts") for child in module.children()):
+            return module
+    raise AssertionError("no experts")
 
 
-#: PhiMoE's router sends a token elsewhere if 16 bits are rounded otherwise. Compiled in float32,
-#: transformers multiplies by an op of its own, to whose result gpt-oss adds biases in place.
-NARROW = {(family, torch.bfloat16) for family in FAMILIES} - {("phimoe", torch.bfloat16)}
-WIDE = {("phimoe", torch.float32), ("gpt_oss", torch.float32)}
+#: One a kind of block; other families have the text of one of these. PhiMoE's router sends a token
+#: elsewhere if 16 bits are rounded otherwise. Compiled in float32, transformers multiplies by an op
+#: of its own, to whose result gpt-oss adds biases in place.
+CASES = [(name, torch.bfloat16) for name in ("qwen2_moe", "mixtral", "gpt_oss", "deepseek_v3")]
+CASES += [("granitemoe", torch.bfloat16), ("phimoe", torch.float32), ("gpt_oss", torch.float32)]
 
 
-@pytest.mark.parametrize(("family", "dtype"), sorted(NARROW | WIDE, key=str))
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_a_mixture(family, dtype):
     block, x = block_of(made(family, "grouped_mm")[0]).to(dtype), torch.randn(2, 32, 64).to(dtype)
     harness, found, tolerance = Harness(), [], 2e-2 if dtype == torch.bfloat16 else 1e-5
@@ -74,7 +63,7 @@ def test_a_mixture(family, dtype):
         y.float().square().sum().backward()
         grads = [leaf.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
         found.append([t.detach().double() for t in (y, *grads)])
-    assert harness.counts["experts"] == harness.counts["experts_backward"] == LAYERS
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
     assert "experts-loop" not in codes(harness)
     noise = 1e-6 * max(t.norm() for t in found[1])  # a router's gradient may be nothing but that
     for ours, eagers in zip(*found, strict=True):
@@ -86,7 +75,7 @@ def test_a_mixture(family, dtype):
         assert len(site.program.stores) == 3
 
 
-def test_a_loop_over_experts_is_named_with_its_remedy():
+def test_a_loop_over_experts_is_named():
     """All layers share its graph."""
     model, ids = made(
         "mixtral", "eager", num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1
@@ -95,20 +84,3 @@ def test_a_loop_over_experts_is_named_with_its_remedy():
         found = coda_inductor.explain(model, input_ids=ids, use_cache=False)
     (loop,) = next(of for why, of in found.advised.items() if why.startswith("experts-loop"))
     assert loop.what == "experts"
-    assert 'model.set_experts_implementation("grouped_mm")' in str(found)
-
-
-def test_explain_lists_experts():
-    model, ids = made("mixtral", "grouped_mm")
-    found = coda_inductor.explain(
-        model, input_ids=ids, labels=ids, use_cache=False, options={"gate": "always"}
-    )
-    assert [(s.role, s.patterns) for s in found.sites if s.site.startswith(EXPERTS)] == [
-        ("forward", ("experts", "swiglu")),
-        ("forward", ("experts",)),
-        ("input gradient", ("experts_backward", "swiglu_backward")),
-        ("input gradient", ("experts",)),
-    ]
-    (norm,) = next(of for why, of in found.advised.items() if why.startswith("norm-experts"))
-    assert norm.where == "model.layers.0.post_attention_layernorm"
-    assert "experts: product" in " ".join(str(found).split())

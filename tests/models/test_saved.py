@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Llama's forward pass leaves for its backward, as a formula of the layers, and what lies
-around its attention."""
-
-import copy
+"""What a Llama's forward pass leaves for its backward, as a formula of the layers."""
 
 import torch
 import transformers as hf
 from checking import leave_custom_ops, slice_logits
-from harness import Harness, Stock
+from harness import Harness
 from zoo.families import FAMILIES
 
 from coda_inductor.dynamo import late_gradients
@@ -66,35 +63,3 @@ def test_no_two_saved_tensors_are_one_memory():
     bases = [base(n) for n in saved]
     assert len(saved) > 3
     assert len(set(bases)) == len(bases), [n for n in saved if bases.count(base(n)) > 1]
-
-
-aten = torch.ops.aten
-CONCATENATIONS = (aten.cat.default, torch.ops.coda_inductor.columns.default)
-
-
-def test_nothing_around_attention_is_laid_out_anew():
-    """Queries, keys, values and the result are in one layout for attention and for projections. Of
-    the gradients one copy a layer is left, where torch.compile copies and concatenates."""
-    config = hf.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=128,
-    )  # fmt: skip
-    model, ids = hf.LlamaForCausalLM(config).bfloat16(), torch.randint(0, 128, (2, 16))
-    for attention in (layer.self_attn for layer in model.model.layers):
-        attention.num_key_value_groups = 1  # off CUDA, repeated heads are copies
-        attention.k_proj, attention.v_proj = copy.deepcopy((attention.q_proj,) * 2)
-    found = []
-    for harness in (Harness(gate="always", reference=True), Stock()):
-        harness.train(model, ids, labels=ids, use_cache=False)
-        copies = [
-            n for n in harness.graph.nodes if n.target in (aten.clone.default, *CONCATENATIONS)
-        ]
-        large = [n for n in copies if n.meta["val"].numel() >= ids.numel() * config.hidden_size]
-        found.append(sum(map(lays_out_anew, large)))
-    # Queries' and keys' of each layer: halves, and rows of the gradient.
-    assert found == [2, 2 * 2 * 2]
-
-
-def lays_out_anew(node) -> bool:
-    source, have = node.args[0], node.meta["val"]
-    return node.target in CONCATENATIONS or source.meta["val"].stride() != have.stride()

@@ -153,8 +153,6 @@ class Normed(nn.Module):
         n = self.norm(x)
         if self.kind == "linear":
             return self.gate(n)
-        if self.kind == "two":
-            return x + self.down(self.gate(n) + self.up(n))
         if self.kind == "swiglu":
             return x + self.down(F.silu(self.gate(n)) * self.up(n))
         m, d = x.shape
@@ -166,7 +164,7 @@ class Normed(nn.Module):
 
 
 #: (kind of :class:`Normed`, singular value).
-SINGULAR = [(kind, s) for kind in ("linear", "two", "attention") for s in (1, 100, 1000)]
+SINGULAR = [(kind, s) for kind in ("linear", "attention") for s in (1, 100, 1000)]
 SINGULAR += [("swiglu", 1), ("swiglu", 100)]  # at 1000 gates are all or nothing: a few decide
 
 

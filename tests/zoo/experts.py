@@ -177,10 +177,8 @@ class Block(nn.Module):
 def given(tokens: int = 7, k: int = K, experts: int = E, dtype=torch.float64):
     """X with a gradient, ids without, w with one."""
     x = torch.randn(tokens, D, dtype=torch.float64).to(dtype).requires_grad_()
-    ids = (
-        torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
-        if tokens
-        else (torch.zeros(0, k, dtype=torch.int64))
-    )
+    ids = torch.zeros(0, k, dtype=torch.int64)
+    if tokens:
+        ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
     w = torch.rand(tokens, k, dtype=torch.float64).to(dtype).requires_grad_()
     return x, ids, w

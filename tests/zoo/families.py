@@ -19,7 +19,6 @@ WIDTHS = {
     "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
-IMAGE = {"image_size": 32, "patch_size": 8}
 #: (model, call, inputs)
 Family = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -63,10 +62,10 @@ def vision(model: str, config: str, **how: Any) -> Callable[[int], Family]:
     """A vision encoder: images to logits or to hidden states."""
 
     def make(layers: int) -> Family:
-        widths = {k: v for k, v in WIDTHS.items() if k in _VISION}
-        made = getattr(hf, model)(
-            getattr(hf, config)(**{**widths, **IMAGE, "num_hidden_layers": layers, **how})
-        )
+        names = ("hidden_size", "intermediate_size", "num_attention_heads")
+        widths = {name: WIDTHS[name] for name in names} | {"image_size": 32, "patch_size": 8}
+        widths |= {"num_hidden_layers": layers, **how}
+        made = getattr(hf, model)(getattr(hf, config)(**widths))
 
         def call(model: nn.Module, image: torch.Tensor) -> torch.Tensor:
             out = model(image)
@@ -75,9 +74,6 @@ def vision(model: str, config: str, **how: Any) -> Callable[[int], Family]:
         return made, call, (torch.randn(2, 3, 32, 32),)
 
     return make
-
-
-_VISION = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
 def t5(layers: int, **how: Any) -> Family:

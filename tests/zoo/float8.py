@@ -5,7 +5,6 @@ Where this torch's CPU kernel of ``_scaled_mm`` takes no scales of rows, a stand
 float32 product of the widened factors, times the scales, rounded once. That is its definition.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,12 +38,10 @@ class Raised(Harness):
 class Eager:
     """In a harness's place: nothing is compiled."""
 
-    def train(self, function: Any, *args: Any, **_how: Any) -> Any:
+    def train(self, function, *args, **_how):
         return function(*args)
 
-    @torch.no_grad()
-    def run(self, function: Any, *args: Any, **_how: Any) -> Any:
-        return function(*args)
+    run = torch.no_grad()(train)
 
 
 D, HIDDEN = 64, 128
@@ -53,14 +50,12 @@ _library: list[torch.library.Library] = []
 
 
 def _stand_in(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, fast=False):
-    product = a.float() @ b.float() * scale_a * scale_b
-    return product.to(out_dtype or a.dtype)
+    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype or a.dtype)
 
 
 def needs_scaled_mm() -> None:
     """Put the stand-in where this torch has no kernel for the CPU, once a process."""
-    a = torch.ones(16, 16).to(torch.float8_e4m3fn)
-    one = torch.ones(16, 1)
+    a, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         aten._scaled_mm(a, a.t(), one, one.t(), None, None, torch.bfloat16)
     except (RuntimeError, NotImplementedError, ValueError):
@@ -104,9 +99,8 @@ class Stack(nn.Module):
 
 
 def serve(model: nn.Module, how: str, batch: torch.Tensor | None = None, **given: Any) -> nn.Module:
-    """``model`` after torchao's ``quantize_`` for inference: ``row`` and ``tensor`` scale inputs
-    dynamically, ``static`` by what they are in ``batch``. torchao asks for a GPU, which this does
-    without."""
+    """``model`` after torchao's ``quantize_`` for inference, without a GPU: ``row`` and ``tensor``
+    scale inputs dynamically, ``static`` by what they are in ``batch``."""
     pytest.importorskip("torchao.quantization")
     needs_scaled_mm()
     import torchao.quantization as ao
@@ -124,32 +118,22 @@ def serve(model: nn.Module, how: str, batch: torch.Tensor | None = None, **given
                 model(batch)
             ao.quantize_(model, config(step="convert", **given))
         else:
-            by = {"row": ao.PerRow, "tensor": ao.PerTensor}[how]()
-            ao.quantize_(
-                model, ao.Float8DynamicActivationFloat8WeightConfig(granularity=by, **given)
-            )
+            given["granularity"] = {"row": ao.PerRow, "tensor": ao.PerTensor}[how]()
+            ao.quantize_(model, ao.Float8DynamicActivationFloat8WeightConfig(**given))
     return model
 
 
-def stack(recipe: str, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> nn.Module:
-    """Layers in FP8; the same weights each time."""
-    torch.manual_seed(0)
-    return convert(Stack(**kwargs).to(dtype), recipe)
-
-
-def in_fp8(
-    make: Callable[..., nn.Module],
-    how: str,
-    dtype: torch.dtype = torch.bfloat16,
-    example: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> nn.Module:
+def in_fp8(make: Any, how: str, dtype=torch.bfloat16, example=None, **kwargs: Any) -> nn.Module:
     """``make(**kwargs)`` in a recipe of training, or served; the same weights each time."""
     torch.manual_seed(0)
     model = make(**kwargs).to(dtype)
     if how in RECIPES:
         return convert(model, how)
     return serve(model, how, batch(dtype) if example is None else example)
+
+
+def stack(recipe: str, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> nn.Module:
+    return in_fp8(Stack, recipe, dtype, **kwargs)
 
 
 def ran(harness: Harness, how: str, model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[Any]:
@@ -160,13 +144,10 @@ def ran(harness: Harness, how: str, model: nn.Module, x: torch.Tensor, **kwargs:
 
 
 def quantizations(recipe: str, linears: int, inputs: int) -> int:
-    """How many a training graph has when equal ones of one pass are one: of ``linears`` layers that
-    read ``inputs`` different tensors.
-
-    Forward: every input and every weight. Backward: every weight again, the layers' gradients, and
-    where the weights' gradients are FP8 every input again. Rowwise, a gradient is scaled by rows
-    for one product and by columns for the other.
-    """
+    """How many a training graph has when equal ones of one pass are one, of ``linears`` layers that
+    read ``inputs`` different tensors. Forward: every input and weight. Backward: every weight
+    again, the layers' gradients (rowwise by rows and by columns), and where the weights' gradients
+    are FP8 every input again."""
     return {
         "tensorwise": 2 * inputs + 3 * linears,
         "rowwise": 2 * inputs + 4 * linears,
@@ -190,10 +171,9 @@ class _Exact(torch.fx.Interpreter):
         if target is aten.where.self and args[1].shape != args[2].shape:
             return args[2]  # a rounding of its bits, of which float64 has twice as many
         if target in (aten._scaled_mm.default, scaled_mm):
-            bias = args[4:5] if target is not scaled_mm else args[7:8]
-            return args[0] @ args[1] * args[2] * args[3] + (
-                bias[0] if bias and bias[0] is not None else 0
-            )
+            (bias,) = (args[7:8] if target is scaled_mm else args[4:5]) or (None,)
+            product = args[0] @ args[1] * args[2] * args[3]
+            return product if bias is None else product + bias
         if target is AMAX:
             wide = (args[0] if args[1] is None else args[0] * args[1]).abs()
             return wide, wide
@@ -215,10 +195,8 @@ def _widened(x: Any) -> Any:
 def exact(graph: torch.fx.Graph) -> list[Any]:
     """What ``graph`` computes from fixed random numbers without any rounding."""
     generator = torch.Generator().manual_seed(3)
-    inputs = []
-    for node in graph.find_nodes(op="placeholder"):
-        like = node.meta["val"]
-        inputs.append(torch.randn(like.shape, generator=generator, dtype=torch.float64))
+    shapes = [node.meta["val"].shape for node in graph.find_nodes(op="placeholder")]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     with torch.no_grad():
         return _Exact(torch.fx.GraphModule({}, graph)).run(*inputs)
 
