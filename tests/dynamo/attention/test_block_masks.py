@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
 from harness import Harness
 from torch._dynamo.utils import counters
-from torch._inductor import config, lowering
+from torch._inductor import config, ir, lowering
 from torch._inductor.kernel.flex.common import freeze_irnodes, maybe_realize
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
@@ -282,6 +282,28 @@ def test_kernels_find_each_mask_of_a_batch(monkeypatch):
     for sizes, strides in read:
         assert sizes[:2] == [batch, 1]
         assert tuple(map(int, strides)) == torch.empty([*map(int, sizes)]).stride()
+
+
+def test_kernels_read_the_mask_and_do_not_compute_it(monkeypatch):
+    """A regression: Inductor computed ``cat`` inside the kernel, which raised an error."""
+    real, masks = lowering.lowerings[flex], []
+
+    def forward(*args):
+        masks.extend(args[-1])
+        return real(*args)
+
+    def attended(q, k, v, text):
+        padded = torch.cat([text, text.new_ones(2, 216)], 1)[:, None, None]
+        return sdpa(q, k, v, attn_mask=padded)
+
+    monkeypatch.setitem(lowering.lowerings, flex, forward)
+    compiled = torch.compile(attended, backend="coda", options={"gate": "always", "strict": True})
+    with torch.no_grad(), config.patch(force_pointwise_cat=True):  # as on a GPU
+        compiled(*inputs(t=256, dtype=torch.float32), torch.ones(2, 40, dtype=torch.bool))
+    (mask,) = masks
+    while not isinstance(mask, (ir.Buffer, ir.Loops)):
+        mask = mask.data
+    assert isinstance(mask, ir.Buffer)
 
 
 def test_lists_that_torchtitan_makes_with_vmap():
