@@ -33,7 +33,7 @@ from coda_inductor.matching import bodies, forward_mode, replace
 from coda_inductor.matching.hazards import differentiated
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.semantic.fp8_linear import FP8_LINEAR
+from coda_inductor.semantic.fp8_linear import fp8_linear
 
 
 def differentiate_frozen(graph: Graph, record: Record) -> None:
@@ -52,7 +52,7 @@ def differentiate_frozen(graph: Graph, record: Record) -> None:
         put = Put(node)
         inner = [put(getattr, call["weight"], name) for name in ("qdata", "scale")]
         fast = bool(weight.mm_config.use_fast_accum)
-        replace(node, put(FP8_LINEAR, call["input"], *inner, call["bias"], fast))
+        replace(node, put(fp8_linear, call["input"], *inner, call["bias"], fast))
         record.fire("fp8_linear")
 
 

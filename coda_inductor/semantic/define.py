@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Create semantic ops, each from the plain torch function that defines it, and its gradient.
 
-Only :func:`define` creates ops, built-in ones and those in pattern files (``patterns.meaning``): it
-registers the schema, the fake, the kernel, which runs the definition, and the derivative.
+Only this module creates ops, built-in ones and those in pattern files (``patterns.meaning``): it
+registers the schema, which annotations tell, the fake, the kernel and the derivative.
 """
 
 import contextlib
@@ -55,22 +55,32 @@ class Definition:
 DEFINITIONS: dict[OpOverload, Definition] = {}
 
 
+def schema_text(function: Callable[..., Any], results: str = "") -> str:
+    """The schema of an op with the name, annotations and defaults of ``function``. ``results``:
+    names of the results, separated by spaces."""
+    schema = torch.library.infer_schema(function, mutates_args=(), op_name=function.__name__)
+    arguments, _, types = schema.replace("SymInt", "int").partition(" -> ")
+    if not results:
+        return f"{arguments} -> {types}"
+    return f"{arguments} -> ({', '.join(f'Tensor {name}' for name in results.split())})"
+
+
 def define(
-    schema: str,
-    function: Callable[..., Any],
+    schema: str = "",
     *,
+    results: str = "",
     gradient: Callable[..., Any] | None = None,
     wrt: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
     name: str = "",
     pointwise: bool = False,
     counted_by_rewrite: bool = False,
-) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that ``function`` defines. Returns the op.
+) -> Callable[[Callable[..., Any]], OpOverload]:
+    """A decorator: it registers the op that a function of plain torch defines, and returns the op.
 
     Args:
-        schema: its results after the first have names: they are statistics without gradient.
-        function: the definition in plain torch.
+        schema: by default as the function's annotations tell.
+        results: the names of the results; all but the first are statistics without gradient.
         gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
             result; the others are named like the op's inputs and statistics, or ``needs``: a list
             that tells which gradients are needed. Gradients that are not needed may have any value.
@@ -81,11 +91,16 @@ def define(
         counted_by_rewrite: see :class:`Definition`.
     """
     tags = [torch.Tag.pointwise] * pointwise
-    shapes = functools.partial(once, fake or function)
-    op = opaque(schema, _fresh(function), shapes, *tags, gradient=gradient, wrt=wrt)
-    name = name or schema.split("(", maxsplit=1)[0]
-    DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
-    return op
+
+    def register(function: Callable[..., Any]) -> OpOverload:
+        text = schema or schema_text(function, results)
+        shapes = functools.partial(once, fake or function)
+        op = opaque(text, _fresh(function), shapes, *tags, gradient=gradient, wrt=wrt)
+        title = name or text.split("(", maxsplit=1)[0]
+        DEFINITIONS[op] = Definition(function, title, counted_by_rewrite, gradient)
+        return op
+
+    return register
 
 
 def opaque(
@@ -108,15 +123,21 @@ def opaque(
     return op
 
 
-def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that consists of the ops in ``function``:
-    AOTAutograd traces these, and their gradients, instead of the op. Returns the op."""
-    op_name = schema.split("(", maxsplit=1)[0]
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(op_name, function, "CompositeImplicitAutograd")
-    op = getattr(torch.ops.coda_inductor, op_name).default
-    DEFINITIONS[op] = Definition(function, name)
-    return op
+def compose(schema: str = "", *, name: str) -> Callable[[Callable[..., Any]], OpOverload]:
+    """A decorator: it registers the op that consists of the ops in a function, and returns the op.
+    AOTAutograd traces these, and their gradients, instead of the op. ``schema`` as for ``define``.
+    """
+
+    def register(function: Callable[..., Any]) -> OpOverload:
+        text = schema or schema_text(function)
+        op_name = text.split("(", maxsplit=1)[0]
+        LIB.define(text, tags=(torch.Tag.pt2_compliant_tag,))
+        LIB.impl(op_name, function, "CompositeImplicitAutograd")
+        op = getattr(torch.ops.coda_inductor, op_name).default
+        DEFINITIONS[op] = Definition(function, name)
+        return op
+
+    return register
 
 
 def _differentiable(op: OpOverload, gradient: Callable[..., Any], wrt: tuple[str, ...]) -> None:

@@ -19,8 +19,18 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EPS = 1e-12
 
 
-def quantize_definition(
-    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool = False
+#: The arguments of ``quantize`` that say how, by their names.
+KIND = ("dtype", "power_of_two", "divides")
+
+
+def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
+    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
+    return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
+
+
+@define(results="q inverse", fake=_quantize_fake, counted_by_rewrite=True)
+def quantize(
+    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
     """``q = cast(x * scale)`` in FP8 ``dtype``, with shape and layout of x, and ``1 / scale``,
     float32, which undoes it in a product.
@@ -43,7 +53,7 @@ def quantize_definition(
 def quantize_by(
     wide: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_definition`` for float32 ``wide`` with maxima ``amax``; and the scale."""
+    """``quantize`` for float32 ``wide`` with maxima ``amax``; and the scale."""
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
     return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
@@ -68,7 +78,11 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
 
 
-def scaled_mm_definition(
+@define(
+    fake=lambda a, b, _inv_a, _inv_b, dtype, *_: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
+    counted_by_rewrite=True,
+)
+def scaled_mm(
     a: Tensor,
     b: Tensor,
     inv_a: Tensor,
@@ -101,26 +115,3 @@ def scaled_mm_definition(
 
 def _row_major(matrix: Tensor) -> bool:
     return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
-
-
-def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
-    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
-    return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
-
-
-#: The arguments of ``quantize`` that say how, by their names.
-KIND = ("dtype", "power_of_two", "divides")
-quantize = define(
-    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides) "
-    "-> (Tensor q, Tensor inverse)",
-    quantize_definition,
-    fake=_quantize_fake,
-    counted_by_rewrite=True,
-)
-scaled_mm = define(
-    "scaled_mm(Tensor a, Tensor b, Tensor inv_a, Tensor inv_b, ScalarType out_dtype, bool fast, "
-    "bool after, Tensor? bias=None) -> Tensor",
-    scaled_mm_definition,
-    fake=lambda a, b, _inv_a, _inv_b, dtype, *_: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
-    counted_by_rewrite=True,
-)

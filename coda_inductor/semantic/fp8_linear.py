@@ -59,6 +59,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, dbias, None
 
 
+@compose(name="fp8_linear")
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
     """The layer, differentiable once in ``x`` and ``bias``.
 
@@ -73,10 +74,3 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fa
         (..., N) in the dtype of x.
     """
     return _Linear.apply(x, weight, scale, bias, fast)
-
-
-FP8_LINEAR = compose(
-    "fp8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, bool fast) -> Tensor",
-    fp8_linear,
-    name="fp8_linear",
-)
