@@ -20,7 +20,7 @@ from coda_inductor.options import parse
 from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
-from coda_inductor.select import gate
+from coda_inductor.select import choice as gate
 from coda_inductor.select.measurements import Measurements
 
 ROOT = Path(__file__).resolve().parents[1]

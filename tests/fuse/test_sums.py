@@ -15,7 +15,7 @@ from coda_inductor.graph.edit import reorder
 from coda_inductor.mainloop import availability
 from coda_inductor.plan import Plan
 from coda_inductor.runtime import pool
-from coda_inductor.select import gate
+from coda_inductor.select import choice as gate
 
 D, HIDDEN = 16, 24
 

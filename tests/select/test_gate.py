@@ -18,7 +18,8 @@ from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan
 from coda_inductor.program import Reduce
-from coda_inductor.select import gate, roofline
+from coda_inductor.select import choice as gate
+from coda_inductor.select import roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.site import Site
 from coda_inductor.sites import Sites
