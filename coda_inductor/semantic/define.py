@@ -14,16 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.compat import (
-    DisableAutocast,
-    ForceDispatchKeyGuard,
-    OpOverload,
-    disable_current_modes,
-    dispatch_keyset_full,
-    dispatch_tls_local_include_set,
-    storage,
-    tree_map,
-)
+from coda_inductor import compat
+from coda_inductor.compat import OpOverload, storage, tree_map
 from coda_inductor.compat import schema as schema_of
 
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
@@ -201,14 +193,10 @@ def isolated() -> Iterator[None]:
     The handler of a dispatch mode runs without functorch's dispatch keys, which a gradient inside a
     kernel needs, so all keys are restored. That turns autocast on again, which would cast float32
     products to 16 bits, so it is turned off."""
-    full = dispatch_keyset_full()
-    include = dispatch_tls_local_include_set()
-    with (
-        torch.no_grad(),
-        disable_current_modes(),
-        ForceDispatchKeyGuard(include, full - full),
-        DisableAutocast(),
-    ):
+    full = compat.dispatch_keyset_full()
+    include = compat.dispatch_tls_local_include_set()
+    keys = compat.ForceDispatchKeyGuard(include, full - full)
+    with torch.no_grad(), compat.disable_current_modes(), keys, compat.DisableAutocast():
         yield
 
 

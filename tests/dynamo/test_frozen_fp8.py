@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import float8 as fp8
 from zoo.layers import Gated, Lora
 
-from coda_inductor.semantic.fp8_linear import fp8_linear
+from coda_inductor.semantic.fp8 import fp8_linear
 
 #: What kernels compute, in plain ops.
 ALL = {"gate": "always", "reference": True}

@@ -11,8 +11,7 @@ from zoo.float8 import needs_scaled_mm
 from coda_inductor import patterns
 from coda_inductor.semantic import experts, loss
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.fp8 import quantize, scaled_mm
-from coda_inductor.semantic.fp8_linear import fp8_linear
+from coda_inductor.semantic.fp8 import fp8_linear, quantize, scaled_mm
 from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
