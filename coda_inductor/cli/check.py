@@ -7,11 +7,10 @@ work.
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ from coda_inductor.patterns.prove import prove
 HELP = "prove a pattern file and try it"
 #: The rewritten graph in float64 against the original, relative to the largest element.
 TOLERANCE = 1e-10
+_OUTCOMES = {True: "pass", False: "fail"}
+#: All of a result but the pattern: its check, outcome, detail and, perhaps, listings.
+Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -107,42 +109,40 @@ def check_file(path: Path) -> Iterator[Result]:
         yield Result(path.stem, "proof", "fail", str(error))
         return
     for pattern in patterns:
-        if (why := name_taken(path, pattern.name)) is not None:
-            yield Result(pattern.name, "name", "fail", why)
-            continue
-        claims: list[str] = []
-        try:
-            prove(pattern, claims.append)
-        except Exception as error:
-            yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims[:-1])
-            why = str(error) if isinstance(error, PatternError) else _error_text(error)
-            yield Result(pattern.name, "proof", "fail", why)
-            continue
-        yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims)
-        if not example_of(pattern):
-            why = "the pattern has no example: a shape for each tensor, a value for each number"
-            yield Result(pattern.name, "example", "skip", why)
-            continue
-        yield from _try(pattern, str(path))
+        yield from (Result(pattern.name, *row) for row in _checks(pattern, path))
 
 
-def _try(pattern: Pattern, path: str) -> Iterator[Result]:
+def _checks(pattern: Pattern, path: Path) -> Iterator[Row]:
+    if (why := name_taken(path, pattern.name)) is not None:
+        yield "name", "fail", why
+        return
+    claims: list[str] = []
+    try:
+        prove(pattern, claims.append)
+    except Exception as error:
+        yield from (("proof", "pass", claim) for claim in claims[:-1])
+        yield "proof", "fail", str(error) if isinstance(error, PatternError) else _error_text(error)
+        return
+    yield from (("proof", "pass", claim) for claim in claims)
+    if not example_of(pattern):
+        why = "the pattern has no example: a shape for each tensor, a value for each number"
+        yield "example", "skip", why
+        return
+    yield from _try(pattern, str(path))
+
+
+def _try(pattern: Pattern, path: str) -> Iterator[Row]:
     reasons = {idiom: cannot_run(pattern, idiom) for idiom in pattern.idioms}
     runs = [idiom for idiom, why in reasons.items() if why is None]
-    for idiom, why in reasons.items():
-        if why is not None:
-            outcome = "skip" if pattern.meaning is None else "fail"
-            yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
-    steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
-        (f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs
-    ]
-    if runs:
-        steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
-    for name, step in steps:
+    for idiom in (f for f in pattern.idioms if f not in runs):
+        outcome = "skip" if pattern.meaning is None else "fail"
+        yield f"run {idiom.__name__}", outcome, reasons[idiom]
+    steps = [(f.__name__, _idiom, f) for f in runs] + [("kernel", _kernel, f) for f in runs[:1]]
+    for name, step, idiom in steps:
         try:
-            yield from step()
+            yield from step(pattern, path, idiom)
         except Exception as error:
-            yield Result(pattern.name, name, "fail", _error_text(error))
+            yield name, "fail", _error_text(error)
 
 
 def _error_text(error: Exception) -> str:
@@ -150,22 +150,20 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Row]:
     """Check that GEMMs absorb the idiom and that the rewritten graph is the same function."""
     trial = try_out(pattern, path, idiom, dtype=torch.float64)
     name = idiom.__name__
     text = "found in its example" if trial.raised == 1 else f"found {trial.raised} times, not once"
-    yield _result(pattern, f"match {name}", trial.raised == 1, text)
-    outcome, text = _fired(pattern, trial)
-    yield Result(pattern.name, f"fires {name}", outcome, text)
+    yield f"match {name}", _OUTCOMES[trial.raised == 1], text
+    yield f"fires {name}", *_fired(pattern, trial)
     if not trial.raised:
-        why = "nothing was rewritten, so there is nothing to compare"
-        yield Result(pattern.name, f"float64 {name}", "skip", why)
+        yield f"float64 {name}", "skip", "nothing was rewritten, so there is nothing to compare"
         return
     pairs = zip(trial.results, trial.eager, strict=True)
     error = max(((have - want).abs().max() / want.abs().max()).item() for have, want in pairs)
     text = f"output and {len(trial.eager) - 1} gradients within {error:.1e}"
-    yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
+    yield f"float64 {name}", _OUTCOMES[error <= TOLERANCE], f"{text} (limit {TOLERANCE:.0e})"
 
 
 def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
@@ -182,11 +180,7 @@ def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
     return ("pass" if not missing else "skip" if excused else "fail"), text
 
 
-def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
-    return Result(pattern.name, check, "pass" if ok else "fail", detail)
-
-
-def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Row]:
     """Show the epilogue programs in bfloat16 and the source of their kernels. Check that GEMMs move
     no more bytes and absorb no fewer ops than with the pattern disabled, when its ops are plain
     ones. An equal number of bytes is a note: the pattern saves nothing."""
@@ -198,17 +192,16 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     )
     text = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
     outcome = "pass" if listings else _fired(pattern, trial)[0]
-    yield Result(pattern.name, "kernel source", outcome, text, listings)
+    yield "kernel source", outcome, text, listings
     if pattern.meaning is None or not listings:
         why = "an op's rewrite saves work outside of GEMMs, which this check does not count"
-        yield Result(pattern.name, "plan", "skip", why if listings else text)
+        yield "plan", "skip", why if listings else text
         return
     bare = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
     worse = trial.traffic > bare.traffic or (trial.left and trial.absorbed < bare.absorbed)
     texts = (f"GEMMs move {t.traffic} bytes and absorb {t.absorbed} ops" for t in (trial, bare))
     text = "; without the pattern ".join(texts)
     if not worse and trial.traffic == bare.traffic:
-        text = f"brings nothing: the fuser does this without the file ({text})"
-        yield Result(pattern.name, "plan", "note", text)
+        yield "plan", "note", f"brings nothing: the fuser does this without the file ({text})"
     else:
-        yield _result(pattern, "plan", not worse, text)
+        yield "plan", _OUTCOMES[not worse], text

@@ -63,7 +63,8 @@ def load(path: str):
 
 
 def outcomes(pattern, path) -> dict[str, command.Result]:
-    return {r.check: r for r in command._try(pattern, path)}
+    rows = command._try(pattern, path)
+    return {row[0]: command.Result(pattern.name, *row) for row in rows}
 
 
 def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
