@@ -199,14 +199,6 @@ def _total(items: list[Any]) -> Any:
     return sum(items[1:], items[0]) if items else 0
 
 
-def _sum(_cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    return x.over(dims, keepdim, _total)
-
-
-def _mean(cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    return x.over(dims, keepdim, lambda items: _total(items) / cls.number(len(items)))
-
-
 def _var_mean(
     _cls: Any, x: Any, dims: Any = None, unbiased: Any = None, keepdim: bool = False, **options: Any
 ) -> tuple[Any, Any]:
@@ -261,7 +253,11 @@ def _view_as_real(cls: Any, z: Any) -> Any:
 
 Exact.specials.update({
     "_local_scalar_dense": _read, "log_sigmoid_forward": lambda _, x: (-F.softplus(-x), x),
-    "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var_mean": _var_mean,
+    "_to_copy": _copy, "clone": _copy, "var_mean": _var_mean,
+    "sum": lambda _, x, dims=None, keepdim=False, **__: x.over(dims, keepdim, _total),
+    "mean": lambda cls, x, dims=None, keepdim=False, **_: x.over(
+        dims, keepdim, lambda items: _total(items) / cls.number(len(items))
+    ),
     "var": lambda *args, **options: _var_mean(*args, **options)[0],
     "native_layer_norm": _layer_norm, "linalg_vector_norm": _vector_norm,
     "logsumexp": lambda _, x, *dims: torch.log(torch.exp(x).sum(*dims)),
