@@ -211,7 +211,7 @@ class _Shape(tuple[Any, ...]):
     __slots__ = ()
 
 
-class _UncertainError(Exception):
+class UncertainError(Exception):
     """A result may depend on more than the compared properties, for example on a symbolic size."""
 
 
@@ -221,28 +221,30 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
     Torch takes 0.1 to 5 ms to run an op on fake tensors, and layers repeat. The sizes, strides,
     dtype and device of a result depend only on the same properties of the arguments."""
     try:
-        key = (function, _part(args))
-    except _UncertainError:
+        key = (function, properties(args))
+    except UncertainError:
         return function(*args)
     known = _RESULTS.get(key)  # another thread may clear them at any time
     if known is not None:
         return _copy(known)
     result = function(*args)
-    with contextlib.suppress(_UncertainError):
+    with contextlib.suppress(UncertainError):
         if len(_RESULTS) >= _MOST_RESULTS:
             _RESULTS.clear()
         _RESULTS[key] = _new(result)
     return result
 
 
-def _part(value: Any) -> Hashable:
+def properties(value: Any) -> Hashable:
+    """What results that are computed from ``value``, tensors and literals, depend on. Raises
+    UncertainError if that may be more."""
     if isinstance(value, Tensor):
         return _shape(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_part, value))
+        return tuple(map(properties, value))
     if value is None or isinstance(value, _LITERALS):
         return type(value), value
-    raise _UncertainError
+    raise UncertainError
 
 
 def _shape(x: Tensor) -> _Shape:
@@ -250,7 +252,7 @@ def _shape(x: Tensor) -> _Shape:
     sizes, strides, offset = tuple(x.shape), x.stride(), x.storage_offset()
     fixed = type(sum((*sizes, *strides, offset))) is int
     if not fixed or x.layout != torch.strided or getattr(x, "constant", None) is not None:
-        raise _UncertainError
+        raise UncertainError
     return _Shape((sizes, strides, offset, x.dtype, x.device, x.requires_grad))
 
 
@@ -259,7 +261,7 @@ def _new(result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return tuple(map(_new, result))
     if not isinstance(result, Tensor) or result.storage_offset() != 0 or result.requires_grad:
-        raise _UncertainError
+        raise UncertainError
     return _shape(result)
 
 
