@@ -10,25 +10,33 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
 from coda_inductor.codegen.render import render
+from coda_inductor.compat import counters
 from coda_inductor.errors import OptionError, PatternError
+from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.loading import expand, name_taken, read
 from coda_inductor.patterns.loading import run as patterns_in
+from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.prove import prove
+from coda_inductor.record import Record
+from coda_inductor.semantic.define import parameters
+from coda_inductor.tracing import dry_run
 
 HELP = "prove a pattern file and try it"
 #: The rewritten graph in float64 against the original, relative to the largest element.
 TOLERANCE = 1e-10
 _OUTCOMES = {True: "pass", False: "fail"}
+#: Sizes of the example: rows, and columns in front of and behind the first GEMMs.
+ROWS, K, N = 24, 32, 40
 #: All of a result but the pattern: its check, outcome, detail and, perhaps, listings.
 Row = tuple[Any, ...]
 
@@ -166,7 +174,7 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
     yield f"float64 {name}", _OUTCOMES[error <= TOLERANCE], f"{text} (limit {TOLERANCE:.0e})"
 
 
-def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
+def _fired(pattern: Pattern, trial: "Trial") -> tuple[str, str]:
     """(outcome, the ops that GEMMs absorbed). The rewrite of an op may have conditions that its
     example, with one GEMM on either side, does not meet. That is reported, but is not a failure."""
     counted = {key: times for key, times in trial.counts.items() if key.startswith(pattern.name)}
@@ -205,3 +213,116 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
         yield "plan", "note", f"brings nothing: the fuser does this without the file ({text})"
     else:
         yield "plan", _OUTCOMES[not worse], text
+
+
+class Example(nn.Module):
+    """``idiom``, one spelling of a pattern, in the smallest graph around it: its tensors come from
+    GEMMs of one input, and a GEMM reads the result: ``idiom(x @ w0, x @ w1) @ down``. Inputs are
+    ``ROWS`` x ``K``, tensors ``ROWS`` x ``N``. ``example``: a shape for each tensor and a value for
+    each number, by parameter. Tensors shaped like the first one are results of GEMMs; others are
+    parameters of N columns."""
+
+    def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any]):
+        super().__init__()
+        names = parameters(idiom)
+        shapes = {p: tuple(example[p]) for p in names if isinstance(example[p], (tuple, list))}
+        first = next(iter(shapes.values()))
+        self.idiom = idiom
+        self.numbers = {p: example[p] for p in names if p not in shapes}
+        self.inputs = [p for p, shape in shapes.items() if shape == first]
+        self.weights = nn.ParameterDict({p: torch.randn(K, N) * K**-0.5 for p in self.inputs})
+        self.others = nn.ParameterDict(
+            {p: torch.randn(*(N for _ in s)) for p, s in shapes.items() if p not in self.inputs}
+        )
+        self.down = nn.Parameter(torch.randn(N, K) * N**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the example: (ROWS, K) -> (ROWS, K)."""
+        projections = {p: x @ self.weights[p] for p in self.inputs}
+        others = {p: self.others[p] for p in self.others}
+        return self.idiom(**projections, **others, **self.numbers) @ self.down
+
+
+def example_of(pattern: Pattern) -> dict[str, Any]:
+    """The pattern's example, completed from its meaning: shapes, and for numbers 1.5, 1.75, ..."""
+    example = dict(pattern.examples[0]) if pattern.examples else {}
+    if pattern.meaning is not None:
+        signature = Signature(pattern.meaning)
+        for i, name in enumerate(signature.names):
+            value = 1.5 + 0.25 * i if signature.is_number(name) else (ROWS, N)
+            example.setdefault(name, value)
+    return example
+
+
+def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
+    """Why the example does not run with ``idiom``, or None: some idioms are only for matching."""
+    try:
+        Example(idiom, example_of(pattern))(torch.randn(ROWS, K))
+    except Exception as error:
+        return f"its example does not run: {type(error).__name__}: {error}"
+    return None
+
+
+class Trial:
+    """One run: a torch.compile backend that runs our passes, then the aten graphs eagerly.
+
+    Attributes:
+        results, eager: the output and the gradients, with our passes and without.
+        raised: how often the pattern's op was put into Dynamo's graph.
+        counts: the counters of the passes.
+        left: the pattern's aten ops that no GEMM absorbed.
+        record: has the report, of GEMMs and near misses.
+    """
+
+    def __init__(self, pattern: Pattern, path: str, disable: tuple[str, ...]):
+        self.pattern, self.raised = pattern, 0
+        self.left: list[str] = []
+        self.results: list[Tensor] = []
+        self.eager: list[Tensor] = []
+        self.counts: dict[str, int] = {}
+        options = {"strict": True, "patterns": [path], "disable": list(disable)}
+        self.record = Record(parse(None, options), "check")
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        traced = dry_run(gm, inputs, self.record)
+        self.raised += sum(node.target is self.pattern.op for node in gm.graph.nodes)
+        for node in traced.whole.nodes:
+            name, _ = node.meta.get("coda_pattern", ("", ""))
+            if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
+                self.left.append(str(node.target))
+        return traced.call
+
+    @property
+    def traffic(self) -> int:
+        """The bytes that GEMMs read and write."""
+        return sum(site.bytes_after for site in self.record.report.sites)
+
+    @property
+    def absorbed(self) -> int:
+        """The number of ops that run in the epilogues of GEMMs."""
+        return sum(len(site.absorbed) for site in self.record.report.sites)
+
+
+def try_out(
+    pattern: Pattern, path: str, idiom: Callable[..., Tensor], *, dtype: torch.dtype,
+    disable: tuple[str, ...] = (),
+) -> Trial:  # fmt: skip
+    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled. Raises
+    CodaError: whatever fails inside the passes."""
+    torch.manual_seed(0)
+    model = Example(idiom, example_of(pattern)).to(dtype)
+    x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
+    trial = Trial(pattern, path, disable)
+    torch.compiler.reset()
+    counters["coda"].clear()
+    trial.results = step(torch.compile(model, backend=trial), model, x, dy)
+    trial.counts = dict(counters["coda"])
+    trial.eager = step(model, model, x, dy)
+    return trial
+
+
+def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Forward and backward: the output, the gradients of ``x`` and of the model's parameters."""
+    x = x.clone().requires_grad_()
+    output = function(x)
+    return [output.detach(), *torch.autograd.grad(output, [x, *model.parameters()], dy)]
