@@ -25,9 +25,8 @@ from coda_inductor.report import Choice
 from coda_inductor.runtime import direct, launch, on_cuda, pool
 from coda_inductor.runtime.linear_cross_entropy import BACKWARD as HEAD_GRADIENTS
 from coda_inductor.runtime.op import OP
-from coda_inductor.select.choice import select
+from coda_inductor.select.choice import host_bound, norm_loses, select, unmeasured
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.gate import host_bound, norm_loses, unmeasured
 from coda_inductor.select.legality import unaligned
 from coda_inductor.select.measurements import Measurements, generation, measurements_of
 from coda_inductor.select.roofline import product_us

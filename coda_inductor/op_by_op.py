@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from coda_inductor.compat import (
-    InductorError,
-    TracingContext,
-    compile_fx_inner,
-    inductor_config,
-    make_boxed_func,
-)
+from coda_inductor import compat
+from coda_inductor.compat import compile_fx_inner, inductor_config
 from coda_inductor.errors import FallbackError
 from coda_inductor.falls import cause
 from coda_inductor.graph.edit import separate_results
@@ -78,13 +73,13 @@ def compiler(
             with _no_caches() if failed() else nullcontext():
                 compiled = compile_fx_inner(gm, inputs, **kwargs)
             if settle(original):
-                context = TracingContext.try_get()
+                context = compat.TracingContext.try_get()
                 if context is not None and context.output_strides:
                     context.output_strides.clear()  # of the first time: there must be none
                 with _no_caches():
                     compiled = compile_fx_inner(GraphModule(gm, original), inputs, **kwargs)
             return compiled
-        except InductorError as error:
+        except compat.InductorError as error:
             if not falls():
                 raise
             part = "backward pass" if kwargs.get("is_backward") else "forward pass"
@@ -95,6 +90,6 @@ def compiler(
             logger.debug("traceback", exc_info=True)
             separate_results(original)
             _share_draws(original)
-            return make_boxed_func(GraphModule(gm, original).forward)
+            return compat.make_boxed_func(GraphModule(gm, original).forward)
 
     return compile_graph

@@ -24,12 +24,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from coda_inductor.compat import (
-    has_hooks,
-    make_wrapper_subclass,
-    storage,
-    will_engine_execute_node,
-)
+from coda_inductor.compat import has_hooks, make_wrapper_subclass, storage, will_engine_execute_node
 from coda_inductor.errors import OptionError
 from coda_inductor.log import say_once
 from coda_inductor.semantic.define import isolated, opaque
@@ -137,18 +132,13 @@ class _Owner:
                 gradient = weight.grad + gradient
             elif waits or gradient.stride() != weight.stride():
                 # The graph uses its memory again; fused kernels take the strides as equal.
-                gradient = _copy(gradient, weight)
+                gradient = torch.empty_like(weight).copy_(gradient)  # as autograd lays it out
             if optimizer is None or waits:
                 weight.grad = gradient
                 return
             index = self.group[key]
             self.used.setdefault(index, _settings(optimizer.param_groups[index]))
             _step(optimizer, optimizer.param_groups[index], weight, gradient)
-
-
-def _copy(gradient: Tensor, weight: Tensor) -> Tensor:
-    """A copy that lies in memory as ``weight`` does, as autograd lays out gradients."""
-    return torch.empty_like(weight).copy_(gradient)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

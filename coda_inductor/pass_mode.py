@@ -31,15 +31,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from coda_inductor import falls, warm
-from coda_inductor.compat import (
-    TracingContext,
-    inductor_compile,
-    inductor_config,
-    missing_names,
-    recursive_pre_grad_passes,
-    virtualized,
-)
+from coda_inductor import compat, falls, warm
+from coda_inductor.compat import inductor_compile, inductor_config, missing_names
 from coda_inductor.errors import OptionError
 from coda_inductor.joint import HookPass, begin, rewrite
 from coda_inductor.log import say_once, warn_once
@@ -64,7 +57,7 @@ class _Compiling(threading.local):
 
     def begin(self, options: Options) -> Record:
         """Start a compilation. Returns its record."""
-        context = TracingContext.try_get()
+        context = compat.TracingContext.try_get()
         self.context = None if context is None else weakref.ref(context)
         self.record = Record(options, wraps=False)
         return self.record
@@ -72,7 +65,7 @@ class _Compiling(threading.local):
     def now(self, options: Options) -> Record | None:
         """The record of the current compilation, if it began with these options; else None."""
         context = None if self.context is None else self.context()
-        if self.record is None or TracingContext.try_get() is not context:
+        if self.record is None or compat.TracingContext.try_get() is not context:
             return None
         return self.record if self.record.options == options else None
 
@@ -209,7 +202,7 @@ def _wrap_compile_fx() -> None:
         patches = kwargs.get("config_patches") or {}
         plain = {**kwargs, "config_patches": {**patches, **beneath(patches)}}
         our_pass = _our_pass(patches)
-        if our_pass is not None and getattr(virtualized, "aot_compilation", False):
+        if our_pass is not None and getattr(compat.virtualized, "aot_compilation", False):
             why = refuse("aot-inductor", "they run without Python, which launches our kernels")
             warn_once("AOTInductor's programs", f"{why.text}. {why.remedy.text}")
             return inductor(gm, inputs, *args, **plain)
@@ -249,7 +242,7 @@ def _our_pass(options: Mapping[str, Any]) -> _EnabledPass | None:
 def _is_nested() -> bool:
     """Is the graph a part of another graph, which Inductor will pass to us next? Only the call
     stack shows it, because Inductor visits nested graphs with a recursive function."""
-    code = getattr(recursive_pre_grad_passes, "__code__", None)
+    code = getattr(compat.recursive_pre_grad_passes, "__code__", None)
     frame = inspect.currentframe()
     depth = 0
     while frame is not None:

@@ -7,6 +7,7 @@ were not in the list. ``options["disable"]`` may name any pass, pattern or count
 """
 
 import contextlib
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -210,13 +211,7 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
     record.folder.graph("1_raised", gm)
     _count(record)
     wraps, record.wrappers = record.wrappers, []  # of this graph, not of the record's next one
-
-    def wrapper(compiled: Callable[..., Any]) -> Callable[..., Any]:
-        for wrap in wraps:
-            compiled = wrap(compiled)
-        return compiled
-
-    return wrapper
+    return lambda compiled: functools.reduce(lambda call, wrap: wrap(call), wraps, compiled)
 
 
 def on_aten(graph: Graph, record: Record) -> None:

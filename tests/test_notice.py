@@ -17,7 +17,7 @@ from coda_inductor.gpu import match_gpu, tables
 from coda_inductor.mainloop import availability, environment
 from coda_inductor.options import parse
 from coda_inductor.refusal import refuse
-from coda_inductor.select import gate
+from coda_inductor.select import choice as gate
 from coda_inductor.select.measurements import Measurements
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,5 +6,4 @@ check    prove and try a pattern file
 explain  what the backend does with a model
 tune     measure what a model needs on this GPU
 models   the model that a command is about
-trial    the backend's passes on a pattern's example, run without code generation
 """

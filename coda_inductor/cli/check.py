@@ -7,28 +7,38 @@ work.
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
 from coda_inductor.codegen.render import render
+from coda_inductor.compat import counters
 from coda_inductor.errors import OptionError, PatternError
+from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.loading import expand, name_taken, read
 from coda_inductor.patterns.loading import run as patterns_in
+from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.prove import prove
+from coda_inductor.record import Record
+from coda_inductor.semantic.define import parameters
+from coda_inductor.tracing import dry_run
 
 HELP = "prove a pattern file and try it"
 #: The rewritten graph in float64 against the original, relative to the largest element.
 TOLERANCE = 1e-10
+_OUTCOMES = {True: "pass", False: "fail"}
+#: Sizes of the example: rows, and columns in front of and behind the first GEMMs.
+ROWS, K, N = 24, 32, 40
+#: All of a result but the pattern: its check, outcome, detail and, perhaps, listings.
+Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -107,42 +117,40 @@ def check_file(path: Path) -> Iterator[Result]:
         yield Result(path.stem, "proof", "fail", str(error))
         return
     for pattern in patterns:
-        if (why := name_taken(path, pattern.name)) is not None:
-            yield Result(pattern.name, "name", "fail", why)
-            continue
-        claims: list[str] = []
-        try:
-            prove(pattern, claims.append)
-        except Exception as error:
-            yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims[:-1])
-            why = str(error) if isinstance(error, PatternError) else _error_text(error)
-            yield Result(pattern.name, "proof", "fail", why)
-            continue
-        yield from (Result(pattern.name, "proof", "pass", claim) for claim in claims)
-        if not example_of(pattern):
-            why = "the pattern has no example: a shape for each tensor, a value for each number"
-            yield Result(pattern.name, "example", "skip", why)
-            continue
-        yield from _try(pattern, str(path))
+        yield from (Result(pattern.name, *row) for row in _checks(pattern, path))
 
 
-def _try(pattern: Pattern, path: str) -> Iterator[Result]:
+def _checks(pattern: Pattern, path: Path) -> Iterator[Row]:
+    if (why := name_taken(path, pattern.name)) is not None:
+        yield "name", "fail", why
+        return
+    claims: list[str] = []
+    try:
+        prove(pattern, claims.append)
+    except Exception as error:
+        yield from (("proof", "pass", claim) for claim in claims[:-1])
+        yield "proof", "fail", str(error) if isinstance(error, PatternError) else _error_text(error)
+        return
+    yield from (("proof", "pass", claim) for claim in claims)
+    if not example_of(pattern):
+        why = "the pattern has no example: a shape for each tensor, a value for each number"
+        yield "example", "skip", why
+        return
+    yield from _try(pattern, str(path))
+
+
+def _try(pattern: Pattern, path: str) -> Iterator[Row]:
     reasons = {idiom: cannot_run(pattern, idiom) for idiom in pattern.idioms}
     runs = [idiom for idiom, why in reasons.items() if why is None]
-    for idiom, why in reasons.items():
-        if why is not None:
-            outcome = "skip" if pattern.meaning is None else "fail"
-            yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
-    steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
-        (f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs
-    ]
-    if runs:
-        steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
-    for name, step in steps:
+    for idiom in (f for f in pattern.idioms if f not in runs):
+        outcome = "skip" if pattern.meaning is None else "fail"
+        yield f"run {idiom.__name__}", outcome, reasons[idiom]
+    steps = [(f.__name__, _idiom, f) for f in runs] + [("kernel", _kernel, f) for f in runs[:1]]
+    for name, step, idiom in steps:
         try:
-            yield from step()
+            yield from step(pattern, path, idiom)
         except Exception as error:
-            yield Result(pattern.name, name, "fail", _error_text(error))
+            yield name, "fail", _error_text(error)
 
 
 def _error_text(error: Exception) -> str:
@@ -150,25 +158,23 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Row]:
     """Check that GEMMs absorb the idiom and that the rewritten graph is the same function."""
     trial = try_out(pattern, path, idiom, dtype=torch.float64)
     name = idiom.__name__
     text = "found in its example" if trial.raised == 1 else f"found {trial.raised} times, not once"
-    yield _result(pattern, f"match {name}", trial.raised == 1, text)
-    outcome, text = _fired(pattern, trial)
-    yield Result(pattern.name, f"fires {name}", outcome, text)
+    yield f"match {name}", _OUTCOMES[trial.raised == 1], text
+    yield f"fires {name}", *_fired(pattern, trial)
     if not trial.raised:
-        why = "nothing was rewritten, so there is nothing to compare"
-        yield Result(pattern.name, f"float64 {name}", "skip", why)
+        yield f"float64 {name}", "skip", "nothing was rewritten, so there is nothing to compare"
         return
     pairs = zip(trial.results, trial.eager, strict=True)
     error = max(((have - want).abs().max() / want.abs().max()).item() for have, want in pairs)
     text = f"output and {len(trial.eager) - 1} gradients within {error:.1e}"
-    yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{text} (limit {TOLERANCE:.0e})")
+    yield f"float64 {name}", _OUTCOMES[error <= TOLERANCE], f"{text} (limit {TOLERANCE:.0e})"
 
 
-def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
+def _fired(pattern: Pattern, trial: "Trial") -> tuple[str, str]:
     """(outcome, the ops that GEMMs absorbed). The rewrite of an op may have conditions that its
     example, with one GEMM on either side, does not meet. That is reported, but is not a failure."""
     counted = {key: times for key, times in trial.counts.items() if key.startswith(pattern.name)}
@@ -182,11 +188,7 @@ def _fired(pattern: Pattern, trial: Trial) -> tuple[str, str]:
     return ("pass" if not missing else "skip" if excused else "fail"), text
 
 
-def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
-    return Result(pattern.name, check, "pass" if ok else "fail", detail)
-
-
-def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Row]:
     """Show the epilogue programs in bfloat16 and the source of their kernels. Check that GEMMs move
     no more bytes and absorb no fewer ops than with the pattern disabled, when its ops are plain
     ones. An equal number of bytes is a note: the pattern saves nothing."""
@@ -198,17 +200,129 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     )
     text = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
     outcome = "pass" if listings else _fired(pattern, trial)[0]
-    yield Result(pattern.name, "kernel source", outcome, text, listings)
+    yield "kernel source", outcome, text, listings
     if pattern.meaning is None or not listings:
         why = "an op's rewrite saves work outside of GEMMs, which this check does not count"
-        yield Result(pattern.name, "plan", "skip", why if listings else text)
+        yield "plan", "skip", why if listings else text
         return
     bare = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
     worse = trial.traffic > bare.traffic or (trial.left and trial.absorbed < bare.absorbed)
     texts = (f"GEMMs move {t.traffic} bytes and absorb {t.absorbed} ops" for t in (trial, bare))
     text = "; without the pattern ".join(texts)
     if not worse and trial.traffic == bare.traffic:
-        text = f"brings nothing: the fuser does this without the file ({text})"
-        yield Result(pattern.name, "plan", "note", text)
+        yield "plan", "note", f"brings nothing: the fuser does this without the file ({text})"
     else:
-        yield _result(pattern, "plan", not worse, text)
+        yield "plan", _OUTCOMES[not worse], text
+
+
+class Example(nn.Module):
+    """``idiom``, one spelling of a pattern, in the smallest graph around it: its tensors come from
+    GEMMs of one input, and a GEMM reads the result: ``idiom(x @ w0, x @ w1) @ down``. Inputs are
+    ``ROWS`` x ``K``, tensors ``ROWS`` x ``N``. ``example``: a shape for each tensor and a value for
+    each number, by parameter. Tensors shaped like the first one are results of GEMMs; others are
+    parameters of N columns."""
+
+    def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any]):
+        super().__init__()
+        names = parameters(idiom)
+        shapes = {p: tuple(example[p]) for p in names if isinstance(example[p], (tuple, list))}
+        first = next(iter(shapes.values()))
+        self.idiom = idiom
+        self.numbers = {p: example[p] for p in names if p not in shapes}
+        self.inputs = [p for p, shape in shapes.items() if shape == first]
+        self.weights = nn.ParameterDict({p: torch.randn(K, N) * K**-0.5 for p in self.inputs})
+        self.others = nn.ParameterDict(
+            {p: torch.randn(*(N for _ in s)) for p, s in shapes.items() if p not in self.inputs}
+        )
+        self.down = nn.Parameter(torch.randn(N, K) * N**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the example: (ROWS, K) -> (ROWS, K)."""
+        projections = {p: x @ self.weights[p] for p in self.inputs}
+        others = {p: self.others[p] for p in self.others}
+        return self.idiom(**projections, **others, **self.numbers) @ self.down
+
+
+def example_of(pattern: Pattern) -> dict[str, Any]:
+    """The pattern's example, completed from its meaning: shapes, and for numbers 1.5, 1.75, ..."""
+    example = dict(pattern.examples[0]) if pattern.examples else {}
+    if pattern.meaning is not None:
+        signature = Signature(pattern.meaning)
+        for i, name in enumerate(signature.names):
+            value = 1.5 + 0.25 * i if signature.is_number(name) else (ROWS, N)
+            example.setdefault(name, value)
+    return example
+
+
+def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
+    """Why the example does not run with ``idiom``, or None: some idioms are only for matching."""
+    try:
+        Example(idiom, example_of(pattern))(torch.randn(ROWS, K))
+    except Exception as error:
+        return f"its example does not run: {type(error).__name__}: {error}"
+    return None
+
+
+class Trial:
+    """One run: a torch.compile backend that runs our passes, then the aten graphs eagerly.
+
+    Attributes:
+        results, eager: the output and the gradients, with our passes and without.
+        raised: how often the pattern's op was put into Dynamo's graph.
+        counts: the counters of the passes.
+        left: the pattern's aten ops that no GEMM absorbed.
+        record: has the report, of GEMMs and near misses.
+    """
+
+    def __init__(self, pattern: Pattern, path: str, disable: tuple[str, ...]):
+        self.pattern, self.raised = pattern, 0
+        self.left: list[str] = []
+        self.results: list[Tensor] = []
+        self.eager: list[Tensor] = []
+        self.counts: dict[str, int] = {}
+        options = {"strict": True, "patterns": [path], "disable": list(disable)}
+        self.record = Record(parse(None, options), "check")
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        traced = dry_run(gm, inputs, self.record)
+        self.raised += sum(node.target is self.pattern.op for node in gm.graph.nodes)
+        for node in traced.whole.nodes:
+            name, _ = node.meta.get("coda_pattern", ("", ""))
+            if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
+                self.left.append(str(node.target))
+        return traced.call
+
+    @property
+    def traffic(self) -> int:
+        """The bytes that GEMMs read and write."""
+        return sum(site.bytes_after for site in self.record.report.sites)
+
+    @property
+    def absorbed(self) -> int:
+        """The number of ops that run in the epilogues of GEMMs."""
+        return sum(len(site.absorbed) for site in self.record.report.sites)
+
+
+def try_out(
+    pattern: Pattern, path: str, idiom: Callable[..., Tensor], *, dtype: torch.dtype,
+    disable: tuple[str, ...] = (),
+) -> Trial:  # fmt: skip
+    """Run the example with ``idiom``, in ``dtype``. The names in ``disable`` are disabled. Raises
+    CodaError: whatever fails inside the passes."""
+    torch.manual_seed(0)
+    model = Example(idiom, example_of(pattern)).to(dtype)
+    x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
+    trial = Trial(pattern, path, disable)
+    torch.compiler.reset()
+    counters["coda"].clear()
+    trial.results = step(torch.compile(model, backend=trial), model, x, dy)
+    trial.counts = dict(counters["coda"])
+    trial.eager = step(model, model, x, dy)
+    return trial
+
+
+def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Forward and backward: the output, the gradients of ``x`` and of the model's parameters."""
+    x = x.clone().requires_grad_()
+    output = function(x)
+    return [output.detach(), *torch.autograd.grad(output, [x, *model.parameters()], dy)]

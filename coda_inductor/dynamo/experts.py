@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.packed import column_readers, half_readers
-from coda_inductor.dynamo.summed_pairs import Pairs, by_row, find_sum
+from coda_inductor.dynamo.summed_pairs import Pairs, Sum, by_row
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, is_cast, is_erased, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
@@ -66,7 +66,7 @@ def raise_experts(graph: Graph, record: Record) -> None:
             if node.users and (match := _rows_of(node)) is not None:
                 pairs = match[-1]
                 hazards.writes = [w for w in hazards.writes if not pairs.empties(w)]
-                whole = any(find_sum(p, pairs) for p in products if _ends(p) is _ends(node))
+                whole = any(Sum(p, pairs).follow() for p in products if _ends(p) is _ends(node))
                 _raise_up(node, match, routes, hazards, record, whole=whole)
         for node in products:
             if not is_erased(node):
@@ -313,7 +313,7 @@ def _raise_down(node: Node, routes: dict[Node, _Route], hazards: Hazards, record
     if route is None or operands is None:
         return
     a, b, _ = operands
-    sum_ = find_sum(node, route.pairs)
+    sum_ = Sum(node, route.pairs).follow()
     if sum_ is None:
         text = "the sum of its rows by token has an unsupported form"
         record.refuse("experts", node, refuse("experts-sum", text))

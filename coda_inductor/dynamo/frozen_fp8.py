@@ -11,7 +11,7 @@ After::
 
 Why: torchao's own product has no derivative, so that neither eager nor torch.compile can train
 adapters on such weights ("derivative for aten::_scaled_mm is not implemented"). W stays as it is:
-it is not cast in a step (``semantic.fp8_linear``).
+it is not cast in a step (``semantic.fp8``).
 
 Leaves alone: graphs without gradients, where torchao's own chain stays, bit for bit; weights whose
 activations are not quantized, because their layer is a product in 16 bits.
@@ -33,7 +33,7 @@ from coda_inductor.matching import bodies, forward_mode, replace
 from coda_inductor.matching.hazards import differentiated
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.semantic.fp8_linear import FP8_LINEAR
+from coda_inductor.semantic.fp8 import fp8_linear
 
 
 def differentiate_frozen(graph: Graph, record: Record) -> None:
@@ -52,7 +52,7 @@ def differentiate_frozen(graph: Graph, record: Record) -> None:
         put = Put(node)
         inner = [put(getattr, call["weight"], name) for name in ("qdata", "scale")]
         fast = bool(weight.mm_config.use_fast_accum)
-        replace(node, put(FP8_LINEAR, call["input"], *inner, call["bias"], fast))
+        replace(node, put(fp8_linear, call["input"], *inner, call["bias"], fast))
         record.fire("fp8_linear")
 
 

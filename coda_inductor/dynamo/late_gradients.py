@@ -164,7 +164,8 @@ def _watch(results: list[Any], i: int) -> None:
     before = version(holder[0])
 
     def check(_gradients: tuple[Any, ...]) -> None:
-        if holder and version(logits := holder.pop()) != before and _saves(logits):
+        changed = bool(holder) and version(logits := holder.pop()) != before
+        if changed and storage(logits) in map(storage, saved_tensors()):  # of this prehook's node
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: output {i} of the compiled model; change a clone of it"
@@ -172,9 +173,3 @@ def _watch(results: list[Any], i: int) -> None:
 
     for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:
         node.register_prehook(check)
-
-
-def _saves(tensor: Tensor) -> bool:
-    """Does the node whose gradient is about to be computed read the memory of ``tensor``?"""
-    memory = storage(tensor)
-    return any(storage(t) == memory for t in saved_tensors())

@@ -115,7 +115,8 @@ def _respell_difference(difference: Call, hazards: Hazards) -> Node | None:
         read_here = gather is not None and gather.op in _GATHERS and gather["input"] is logits
         if gather is None or not read_here or not _is_one_a_row(gather, logits):
             continue
-        if _has_shape_of(node, gather["index"]):
+        shape, whole = tuple(fake(node).shape), tuple(fake(gather["index"]).shape)
+        if same(shape, whole) or same(shape, whole[:-1]):
             dtype, minus = fake(node).dtype, picked is left
             return _minus_loss(node, logits, gather["index"], dtype, minus=minus)
     return None
@@ -129,12 +130,6 @@ def _is_one_a_row(gather: Call, source: Node) -> bool:
     x, index = tensors
     one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
     return one and index.dtype == torch.int64 and x.is_floating_point()
-
-
-def _has_shape_of(node: Node, index: Node) -> bool:
-    """Has ``node`` the shape of ``index`` (..., 1), or that without the last dimension?"""
-    shape, whole = tuple(fake(node).shape), tuple(fake(index).shape)
-    return same(shape, whole) or same(shape, whole[:-1])
 
 
 def _is_column(node: Any) -> bool:

@@ -154,14 +154,8 @@ def _sorted(perm: Any) -> Node | None:
     return call["input"]
 
 
-def find_sum(product: Node, pairs: Pairs) -> "Sum | None":
-    """How the rows of ``product`` (M, d), sorted by expert, are summed by token, or None."""
-    result = Sum(product, pairs)
-    return result if result.follow() else None
-
-
 class Sum:
-    """A sum of rows by token: a walk from their product down to the result.
+    """A sum of the rows of ``product``, sorted by expert, by token: a walk down to the result.
 
     Attributes:
         node: the current node of the walk, at the end the result.
@@ -179,16 +173,16 @@ class Sum:
         self.emptied = self.done = False
         self.dtype = fake(product).dtype
 
-    def follow(self) -> bool:
-        """Walk down to the result. Returns False if there is none."""
+    def follow(self) -> "Sum | None":
+        """Walk down to the result. Returns None if there is none."""
         while not self.done:
             if not self._step(only_reader(self.node)):
-                return False
+                return None
         dtype, rounded = fake(self.node).dtype, only_reader(self.node)
         if is_cast(rounded) and fake(rounded).dtype == self.dtype != dtype:
             self.node = rounded  # summed in float32, then rounded
-            return True
-        return torch.promote_types(dtype, self.dtype) == dtype
+            return self
+        return self if torch.promote_types(dtype, self.dtype) == dtype else None
 
     def _step(self, user: Node | None) -> bool:
         call = read(user)

@@ -14,14 +14,8 @@ still: it must not read that input, see ``memory.partition.keep_old_inputs``.
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    schema,
-    storage,
-    tree_leaves,
-)
+from coda_inductor import compat
+from coda_inductor.compat import tree_leaves
 from coda_inductor.graph.nodes import DYNAMO, aten, fake, may_view
 from coda_inductor.graph.read import is_torch, kind, op_name
 from coda_inductor.graph.walk import closure
@@ -58,11 +52,11 @@ def _by_memory(node: Node) -> bool:
     target = node.target
     if node.op not in ("call_function", "call_method"):
         return node.op in ("output", "call_module")
-    if isinstance(target, HigherOrderOperator):
+    if isinstance(target, compat.HigherOrderOperator):
         return target.name() not in _BY_ELEMENT
-    if isinstance(target, OpOverloadPacket):
+    if isinstance(target, compat.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
-    if isinstance(target, OpOverload):
+    if isinstance(target, compat.OpOverload):
         return target.namespace not in _LIBRARIES and torch.Tag.flexible_layout not in target.tags
     return node.op == "call_function" and not is_torch(target)
 
@@ -73,7 +67,7 @@ def memory(node: Node) -> set[int] | None:
     if value is None:
         return None
     try:
-        return {storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+        return {compat.storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
     except NotImplementedError:  # sparse tensors have none
         return None
 
@@ -109,7 +103,7 @@ def mark_writes(graph: Graph, *, later: bool = False) -> None:
 
 def _writes(node: Node, name: Node) -> bool:
     """Does ``node`` write to its argument ``name``?"""
-    op_schema = schema(node.target)
+    op_schema = compat.schema(node.target)
     if op_schema is None or not op_schema.is_mutable:
         return False
     args = dict(zip((a.name for a in op_schema.arguments), node.args, strict=False)) | node.kwargs

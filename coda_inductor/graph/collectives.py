@@ -9,27 +9,21 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.compat import (
-    all_gather_into_tensor,
-    all_reduce,
-    micro_pipeline,
-    reduce_scatter_tensor,
-    wait_tensor,
-)
+from coda_inductor import compat
 from coda_inductor.graph.nodes import renames_or_casts
 from coda_inductor.graph.read import kind, op_name
 from coda_inductor.graph.walk import base
 from coda_inductor.refusal import Refusal, refuse
 
 #: Collectives whose result is a sum over ranks if their second argument says so.
-SUMS = (all_reduce, reduce_scatter_tensor)
-COLLECTIVES = (*SUMS, all_gather_into_tensor)
+SUMS = (compat.all_reduce, compat.reduce_scatter_tensor)
+COLLECTIVES = (*SUMS, compat.all_gather_into_tensor)
 _FAR = 64
 
 
 def is_wait(node: Any) -> bool:
     """Does ``node`` wait for a collective?"""
-    return isinstance(node, Node) and node.target is wait_tensor
+    return isinstance(node, Node) and node.target is compat.wait_tensor
 
 
 def moves(node: Any) -> bool:
@@ -58,11 +52,11 @@ def ahead(node: Node) -> Node | None:
 def overlap(gemm: Node) -> Refusal | None:
     """Why ``gemm`` must not be fused, or None: Inductor's asynchronous tensor parallelism, if it is
     on, splits the GEMM to overlap it with a collective."""
-    if not micro_pipeline():
+    if not compat.micro_pipeline():
         return None
     before = [base(a, moves).target for a in gemm.all_input_nodes]
     after = [c.target for user in gemm.users if (c := ahead(user)) is not None]
-    if all_gather_into_tensor not in before and reduce_scatter_tensor not in after:
+    if compat.all_gather_into_tensor not in before and compat.reduce_scatter_tensor not in after:
         return None
     text = "Inductor's asynchronous tensor parallelism is on, and overlaps it with its collective"
     return refuse("async-tensor-parallel", text)

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from coda_inductor.compat import schema, select_decomp_table, storage, tree_flatten, tree_unflatten
 from coda_inductor.graph.edit import META_KEYS, evaluate, fake_mode, insertions
 from coda_inductor.graph.nodes import fake
+from coda_inductor.semantic.define import UncertainError, properties
 
 #: Attribute of a fake mode: the traces under it, by function and arguments. A dictionary outside of
 #: the mode would keep the mode alive, because every recorded value refers to it.
@@ -87,23 +88,16 @@ def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> Graph:
 def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable | None:
     """The key of the trace. None if it is uncertain, because sizes are symbolic, or because two
     tensors share memory, which a function may test."""
-    parts: list[Hashable] = [function, spec]
-    storages = []
-    for value in flat:
-        if not isinstance(value, Node):
-            if not isinstance(value, Hashable):
-                return None
-            parts.append((type(value), value))
-            continue
-        x = fake(value)
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-            return None
-        sizes = (*x.shape, *x.stride(), x.storage_offset())
-        if any(isinstance(size, torch.SymInt) for size in sizes):
-            return None
-        parts.append((sizes, x.dtype, x.device, x.requires_grad))
-        storages.append(storage(x))
-    return tuple(parts) if len({*storages}) == len(storages) else None
+    values = [fake(value) for value in flat]
+    pairs = zip(flat, values, strict=True)
+    if any(isinstance(a, Node) != isinstance(x, torch.Tensor) for a, x in pairs):
+        return None
+    try:
+        parts = properties(values)
+    except UncertainError:
+        return None
+    storages = [storage(value) for value in values if isinstance(value, torch.Tensor)]
+    return (function, spec, parts) if len({*storages}) == len(storages) else None
 
 
 def _new_value(node: Node, mode: Any) -> Any:

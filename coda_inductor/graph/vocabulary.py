@@ -32,10 +32,6 @@ def _sub(emit: Emit, x: Value, y: Value, alpha: Value = 1) -> Value:
     return emit("sub", x, y if alpha == 1 else emit("mul", y, alpha))
 
 
-def _rsub(emit: Emit, x: Value, y: Value, alpha: Value = 1) -> Value:
-    return _sub(emit, y, x, alpha)
-
-
 def _clamp(emit: Emit, x: Value, low: Value | None = None, high: Value | None = None) -> Value:
     x = x if low is None else emit("maximum", x, low)
     return x if high is None else emit("minimum", x, high)
@@ -89,8 +85,8 @@ _SAME_NAME = (
 _COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 
 _ARITHMETIC = {
-    aten.add: _add, aten.sub: _sub, aten.rsub: _rsub, aten.mul: _plain("mul"),
-    aten.div: _plain("div"),
+    aten.add: _add, aten.sub: _sub, aten.mul: _plain("mul"), aten.div: _plain("div"),
+    aten.rsub: lambda emit, x, y, alpha=1: _sub(emit, y, x, alpha),
 }  # fmt: skip
 
 LOWERINGS: dict[Any, Callable[..., Value | None]] = {

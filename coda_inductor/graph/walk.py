@@ -130,8 +130,7 @@ def only_reader(node: Node | None, through: Callable[[Any], bool] = lambda _: Fa
 
 def leaves(node: Node) -> bool:
     """Is ``node``, or a view of it, a graph output? Then callers see its strides and memory."""
-    names = closure([node], lambda n: [user for user in n.users if may_view(user)])
-    return any(user.op == "output" for name in names for user in name.users)
+    return any(user.op == "output" for user in readers(node, may_view)[1])
 
 
 def parts(node: Node) -> dict[int, Node]:

@@ -58,9 +58,8 @@ def literal_call(node: Node, normal: Call | None) -> Call | None:
 def _cast(call: Call) -> Call | None:
     """A cast between floating types, or any cast in an idiom, which has no recorded types; or None.
     Casts from or to 8 bits are quantization, and torch does not promote these types."""
-    if fake(call.node) is None and call.get("memory_format") is None:
-        return call.to("cast", input=call["input"])
-    return call.to("cast", input=call["input"]) if is_cast(call.node) else None
+    untyped = fake(call.node) is None and call.get("memory_format") is None
+    return call.to("cast", input=call["input"]) if untyped or is_cast(call.node) else None
 
 
 def _sum(call: Call) -> Call | None:

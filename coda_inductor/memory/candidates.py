@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_copy, unsafe_index_put
 from coda_inductor.graph.aliases import old_values
 from coda_inductor.graph.nodes import aten, bytes_of, elementwise, fake, may_view, prims
+from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
 
 #: Ops without the tag of pointwise ops that still cost nothing of their own.
@@ -58,10 +59,8 @@ def repeatable(node: Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return True
-    # Attention draws a mask only where it drops something.
-    names = [argument.name for argument in op_schema.arguments]
-    args = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" in names and args.get("dropout_p", 0.0) == 0.0
+    call = read(node)  # attention draws a mask only where it drops something
+    return call is not None and call.get("dropout_p") == 0.0
 
 
 def owner(node: Node) -> Node:

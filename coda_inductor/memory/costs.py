@@ -8,6 +8,7 @@ prices of ``torch._functorch.partitioners`` see a fused GEMM as its products.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,12 +36,9 @@ _ATTENTION = 0.55
 @functools.cache
 def install() -> None:
     """Register FLOP formulas of our ops with torch, once for this process."""
-    adapters = (dropout.FORWARD, _dropout_linear), (dropout.BACKWARD, _dropout_linear_backward)
-    ours = (OP, _gemm_epilogue), (WGRAD, _grouped_wgrad), (HEAD_GRADIENTS, _head_gradients)
-    for op, formula in (*ours, *adapters):
-        packet = op.overloadpacket
-        if packet not in flop_registry:
-            register_flop_formula(packet)(formula)
+    for op, formula in _FORMULAS.items():
+        if op.overloadpacket not in flop_registry:
+            register_flop_formula(op.overloadpacket)(formula)
 
 
 def _gemm_epilogue(as_, bs, *_: Any, **__: Any) -> int:
@@ -54,11 +52,6 @@ def _gemm_epilogue(as_, bs, *_: Any, **__: Any) -> int:
     return total
 
 
-def _grouped_wgrad(a, _rows, bs, *_: Any, **__: Any) -> int:
-    """FLOP of the weight gradients of experts: a (M, K), bs[j] (M, N_j)."""
-    return sum(2 * b[0] * a[-1] * b[1] for b in bs)
-
-
 def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
     """FLOP of the gradients of an LM head: logits (..., V), weight (V, K) and x (M, K), each None
     if its gradient is not needed."""
@@ -66,14 +59,16 @@ def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:
     return sum(2 * math.prod(logits) * shape[1] for shape in matrices)
 
 
-def _dropout_linear(x, weight, *_: Any, **__: Any) -> int:
-    """FLOP of the products of one x (..., K) with all weights (N, K)."""
-    return 2 * math.prod(x) * weight[0]
-
-
-def _dropout_linear_backward(_dt, x, weight, *others: Any, **__: Any) -> int:
-    """FLOP of the gradients of x and of the weights, if they are needed."""
-    return sum(others[4]) * _dropout_linear(x, weight)
+#: FLOP of our ops from shapes.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    OP: _gemm_epilogue,
+    HEAD_GRADIENTS: _head_gradients,
+    # The weight gradients of experts: a (M, K), bs[j] (M, N_j).
+    WGRAD: lambda a, _rows, bs, *_, **__: sum(2 * b[0] * a[-1] * b[1] for b in bs),
+    # One x (..., K) times all weights (N, K); the gradients of x and of the weights, if needed.
+    dropout.FORWARD: lambda x, w, *_, **__: 2 * math.prod(x) * w[0],
+    dropout.BACKWARD: lambda _, x, w, *more, **__: sum(more[4]) * 2 * math.prod(x) * w[0],
+}
 
 
 def workspace(node: Node) -> int:

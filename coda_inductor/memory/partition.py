@@ -15,13 +15,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.compat import (
-    CustomPartitionerFn,
-    functorch_config,
-    fx_graph_cse,
-    inductor_config,
-    min_cut_rematerialization_partition,
-)
+from coda_inductor import compat
+from coda_inductor.compat import min_cut_rematerialization_partition
 from coda_inductor.errors import OptionError
 from coda_inductor.graph.aliases import WRITTEN, names, old_values
 from coda_inductor.graph.edit import Put
@@ -30,7 +25,7 @@ from coda_inductor.graph.nodes import aten, bytes_of, fake, may_view
 from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.graph.walk import base
 from coda_inductor.log import logger, say_once
-from coda_inductor.memory.candidates import Drop, Stash
+from coda_inductor.memory.candidates import Stash
 from coda_inductor.memory.halves import add_halves
 from coda_inductor.memory.limit import Limit
 from coda_inductor.memory.peak import Timeline
@@ -48,21 +43,21 @@ _LITTLE = 1e-3
 
 def usable() -> bool:
     """Does this torch have everything that our partitioner needs?"""
-    return CustomPartitionerFn is not object and not isinstance(
+    return compat.CustomPartitionerFn is not object and not isinstance(
         min_cut_rematerialization_partition, type
     )
 
 
 def installed() -> bool:
     """Is the partitioner of the current compilation ours? A user's own comes first."""
-    return isinstance(getattr(inductor_config, "custom_partitioner_fn", None), Partitioner)
+    return isinstance(getattr(compat.inductor_config, "custom_partitioner_fn", None), Partitioner)
 
 
 class _Pickle(tuple):
     """The pickled form of a :class:`Partitioner`: its key."""
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(compat.CustomPartitionerFn):
     """Our partitioner, see the module docstring.
 
     Args:
@@ -92,13 +87,13 @@ class Partitioner(CustomPartitionerFn):
         if budget or old_values(gm.graph):
             gm.graph.eliminate_dead_code()
             # As torch's partitioner begins: marks are of these nodes.
-            gm.graph = fx_graph_cse(gm.graph)
+            gm.graph = compat.fx_graph_cse(gm.graph)
         for node in old_values(gm.graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if record is not None and record.updates:
             held = hold(gm.graph, kwargs["num_fwd_outputs"], record.updates, record.inputs)
             logger.info("%s: %d weights are updated in the backward pass", record.name, held)
-        with functorch_config.patch(budget):
+        with compat.functorch_config.patch(budget):
             if record is not None and limit is not None:
                 mark(gm.graph, limit, record, joint_inputs, kwargs)
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -179,7 +174,10 @@ def mark(
         index = len(chain) - 1
     choice = chain[chain.fastest(timeline.peak, index) if whole else index]
     drop = choice.drop
-    for node in stash.rerun(_backward_reads(stash, drop), drop) if drop.nodes else ():
+    saved = stash.after(drop)
+    missing = [n for n in stash.forward if n.op == "call_function" and n not in saved]
+    read = [n for n in missing if any(user in stash.backward for user in n.users)]
+    for node in stash.rerun(read, drop) if drop.nodes else ():
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for node, alone in stash.halves.items():
         if node in drop.halves:
@@ -199,13 +197,6 @@ def _too_little(limit: Limit, peak: int) -> str:
         f"{needed} even if everything that can be is computed again: allow {more} more, or use a "
         "smaller batch"
     )
-
-
-def _backward_reads(stash: Stash, drop: Drop) -> list[Node]:
-    """The forward values that the backward pass reads and that are not kept."""
-    saved = stash.after(drop)
-    nodes = (n for n in stash.forward if n.op == "call_function" and n not in saved)
-    return [n for n in nodes if any(user in stash.backward for user in n.users)]
 
 
 def _saved(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:

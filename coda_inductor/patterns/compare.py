@@ -64,7 +64,9 @@ class _Comparison:
         assert meaning is not None
         signature = Signature(meaning)
         args = {
-            name: self._number() if signature.is_number(name) else self._tensor(shape)
+            name: self._tensor(shape)
+            if name in signature.tensors
+            else round(3 * float(torch.randn((), generator=self.chance)), 3)
             for name in signature.names
         }
         right = self._call(meaning, args)
@@ -121,9 +123,6 @@ class _Comparison:
 
     def _refuse(self, why: str) -> None:
         raise PatternError(f"pattern {self.pattern.name}: {why}")
-
-    def _number(self) -> float:
-        return round(3 * float(torch.randn((), generator=self.chance)), 3)
 
     def _tensor(self, shape: Any, dtype: torch.dtype = torch.float64) -> Tensor:
         """A tensor of normal values. In one draw half are zero, where conditions often change."""

@@ -186,11 +186,11 @@ def expression(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Any:
     return tree_map(lambda x: x.elements[0] if isinstance(x, Exact) else number(x), result)
 
 
-def _read(_cls: Any, _x: Any) -> Any:
+def _read(_cls, _x):
     raise TypeError("the value of a tensor is read")
 
 
-def _copy(cls: Any, x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
+def _copy(cls, x, *_, dtype=None, **__):
     x = cls.exactly(x)
     return cls.of(x.elements, x.shape, dtype or x.dtype)
 
@@ -199,32 +199,18 @@ def _total(items: list[Any]) -> Any:
     return sum(items[1:], items[0]) if items else 0
 
 
-def _sum(_cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    return x.over(dims, keepdim, _total)
-
-
-def _mean(cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    return x.over(dims, keepdim, lambda items: _total(items) / cls.number(len(items)))
-
-
-def _var_mean(
-    _cls: Any, x: Any, dims: Any = None, unbiased: Any = None, keepdim: bool = False, **options: Any
-) -> tuple[Any, Any]:
+def _var_mean(_cls, x, dims=None, unbiased=None, keepdim=False, **options):
     assert options.get("correction") == 0 or unbiased is False, "the biased variance"
     square = (x - x.mean(dims, keepdim=True)).square()
     return square.mean(dims, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
 
-def _vector_norm(
-    _cls: Any, x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, **_: Any
-) -> Any:
+def _vector_norm(_cls, x, order=2, dims=None, keepdim=False, **_):
     assert order == 2, "the Euclidean norm"
     return torch.sqrt((x * x).sum(dims, keepdim=keepdim))
 
 
-def _layer_norm(
-    _cls: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float
-) -> tuple[Any, Any, Any]:
+def _layer_norm(_cls, x, shape, weight, bias, eps):
     """LayerNorm, as torch's documentation defines it."""
     variance, mean = torch.var_mean(x, [*range(-len(shape), 0)], correction=0, keepdim=True)
     y = (x - mean) / torch.sqrt(variance + eps)
@@ -232,14 +218,12 @@ def _layer_norm(
     return (y if bias is None else y + bias), mean, variance
 
 
-def _softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
+def _softmax(_cls, x, dim, _half=False):
     """Softmax, as torch's documentation defines it."""
     return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
 
 
-def _nll_loss(
-    _cls: Any, x: Any, target: Tensor, _weight: None, reduction: int, ignored: int
-) -> tuple[Any, Any]:
+def _nll_loss(_cls, x, target, _weight, reduction, ignored):
     """The negative element of the target in each row of x (M, V); ignored rows give 0."""
     counts = target != ignored
     picked = x.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
@@ -249,19 +233,23 @@ def _nll_loss(
     return (loss.sum() if reduction == 2 else loss.sum() / n), n
 
 
-def _view_as_complex(cls: Any, x: Any) -> Any:
+def _view_as_complex(cls, x):
     parts = zip(*(part.elements for part in x.unbind(-1)), strict=True)
     return cls.of((a + sympy.I * b for a, b in parts), x.shape[:-1], torch.complex128)
 
 
-def _view_as_real(cls: Any, z: Any) -> Any:
+def _view_as_real(cls, z):
     parts = [part for item in z.elements for part in sympy.expand(item).as_real_imag()]
     return cls.of(parts, (*z.shape, 2), torch.float64)
 
 
 Exact.specials.update({
     "_local_scalar_dense": _read, "log_sigmoid_forward": lambda _, x: (-F.softplus(-x), x),
-    "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var_mean": _var_mean,
+    "_to_copy": _copy, "clone": _copy, "var_mean": _var_mean,
+    "sum": lambda _, x, dims=None, keepdim=False, **__: x.over(dims, keepdim, _total),
+    "mean": lambda cls, x, dims=None, keepdim=False, **_: x.over(
+        dims, keepdim, lambda items: _total(items) / cls.number(len(items))
+    ),
     "var": lambda *args, **options: _var_mean(*args, **options)[0],
     "native_layer_norm": _layer_norm, "linalg_vector_norm": _vector_norm,
     "logsumexp": lambda _, x, *dims: torch.log(torch.exp(x).sum(*dims)),

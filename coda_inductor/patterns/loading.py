@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import sys
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,20 +93,13 @@ def _import(source: Source) -> ModuleType:
         exec(compile(source.text, str(source.path), "exec"), module.__dict__)  # noqa: S102
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
-        line = _line_in(error, source.path)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == str(source.path)]
+        line = [getattr(error, "lineno", None), *own][-1]
+        where = f"{source.path}:{line}" if line else source.path
         text = str(error) if isinstance(error, PatternError) else f"{type(error).__name__}: {error}"
-        raise PatternError(f"{source.path}{line}: {text}") from error
+        raise PatternError(f"{where}: {text}") from error
     return module
-
-
-def _line_in(error: BaseException, path: Path) -> str:
-    line = getattr(error, "lineno", None)
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f":{line}" if line else ""
 
 
 def builtin_folder() -> Path:

@@ -124,19 +124,12 @@ def op_of(
     gradients = ", ".join("Tensor" for _ in signature.tensors)
     backward = define(
         f"{op_name}_backward(Tensor dy, {schema}, bool[] needs) -> ({gradients})",
-        _backward_definition(meaning, gradient, signature),
-        fake=_empty_gradients(signature),
-        name=f"{name}_backward",
-        pointwise=True,
-    )
+        fake=_empty_gradients(signature), name=f"{name}_backward", pointwise=True,
+    )(_backward_definition(meaning, gradient, signature))  # fmt: skip
     return define(
         f"{op_name}({schema}) -> Tensor",
-        meaning,
-        gradient=backward,
-        wrt=signature.tensors,
-        name=name,
-        pointwise=True,
-    )
+        gradient=backward, wrt=signature.tensors, name=name, pointwise=True,
+    )(meaning)  # fmt: skip
 
 
 def norm_of(name: str, scale: Callable[..., Tensor], values: tuple[Any, ...]) -> OpOverload:

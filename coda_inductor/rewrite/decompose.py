@@ -25,22 +25,20 @@ from coda_inductor.semantic.experts import group_rows
 from coda_inductor.semantic.rotary import rotate_heads
 
 
-def decompose(graph: Graph, _record: Record | None = None) -> None:
-    """Decompose every semantic op, in place."""
-    _decompose(graph, ())
-
-
 def decompose_most(graph: Graph, _record: Record) -> None:
     """Decompose all but what an epilogue may absorb: GEMMs, reductions, rotations, group rows."""
-    _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
+    decompose(graph, keep={*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
 
 
 def decompose_pointwise(graph: Graph) -> None:
     """Decompose elementwise semantic ops, to show which of their parts an epilogue can absorb."""
-    _decompose(graph, [op for op in DEFINITIONS if torch.Tag.pointwise not in op.tags])
+    decompose(graph, keep=[op for op in DEFINITIONS if torch.Tag.pointwise not in op.tags])
 
 
-def _decompose(graph: Graph, keep: Collection[object]) -> None:
+def decompose(
+    graph: Graph, _record: Record | None = None, *, keep: Collection[object] = ()
+) -> None:
+    """Decompose every semantic op but those in ``keep``, in place."""
     while todo := [n for n in graph.nodes if n.target in DEFINITIONS and n.target not in keep]:
         for node in todo:
             definition = DEFINITIONS[node.target]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.semantic import loss
-from coda_inductor.semantic.define import opaque
+from coda_inductor.semantic.define import opaque, schema_text
 from coda_inductor.semantic.loss import row_weights
 
 #: Slices start at multiples of this, so that rows of dW are aligned and tensor cores are full.
@@ -98,11 +98,4 @@ def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 
 
 
 #: The op, as it is in graphs.
-BACKWARD = opaque(
-    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
-    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, Tensor? dentropy, Tensor? entropy, "
-    "int ignore_index, float label_smoothing, str reduction, float cap, bool bias) "
-    "-> (Tensor, Tensor, Tensor)",
-    linear_cross_entropy_backward,
-    _fake,
-)
+BACKWARD = opaque(schema_text(linear_cross_entropy_backward), linear_cross_entropy_backward, _fake)

@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does a site run? The gate and the launch both read this choice.
+"""How does a site run, and is a kernel expected to win? The launch reads this choice too.
 
 Measurements of the site on this GPU model decide (``store``). Without them the site takes the
 config of the nearest measured site with a similar program, or a default (``candidates``), and the
-roofline decides whether it wins, with a margin (``roofline``, ``gate``).
+roofline decides whether it wins, with a margin (``roofline``). The alternative is what Inductor
+would run, cuBLAS and elementwise kernels: a fused site must never be slower.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coda_inductor.gpu import H100, Gpu
-from coda_inductor.refusal import refuse
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Choice
-from coda_inductor.select import gate, roofline
+from coda_inductor.select import roofline
 from coda_inductor.select.config import Config, configs_in, legal_configs
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.measurements import Measurements, measurements_of
+from coda_inductor.select.roofline import MARGIN, product_us
 from coda_inductor.select.site import Site
 
 #: How many configs of a site are compiled and timed.
 MANY = 16
+#: Safety factor for launch times: processors differ, and a training step's host time varies by a
+#: quarter from one step to the next.
+_HOST = 1.25
 
 
 def select(site: Site, *, gated: bool, store: Measurements | None = None) -> Choice:
@@ -53,7 +60,7 @@ def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
     why = None
     if gated:
-        why = gate.unmeasured(gpu) if fused is None else gate.loses(site, fused, unfused)
+        why = unmeasured(gpu) if fused is None else loses(site, fused, unfused)
     return Choice("kernel" if why is None else "unfused", config, why, fused, unfused, ground)
 
 
@@ -67,8 +74,8 @@ def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated:
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
         return Choice("unfused", refusal=why, unfused_us=unfused, ground=origin)
     us, least = figures.us[config], figures.tolerance
-    loses = gate.loses(site, us, unfused, "measured-slower", least) if gated else None
-    return Choice("kernel" if loses is None else "unfused", config, loses, us, unfused, origin)
+    slower = loses(site, us, unfused, "measured-slower", least) if gated else None
+    return Choice("kernel" if slower is None else "unfused", config, slower, us, unfused, origin)
 
 
 def candidates(site: Site, gpu: Gpu, near: tuple[Site, Figures] | None = None) -> list[Config]:
@@ -101,3 +108,71 @@ def _waste(site: Site, config: Config, gpu: Gpu) -> float:
     area = config.tile_m * config.tile_n
     loads = 1 + 64 * (1 / config.tile_m + 1 / config.tile_n)
     return math.ceil(tiles / gpu.processors) * area * loads
+
+
+def host_bound(
+    gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100, *, training: bool = False
+) -> Refusal | None:
+    """The reason if all GEMMs of a graph, each (M, N, K), are left to cuBLAS, or None. The GPU
+    would wait for the host, and our launches take the host longer than cuBLAS's. CUDA graphs remove
+    this limit: the host then launches no kernels."""
+    us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
+    call_us = gpu.host_trained_us if training else gpu.host_gemm_us
+    host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * call_us)
+    if us >= host:
+        return None
+    text = (
+        f"too small: the graph's GEMMs take {us:.0f} us, launching them up to {host:.0f} us, so "
+        "the host is the limit (options['gate'] = 'always' fuses anyway)"
+    )
+    return refuse("too-small", text)
+
+
+def unmeasured(gpu: Gpu) -> Refusal | None:
+    """The reason if GEMMs without measurements are left to cuBLAS on ``gpu``, or None: no kernel is
+    expected to win."""
+    if gpu.rated:
+        return None
+    text = (
+        f"there are no measurements on {gpu.short} (compute capability {gpu.capability[0]}.x), so "
+        "no kernel is expected to win (python -m coda_inductor tune measures, options['gate'] = "
+        "'always' fuses anyway)"
+    )
+    return refuse("gpu-not-measured", text)
+
+
+def loses(
+    site: Site, fused: float, unfused: float,
+    code: str = "expected-slower", least: float = MARGIN - 1,
+) -> Refusal | None:  # fmt: skip
+    """The reason if ``site`` should not be fused, or None. The microseconds are expected or
+    measured, as ``code`` says, and a kernel must be faster by ``least`` of its time."""
+    if site.after and _only_statistics(site.program):
+        text = "its product is stored anyway for an elementwise kernel: statistics save nothing"
+        return refuse("statistics-only", text)
+    if fused * (1 + least) <= unfused:
+        return None
+    text = f"{code.partition('-')[0]} {fused:.0f} us fused, {unfused:.0f} us unfused"
+    short = f": faster by less than {100 * least:.1f} %" if fused < unfused else ""
+    return refuse(code, text + short)
+
+
+def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
+    """The reason if it is expected to be slower to defer a LayerNorm over (m, k) past GEMMs with
+    ``n`` columns in total, or None. ``width``: bytes per element. Deferral saves the kernel that
+    reads the product before the norm and writes the norm's result. It costs one more read of the
+    weights, for the vectors gamma^T W and beta^T W."""
+    saved_us = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
+    cost_us = n * k * width / gpu.bytes_per_us + gpu.launch_us
+    if cost_us <= saved_us:
+        return None
+    text = f"expected {cost_us:.0f} us for reading its weights again, and {saved_us:.0f} us saved"
+    return refuse("layer-norm-slower", text)
+
+
+def _only_statistics(program: EpilogueProgram) -> bool:
+    """Are the products stored unchanged, and only summed over N? This happens with a norm between a
+    GEMM and a residual (Gemma 2): the norm's kernel must read the product in any case."""
+    unchanged = all(store.value in program.accs for store in program.stores)
+    sums = all(reduce.axis == "row" and reduce.combine == "add" for reduce in program.reduces)
+    return unchanged and sums

@@ -68,9 +68,10 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
     math_us = len(program.accs) * _multiply_us(hint(site.m), n, site.k, gpu, program.fp8)
-    math_us *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
+    tiles = max(1, math.ceil(hint(site.m) / 128) * math.ceil(n * len(program.accs) / 192))
+    math_us *= 1 + IDLE * (-tiles % gpu.processors / tiles)  # idle processors in the last wave
     read_us = _read_us(site.m, n * len(program.accs), site.k, gpu, program.fp8)
-    read_us *= max(1.0, gpu.processors / _tiles(hint(site.m), n * len(program.accs)))
+    read_us *= max(1.0, gpu.processors / tiles)
     instructions = elements * sum(INSTRUCTIONS.get(step.op, 1) for step in program.steps)
     steps_us = instructions / (EPILOGUE_RATE * gpu.processors)
     us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us, steps_us)
@@ -128,16 +129,6 @@ def around_us(site: Site, gpu: Gpu) -> float:
 def table_traffic(program: EpilogueProgram, n: int) -> float:
     """Bytes of tables per accumulator element: each table is read once for all heads."""
     return sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "table") * program.head / n
-
-
-def _idle(m: int, columns: int, gpu: Gpu) -> float:
-    """Idle processors in the last wave of 128 x 192 tiles, per tile."""
-    tiles = _tiles(m, columns)
-    return -tiles % gpu.processors / tiles
-
-
-def _tiles(m: int, columns: int) -> int:
-    return max(1, math.ceil(m / 128) * math.ceil(columns / 192))
 
 
 def _read_us(m, n: int, k: int, gpu: Gpu, fp8: bool) -> float:

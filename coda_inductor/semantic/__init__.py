@@ -12,8 +12,8 @@ loss        cross entropies of logits
 rotary      rotations of queries and keys
 experts     a mixture's routing, grouped products and sums
 dropout     products behind dropout, and their gradients
-fp8         quantizations and scaled products; fp8_casts: the casts that they become
-fp8_linear  layers on frozen weights in FP8
+fp8         quantizations, scaled products, layers on frozen weights
+fp8_casts   the casts that quantizations become
 """
 
 from coda_inductor.semantic.loss import cross_entropy

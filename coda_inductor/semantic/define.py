@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Create semantic ops, each from the plain torch function that defines it, and its gradient.
 
-Only :func:`define` creates ops, built-in ones and those in pattern files (``patterns.meaning``): it
-registers the schema, the fake, the kernel, which runs the definition, and the derivative.
+Only this module creates ops, built-in ones and those in pattern files (``patterns.meaning``): it
+registers the schema, which annotations tell, the fake, the kernel and the derivative.
 """
 
 import contextlib
@@ -14,16 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.compat import (
-    DisableAutocast,
-    ForceDispatchKeyGuard,
-    OpOverload,
-    disable_current_modes,
-    dispatch_keyset_full,
-    dispatch_tls_local_include_set,
-    storage,
-    tree_map,
-)
+from coda_inductor import compat
+from coda_inductor.compat import OpOverload, storage, tree_map
 from coda_inductor.compat import schema as schema_of
 
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
@@ -55,22 +47,32 @@ class Definition:
 DEFINITIONS: dict[OpOverload, Definition] = {}
 
 
+def schema_text(function: Callable[..., Any], results: str = "") -> str:
+    """The schema of an op with the name, annotations and defaults of ``function``. ``results``:
+    names of the results, separated by spaces."""
+    schema = torch.library.infer_schema(function, mutates_args=(), op_name=function.__name__)
+    arguments, _, types = schema.replace("SymInt", "int").partition(" -> ")
+    if not results:
+        return f"{arguments} -> {types}"
+    return f"{arguments} -> ({', '.join(f'Tensor {name}' for name in results.split())})"
+
+
 def define(
-    schema: str,
-    function: Callable[..., Any],
+    schema: str = "",
     *,
+    results: str = "",
     gradient: Callable[..., Any] | None = None,
     wrt: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
     name: str = "",
     pointwise: bool = False,
     counted_by_rewrite: bool = False,
-) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that ``function`` defines. Returns the op.
+) -> Callable[[Callable[..., Any]], OpOverload]:
+    """A decorator: it registers the op that a function of plain torch defines, and returns the op.
 
     Args:
-        schema: its results after the first have names: they are statistics without gradient.
-        function: the definition in plain torch.
+        schema: by default as the function's annotations tell.
+        results: the names of the results; all but the first are statistics without gradient.
         gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
             result; the others are named like the op's inputs and statistics, or ``needs``: a list
             that tells which gradients are needed. Gradients that are not needed may have any value.
@@ -81,11 +83,16 @@ def define(
         counted_by_rewrite: see :class:`Definition`.
     """
     tags = [torch.Tag.pointwise] * pointwise
-    shapes = functools.partial(once, fake or function)
-    op = opaque(schema, _fresh(function), shapes, *tags, gradient=gradient, wrt=wrt)
-    name = name or schema.split("(", maxsplit=1)[0]
-    DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
-    return op
+
+    def register(function: Callable[..., Any]) -> OpOverload:
+        text = schema or schema_text(function, results)
+        shapes = functools.partial(once, fake or function)
+        op = opaque(text, _fresh(function), shapes, *tags, gradient=gradient, wrt=wrt)
+        title = name or text.split("(", maxsplit=1)[0]
+        DEFINITIONS[op] = Definition(function, title, counted_by_rewrite, gradient)
+        return op
+
+    return register
 
 
 def opaque(
@@ -108,15 +115,21 @@ def opaque(
     return op
 
 
-def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that consists of the ops in ``function``:
-    AOTAutograd traces these, and their gradients, instead of the op. Returns the op."""
-    op_name = schema.split("(", maxsplit=1)[0]
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(op_name, function, "CompositeImplicitAutograd")
-    op = getattr(torch.ops.coda_inductor, op_name).default
-    DEFINITIONS[op] = Definition(function, name)
-    return op
+def compose(schema: str = "", *, name: str) -> Callable[[Callable[..., Any]], OpOverload]:
+    """A decorator: it registers the op that consists of the ops in a function, and returns the op.
+    AOTAutograd traces these, and their gradients, instead of the op. ``schema`` as for ``define``.
+    """
+
+    def register(function: Callable[..., Any]) -> OpOverload:
+        text = schema or schema_text(function)
+        op_name = text.split("(", maxsplit=1)[0]
+        LIB.define(text, tags=(torch.Tag.pt2_compliant_tag,))
+        LIB.impl(op_name, function, "CompositeImplicitAutograd")
+        op = getattr(torch.ops.coda_inductor, op_name).default
+        DEFINITIONS[op] = Definition(function, name)
+        return op
+
+    return register
 
 
 def _differentiable(op: OpOverload, gradient: Callable[..., Any], wrt: tuple[str, ...]) -> None:
@@ -180,14 +193,10 @@ def isolated() -> Iterator[None]:
     The handler of a dispatch mode runs without functorch's dispatch keys, which a gradient inside a
     kernel needs, so all keys are restored. That turns autocast on again, which would cast float32
     products to 16 bits, so it is turned off."""
-    full = dispatch_keyset_full()
-    include = dispatch_tls_local_include_set()
-    with (
-        torch.no_grad(),
-        disable_current_modes(),
-        ForceDispatchKeyGuard(include, full - full),
-        DisableAutocast(),
-    ):
+    full = compat.dispatch_keyset_full()
+    include = compat.dispatch_tls_local_include_set()
+    keys = compat.ForceDispatchKeyGuard(include, full - full)
+    with torch.no_grad(), compat.disable_current_modes(), keys, compat.DisableAutocast():
         yield
 
 
@@ -202,7 +211,7 @@ class _Shape(tuple[Any, ...]):
     __slots__ = ()
 
 
-class _UncertainError(Exception):
+class UncertainError(Exception):
     """A result may depend on more than the compared properties, for example on a symbolic size."""
 
 
@@ -212,28 +221,30 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
     Torch takes 0.1 to 5 ms to run an op on fake tensors, and layers repeat. The sizes, strides,
     dtype and device of a result depend only on the same properties of the arguments."""
     try:
-        key = (function, _part(args))
-    except _UncertainError:
+        key = (function, properties(args))
+    except UncertainError:
         return function(*args)
     known = _RESULTS.get(key)  # another thread may clear them at any time
     if known is not None:
         return _copy(known)
     result = function(*args)
-    with contextlib.suppress(_UncertainError):
+    with contextlib.suppress(UncertainError):
         if len(_RESULTS) >= _MOST_RESULTS:
             _RESULTS.clear()
         _RESULTS[key] = _new(result)
     return result
 
 
-def _part(value: Any) -> Hashable:
+def properties(value: Any) -> Hashable:
+    """What results that are computed from ``value``, tensors and literals, depend on. Raises
+    UncertainError if that may be more."""
     if isinstance(value, Tensor):
         return _shape(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_part, value))
+        return tuple(map(properties, value))
     if value is None or isinstance(value, _LITERALS):
         return type(value), value
-    raise _UncertainError
+    raise UncertainError
 
 
 def _shape(x: Tensor) -> _Shape:
@@ -241,7 +252,7 @@ def _shape(x: Tensor) -> _Shape:
     sizes, strides, offset = tuple(x.shape), x.stride(), x.storage_offset()
     fixed = type(sum((*sizes, *strides, offset))) is int
     if not fixed or x.layout != torch.strided or getattr(x, "constant", None) is not None:
-        raise _UncertainError
+        raise UncertainError
     return _Shape((sizes, strides, offset, x.dtype, x.device, x.requires_grad))
 
 
@@ -250,7 +261,7 @@ def _new(result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return tuple(map(_new, result))
     if not isinstance(result, Tensor) or result.storage_offset() != 0 or result.requires_grad:
-        raise _UncertainError
+        raise UncertainError
     return _shape(result)
 
 

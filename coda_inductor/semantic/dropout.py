@@ -19,7 +19,7 @@ seed. A counter (k // 8, m, number of the mask) has the bits of eight elements o
 import torch
 from torch import Tensor
 
-from coda_inductor.semantic.define import opaque
+from coda_inductor.semantic.define import opaque, schema_text
 
 #: Of Philox: as few as pass BigCrush (the paper's table 2); they take longer than reading x.
 ROUNDS = 7
@@ -112,14 +112,10 @@ def gradients(dt, x, weight, seed, first, count, p, needs):  # noqa: ARG001 (as 
     )
 
 
-BACKWARD = opaque(
-    "dropout_linear_backward(Tensor dt, Tensor x, Tensor weight, Tensor seed, int first, "
-    "int count, float p, bool[] needs) -> (Tensor dx, Tensor dweight)",
-    dropout_linear_backward,
-    gradients,
-)
+_SCHEMA = schema_text(dropout_linear_backward, "dx dweight")
+BACKWARD = opaque(_SCHEMA, dropout_linear_backward, gradients)
 FORWARD = opaque(
-    "dropout_linear(Tensor x, Tensor weight, Tensor seed, int first, int count, float p) -> Tensor",
+    schema_text(dropout_linear),
     dropout_linear,
     lambda x, weight, *_: weight.new_empty(*x.shape[:-1], weight.shape[0]),
     gradient=BACKWARD,

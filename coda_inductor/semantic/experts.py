@@ -26,7 +26,7 @@ from torch import Tensor
 
 from coda_inductor.compat import grouped_mm as multiply
 from coda_inductor.program.grouped import grouped_product
-from coda_inductor.semantic.define import compose, define, opaque
+from coda_inductor.semantic.define import compose, define, opaque, schema_text
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,48 +95,31 @@ def _route_fake(ids, experts, top_k):  # noqa: ARG001 (the op's signature)
     return rows, perm, inverse, ids.new_empty(experts + 1, dtype=torch.int32)
 
 
-ROUTE = opaque(
-    "route(Tensor ids, int experts, int top_k) "
-    "-> (Tensor rows, Tensor perm, Tensor inverse, Tensor offsets)",
-    route,
-    _route_fake,
-)
+ROUTE = opaque(schema_text(route, "rows perm inverse offsets"), route, _route_fake)
 COMBINE = opaque(
-    "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k, "
-    "ScalarType? dtype=None) -> Tensor",
+    schema_text(combine),
     combine,
     lambda y, _weights, inverse, _offsets, top_k, dtype=None: y.new_empty(
         inverse.shape[0] // top_k, y.shape[1], dtype=dtype or y.dtype
     ),
 )
 WGRAD = opaque(
-    "grouped_wgrad(Tensor a, Tensor? rows, Tensor[] bs, Tensor offsets, bool turned) -> Tensor",
+    schema_text(grouped_wgrad),
     grouped_wgrad,
     lambda a, _rows, bs, offsets, turned: wgrad_result(a, bs, offsets, turned),
 )
 
 
-def grouped_mm_definition(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
+@define(
+    fake=lambda a, b, _, rows: a.new_empty((a if rows is None else rows).shape[0], b.shape[2]),
+    counted_by_rewrite=True,
+)
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
     """Row i of the result (M, N) is row i of ``a`` (M, K), or row rows[i] of ``a`` (T, K), times B
     of its group: ``b`` (E, K, N) in any layout; ``offsets`` (E + 1,) and ``rows`` (M,) int32. Rows
     after the groups are arbitrary.
     """
     return grouped_product(a, b, offsets, rows, a.dtype)
-
-
-grouped_mm = define(
-    "grouped_mm(Tensor a, Tensor b, Tensor offsets, Tensor? rows) -> Tensor",
-    grouped_mm_definition,
-    fake=lambda a, b, _, rows: a.new_empty((a if rows is None else rows).shape[0], b.shape[2]),
-    counted_by_rewrite=True,
-)
-
-
-def group_rows_definition(x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """x[ids], (M, N): for each row, its group's row of ``x`` (E, N). ``ids`` (M,) and ``offsets``
-    (E + 1,) define the same groups, except for rows without an expert."""
-    del offsets
-    return x[ids]
 
 
 def _group_rows_gradient(dy: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -147,13 +130,12 @@ def _group_rows_gradient(dy: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     return WGRAD(dy.new_ones(m, 8), None, [dy], offsets, False)[:, 0, :n]
 
 
-group_rows = define(
-    "group_rows(Tensor x, Tensor ids, Tensor offsets) -> Tensor",
-    group_rows_definition,
-    gradient=_group_rows_gradient,
-    wrt=("x",),
-    counted_by_rewrite=True,
-)
+@define(gradient=_group_rows_gradient, wrt=("x",), counted_by_rewrite=True)
+def group_rows(x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """x[ids], (M, N): for each row, its group's row of ``x`` (E, N). ``ids`` (M,) and ``offsets``
+    (E + 1,) define the same groups, except for rows without an expert."""
+    del offsets
+    return x[ids]
 
 
 class _Up(torch.autograd.Function):
@@ -220,17 +202,18 @@ class _Down(torch.autograd.Function):
         return da, dw, None, None, None, None, dweight, None, None
 
 
-experts_up = compose(
+@compose(
     "experts_up(Tensor x, Tensor? rows, Tensor? inverse, Tensor offsets, Tensor[] weights, "
     "int top_k, int parts) -> Tensor[]",
-    lambda x, rows, inverse, offsets, weights, top_k, parts: list(
-        _Up.apply(x, rows, inverse, offsets, top_k, parts, *weights)
-    ),
     name="experts",
 )
+def experts_up(x, rows, inverse, offsets, weights, top_k, parts):
+    """See :class:`_Up`."""
+    return list(_Up.apply(x, rows, inverse, offsets, top_k, parts, *weights))
+
+
 experts_down = compose(
     "experts_down(Tensor a, Tensor? w, Tensor rows, Tensor perm, Tensor inverse, Tensor offsets, "
     "Tensor weight, int top_k, ScalarType? dtype=None) -> Tensor",
-    _Down.apply,
     name="experts",
-)
+)(_Down.apply)

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 in the semantic vocabulary, as torchao 0.18 defines it in training and in inference: one
 quantization, and one product of two quantized tensors. Neither has a gradient: both are created
-after AOTAutograd."""
+after AOTAutograd. A linear layer on a weight that is frozen in FP8 has the gradient that torch
+lacks."""
 
 import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from coda_inductor.compat import scaled_mm as multiply
-from coda_inductor.semantic.define import define
+from coda_inductor.semantic.define import compose, define
+from coda_inductor.semantic.fp8_casts import TURN
 
 #: The dtypes that Hopper's tensor cores multiply.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -19,8 +22,18 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EPS = 1e-12
 
 
-def quantize_definition(
-    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool = False
+#: The arguments of ``quantize`` that say how, by their names.
+KIND = ("dtype", "power_of_two", "divides")
+
+
+def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
+    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
+    return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
+
+
+@define(results="q inverse", fake=_quantize_fake, counted_by_rewrite=True)
+def quantize(
+    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
     """``q = cast(x * scale)`` in FP8 ``dtype``, with shape and layout of x, and ``1 / scale``,
     float32, which undoes it in a product.
@@ -43,7 +56,7 @@ def quantize_definition(
 def quantize_by(
     wide: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_definition`` for float32 ``wide`` with maxima ``amax``; and the scale."""
+    """``quantize`` for float32 ``wide`` with maxima ``amax``; and the scale."""
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
     return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
@@ -68,7 +81,11 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
 
 
-def scaled_mm_definition(
+@define(
+    fake=lambda a, b, _inv_a, _inv_b, dtype, *_: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
+    counted_by_rewrite=True,
+)
+def scaled_mm(
     a: Tensor,
     b: Tensor,
     inv_a: Tensor,
@@ -103,24 +120,66 @@ def _row_major(matrix: Tensor) -> bool:
     return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
 
 
-def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
-    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
-    return torch.empty_like(x, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
+_KIND = torch.float8_e4m3fn, False, False
 
 
-#: The arguments of ``quantize`` that say how, by their names.
-KIND = ("dtype", "power_of_two", "divides")
-quantize = define(
-    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides) "
-    "-> (Tensor q, Tensor inverse)",
-    quantize_definition,
-    fake=_quantize_fake,
-    counted_by_rewrite=True,
-)
-scaled_mm = define(
-    "scaled_mm(Tensor a, Tensor b, Tensor inv_a, Tensor inv_b, ScalarType out_dtype, bool fast, "
-    "bool after, Tensor? bias=None) -> Tensor",
-    scaled_mm_definition,
-    fake=lambda a, b, _inv_a, _inv_b, dtype, *_: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
-    counted_by_rewrite=True,
-)
+class _Linear(torch.autograd.Function):
+    """For x (..., K), W (N, K) in FP8, and its scales t, one for each of the N rows or one in all::
+
+        y = (q @ W^T) * s * t^T + bias,     q, s = quantize(x), by rows or the whole tensor
+        dx = (p @ W) * u,                   p, u = quantize(dy * t^T), by rows
+
+    t lies along the sum over N, so that it cannot wait until after the product. It multiplies dy
+    before dy is quantized, which is the same sum: W is never quantized again, and its bits serve
+    both directions. Hopper multiplies FP8 along K only, so the gradient reads W transposed: one
+    copy of one layer's bytes in each backward pass, not a second copy of all weights.
+
+    Every row has a scale here, also a row of zeros, which torchao's own inference makes NaN: a
+    gradient has such rows wherever a token has no loss.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Any, fast: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        ctx.fast, ctx.shape, ctx.dtype = fast, x.shape, x.dtype
+        ctx.bias = None if bias is None else bias.dtype
+        dims = [1] if scale.numel() == weight.shape[0] else []
+        by = scale.t() if dims else scale.reshape(())
+        q, inverse = quantize(x.reshape(-1, x.shape[-1]), dims, *_KIND)
+        y = scaled_mm(q, weight.t(), inverse, by, x.dtype, fast, False, bias)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        weight, scale = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            q, inverse = quantize(rows.to(torch.float32) * scale.t(), [1], *_KIND)
+            by_columns = TURN(weight, rows).t()
+            one = torch.ones((), dtype=torch.float32, device=dy.device)
+            dx = scaled_mm(q, by_columns, inverse, one, ctx.dtype, ctx.fast, False)
+            dx = dx.view(ctx.shape)
+        if ctx.needs_input_grad[3]:
+            dbias = rows.sum(0).to(ctx.bias)
+        return dx, None, None, dbias, None
+
+
+@compose(name="fp8_linear")
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
+    """The layer, differentiable once in ``x`` and ``bias``.
+
+    Args:
+        x: (..., K), of 16 or 32 bits.
+        weight: (N, K) in float8_e4m3fn, row-major, without gradient.
+        scale: (N, 1) or (1, 1) float32: ``weight.float() * scale`` is the layer's weight.
+        bias: (N,) or None.
+        fast: sum along K in the tensor cores' own precision?
+
+    Returns:
+        (..., N) in the dtype of x.
+    """
+    return _Linear.apply(x, weight, scale, bias, fast)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_inductor.semantic.define import opaque
+from coda_inductor.semantic.define import opaque, schema_text
 
 #: Rows and columns of the tiles of partial maxima.
 TILE = 128
@@ -114,22 +114,11 @@ def fp8_turn(weight: Tensor, after: Tensor) -> Tensor:  # noqa: ARG001 (only an 
     return weight.t().clone(memory_format=torch.contiguous_format)
 
 
-CAST = opaque(
-    "fp8_cast(Tensor x, Tensor? factor, Tensor? scale, ScalarType? dtype, "
-    "Tensor? scale_t, ScalarType? dtype_t, bool divide=False, Tensor? weight=None) "
-    "-> (Tensor q, Tensor qt)",
-    fp8_cast,
-    cast_results,
-    torch.Tag.flexible_layout,
-)
-AMAX = opaque(
-    "fp8_amax(Tensor x, Tensor? factor, bool row, bool col) -> (Tensor rows, Tensor cols)",
-    fp8_amax,
-    amax_results,
-    torch.Tag.flexible_layout,
-)
+_LAYOUT = torch.Tag.flexible_layout
+CAST = opaque(schema_text(fp8_cast, "q qt"), fp8_cast, cast_results, _LAYOUT)
+AMAX = opaque(schema_text(fp8_amax, "rows cols"), fp8_amax, amax_results, _LAYOUT)
 TURN = opaque(
-    "fp8_turn(Tensor weight, Tensor after) -> Tensor",
+    schema_text(fp8_turn),
     fp8_turn,
     lambda weight, after: weight.new_empty(weight.shape[::-1]),  # noqa: ARG005 (the schema)
 )

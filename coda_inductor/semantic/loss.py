@@ -23,24 +23,55 @@ from coda_inductor.semantic.define import define, statistics_dtype
 SLICE_BYTES = 2**28
 
 
-def row_logsumexp_definition(x: Tensor) -> Tensor:
+@define()
+def row_logsumexp(x: Tensor) -> Tensor:
     """``log(sum(exp(x), -1))`` in float32 (float64 for float64): x (..., V) -> (...)."""
     return logsumexp(x.to(statistics_dtype(x.dtype)), -1)
 
 
-row_logsumexp = define("row_logsumexp(Tensor x) -> Tensor", row_logsumexp_definition)
-
-
-def row_entropy_definition(x: Tensor, lse: Tensor) -> Tensor:
+@define()
+def row_entropy(x: Tensor, lse: Tensor) -> Tensor:
     """The entropy in nats, in the dtype of ``lse``, of the softmax of each row: x (..., V) and its
     ``row_logsumexp`` (...) -> (...)."""
     return entropy_of(x.to(lse.dtype), lse)
 
 
-row_entropy = define("row_entropy(Tensor x, Tensor lse) -> Tensor", row_entropy_definition)
+def row_weights(
+    dloss: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    """The factor of each row's gradient, (M,); 0 if the row is ignored."""
+    weight = dloss.to(number.dtype)
+    if reduction == "mean":
+        weight = weight / number
+    return torch.where(target != ignore_index, weight, 0.0)
 
 
-def cross_entropy_definition(
+@define()
+def cross_entropy_backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """The gradient of the logits, with their shape and dtype. For a row with the softmax p it is
+    ``p - (1 - s) onehot(target) - s / V`` times the row's weight."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    v = rows.shape[1]
+    weight = row_weights(dloss, target, number, ignore_index, reduction)
+    p = torch.exp(rows.to(lse.dtype) - lse[:, None])
+    hit = torch.arange(v, device=rows.device) == target[:, None]
+    away = hit.to(lse.dtype) * (1.0 - label_smoothing)
+    if label_smoothing:
+        away = away + label_smoothing / v
+    return (weight[:, None] * (p - away)).to(logits.dtype).reshape(logits.shape)
+
+
+@define(results="loss lse number", gradient=cross_entropy_backward, wrt=("logits",))
+def cross_entropy(
     logits: Tensor,
     target: Tensor,
     ignore_index: int,
@@ -63,7 +94,7 @@ def cross_entropy_definition(
 
 
 def compared_cross_entropy(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`cross_entropy_definition`; targets are found by reading all logits, which need not
+    """As :func:`cross_entropy`; targets are found by reading all logits, which need not
     be in memory then."""
     return _cross_entropy(_compared, *args)
 
@@ -106,62 +137,8 @@ def _cross_entropy(
     return loss.to(out_dtype), lse, number
 
 
-def row_weights(
-    dloss: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: str
-) -> Tensor:
-    """The factor of each row's gradient, (M,); 0 if the row is ignored."""
-    weight = dloss.to(number.dtype)
-    if reduction == "mean":
-        weight = weight / number
-    return torch.where(target != ignore_index, weight, 0.0)
-
-
-def cross_entropy_backward_definition(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    number: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
-    """The gradient of the logits, with their shape and dtype. For a row with the softmax p it is
-    ``p - (1 - s) onehot(target) - s / V`` times the row's weight."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    v = rows.shape[1]
-    weight = row_weights(dloss, target, number, ignore_index, reduction)
-    p = torch.exp(rows.to(lse.dtype) - lse[:, None])
-    hit = torch.arange(v, device=rows.device) == target[:, None]
-    away = hit.to(lse.dtype) * (1.0 - label_smoothing)
-    if label_smoothing:
-        away = away + label_smoothing / v
-    return (weight[:, None] * (p - away)).to(logits.dtype).reshape(logits.shape)
-
-
-cross_entropy_backward = define(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, Tensor number, "
-    "int ignore_index, float label_smoothing, str reduction) -> Tensor",
-    cross_entropy_backward_definition,
-)
-cross_entropy = define(
-    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, "
-    "str reduction, ScalarType out_dtype) -> (Tensor loss, Tensor lse, Tensor number)",
-    cross_entropy_definition,
-    gradient=cross_entropy_backward,
-    wrt=("logits",),
-)
-
-
-def entropy_definition(logits: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The entropy, in nats, of the softmax of ``logits`` (..., V): (...) in ``out_dtype``; then the
-    rows' log-sum-exps and entropies in the compute dtype."""
-    lse = row_logsumexp(logits)
-    wide = row_entropy(logits, lse)
-    return wide.to(out_dtype), lse, wide
-
-
-def entropy_backward_definition(dy: Tensor, logits: Tensor, lse: Tensor, wide: Tensor) -> Tensor:
+@define()
+def entropy_backward(dy: Tensor, logits: Tensor, lse: Tensor, wide: Tensor) -> Tensor:
     """The gradient of the logits, with their shape and dtype: for a row with the softmax p and the
     entropy H it is ``-p (log p + H)`` times ``dy``."""
     logs = logits.to(lse.dtype) - lse[..., None]
@@ -170,13 +147,10 @@ def entropy_backward_definition(dy: Tensor, logits: Tensor, lse: Tensor, wide: T
     return (-dy.to(lse.dtype)[..., None] * slope).to(logits.dtype)
 
 
-entropy_backward = define(
-    "entropy_backward(Tensor dy, Tensor logits, Tensor lse, Tensor wide) -> Tensor",
-    entropy_backward_definition,
-)
-entropy = define(
-    "entropy(Tensor logits, ScalarType out_dtype) -> (Tensor entropy, Tensor lse, Tensor wide)",
-    entropy_definition,
-    gradient=entropy_backward,
-    wrt=("logits",),
-)
+@define(results="entropy lse wide", gradient=entropy_backward, wrt=("logits",))
+def entropy(logits: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The entropy, in nats, of the softmax of ``logits`` (..., V): (...) in ``out_dtype``; then the
+    rows' log-sum-exps and entropies in the compute dtype."""
+    lse = row_logsumexp(logits)
+    wide = row_entropy(logits, lse)
+    return wide.to(out_dtype), lse, wide

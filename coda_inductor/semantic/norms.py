@@ -121,28 +121,23 @@ def define_norm(
         row = x[..., :1].to(statistics_dtype(x.dtype))
         return torch.empty_like(x, dtype=others[-1]), *(torch.empty_like(row) for _ in range(2))
 
-    def backward(dy: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    op_name, bend = op_name or name, ", Tensor bend" * bent
+
+    @define(
+        f"{op_name}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor scale{bend}, "
+        "bool[] needs) -> (Tensor, Tensor)",
+        name=f"{name}_backward", counted_by_rewrite=True,
+    )  # fmt: skip
+    def gradient(dy: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
         *statistics, needs = others
         return _gradients(dy, x, (weight, None), (), statistics, (*needs, False))[:2]
 
-    op_name, bend = op_name or name, ", Tensor bend" * bent
-    gradient = define(
-        f"{op_name}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor scale{bend}, "
-        "bool[] needs) -> (Tensor, Tensor)",
-        backward,
-        name=f"{name}_backward",
-        counted_by_rewrite=True,
-    )
     op = define(
         f"{op_name}(Tensor x, Tensor? weight, {''.join(f'float {n}, ' for n in numbers)}"
         f"ScalarType out_dtype) -> (Tensor y, Tensor scale{bend})",
-        forward,
-        fake=fake if bent else None,
-        gradient=gradient,
-        wrt=("x", "weight"),
-        name=name,
+        fake=fake if bent else None, gradient=gradient, wrt=("x", "weight"), name=name,
         counted_by_rewrite=True,
-    )
+    )(forward)  # fmt: skip
     NORMS[op] = Norm(name, rows, tuple(numbers), backward=gradient)
     return op
 
@@ -155,7 +150,8 @@ rms_norm = define_norm(
 _ROOT_MEAN_SQUARE = NORMS[rms_norm]
 
 
-def _biased_rms_norm(
+@define(results="y scale", name="rms_norm", counted_by_rewrite=True)
+def biased_rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm with a bias, which only vectors of a time step make (``rewrite.norm.modulated``)."""
@@ -164,17 +160,21 @@ def _biased_rms_norm(
     return _weighted(wide * scale, weight, bias, out_dtype), scale
 
 
-biased_rms_norm = define(
-    "biased_rms_norm(Tensor x, Tensor? weight, Tensor bias, float eps, ScalarType out_dtype) "
-    "-> (Tensor y, Tensor scale)",
-    _biased_rms_norm,
-    name="rms_norm",
-    counted_by_rewrite=True,
-)
 NORMS[biased_rms_norm] = replace(_ROOT_MEAN_SQUARE, backward=None)
 
 
-def layer_norm_definition(
+def layer_norm_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of LayerNorm: dx, dweight and dbias, each shaped like its input."""
+    return _gradients(dy, x, (weight, bias), (mean,), (rstd,), (True,) * 3)
+
+
+@define(
+    results="y mean rstd", gradient=layer_norm_gradient, wrt=("x", "weight", "bias"),
+    counted_by_rewrite=True,
+)  # fmt: skip
+def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm over the last dimension: y, shaped like x, and mean and rstd, each (..., 1). y lies
@@ -187,13 +187,6 @@ def layer_norm_definition(
     var, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
     return _weighted((wide - mean) * rstd, weight, bias, out_dtype).contiguous(), mean, rstd
-
-
-def layer_norm_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of LayerNorm: dx, dweight and dbias, each shaped like its input."""
-    return _gradients(dy, x, (weight, bias), (mean,), (rstd,), (True,) * 3)
 
 
 def _layer_rows(x: Tensor, dtype: torch.dtype, eps: float) -> Any:
@@ -210,12 +203,4 @@ def _layer_rows(x: Tensor, dtype: torch.dtype, eps: float) -> Any:
     return (torch.rsqrt(variance + eps),), (mean,)
 
 
-layer_norm = define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) "
-    "-> (Tensor y, Tensor mean, Tensor rstd)",
-    layer_norm_definition,
-    gradient=layer_norm_gradient,
-    wrt=("x", "weight", "bias"),
-    counted_by_rewrite=True,
-)
 NORMS[layer_norm] = Norm("layer_norm", _layer_rows, ("eps",), mean=1)

@@ -87,28 +87,24 @@ def _turn_back(dy, x, cos, sin, distance, paired, inverse, joined):
 rotate = define(
     "rotate(Tensor x, Tensor cos, Tensor sin, int distance, bool paired, bool inverse, "
     "bool joined, ScalarType out_dtype) -> Tensor",
-    rotate_definition,
-    gradient=_turn_back,
-    wrt=("x",),
-    name="rotary",
-)
+    gradient=_turn_back, wrt=("x",), name="rotary",
+)(rotate_definition)  # fmt: skip
 
 
-def rotate_pairs_composition(x: Tensor, turns: Tensor, out_dtype: torch.dtype) -> Tensor:
+@compose(name="rotary")
+def rotate_pairs(x: Tensor, turns: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The product of ``x`` (..., D), columns 2j and 2j + 1 as a complex number, and ``turns``
     (complex, broadcastable to (..., D / 2))."""
     cos, sin = torch.view_as_real(turns.resolve_conj()).unbind(-1)
     return rotate(x, cos, sin, 1, True, False, True, out_dtype)
 
 
-rotate_pairs = compose(
-    "rotate_pairs(Tensor x, Tensor turns, ScalarType out_dtype) -> Tensor",
-    rotate_pairs_composition,
+@define(
+    "rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor even, Tensor odd, int distance, "
+    "bool paired, bool inverse, bool joined, ScalarType out_dtype) -> Tensor",
     name="rotary",
 )
-
-
-def rotate_heads_definition(
+def rotate_heads(
     x: Tensor, cos: Tensor, sin: Tensor, even: Tensor, odd: Tensor, *how: Any
 ) -> Tensor:
     """Apply ``rotate`` to the heads of ``x`` (..., H * D), the rows of a projection's product;
@@ -122,11 +118,3 @@ def rotate_heads_definition(
     assert even.shape == odd.shape, "tables of the same shape"
     heads = x.unflatten(-1, (-1, even.shape[-1]))
     return rotate_definition(heads, cos, sin, *how).flatten(-2)
-
-
-rotate_heads = define(
-    "rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor even, Tensor odd, int distance, "
-    "bool paired, bool inverse, bool joined, ScalarType out_dtype) -> Tensor",
-    rotate_heads_definition,
-    name="rotary",
-)

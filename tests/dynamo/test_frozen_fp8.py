@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import float8 as fp8
 from zoo.layers import Gated, Lora
 
-from coda_inductor.semantic.fp8_linear import FP8_LINEAR
+from coda_inductor.semantic.fp8 import fp8_linear
 
 #: What kernels compute, in plain ops.
 ALL = {"gate": "always", "reference": True}
@@ -94,7 +94,7 @@ def test_adapters_train_on_frozen_fp8(given, fused):
 
 
 def layer(x, w, s, bias=None):
-    return FP8_LINEAR(x, w, s, bias, False)
+    return fp8_linear(x, w, s, bias, False)
 
 
 def mlp(linear):

@@ -11,8 +11,7 @@ from zoo.float8 import needs_scaled_mm
 from coda_inductor import patterns
 from coda_inductor.semantic import experts, loss
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.fp8 import quantize, scaled_mm
-from coda_inductor.semantic.fp8_linear import FP8_LINEAR
+from coda_inductor.semantic.fp8 import fp8_linear, quantize, scaled_mm
 from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
@@ -139,10 +138,10 @@ def test_fp8_ops_are_what_torch_asks_of_one():
         torch.library.opcheck(scaled_mm, given, test_utils=checks)
     weight, scale = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.ones(16, 1)
     x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
-    torch.library.opcheck(FP8_LINEAR, (x, weight, scale, None, False), test_utils=checks)
+    torch.library.opcheck(fp8_linear, (x, weight, scale, None, False), test_utils=checks)
 
 
-WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm, FP8_LINEAR)]
+WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm, fp8_linear)]
 WIDE += [experts.ROUTE, experts.COMBINE, experts.WGRAD]
 
 

@@ -14,7 +14,7 @@ after the product because of a kernel that was slow with scales of rows. cuBLAS'
 bfloat16 only, takes 3 % longer with such scales than without (gotchas.md), and the multiplication
 reads and writes the product once more.
 
-A cast by rows of a gradient of a frozen layer (``semantic.fp8_linear``) becomes plain ops if no
+A cast by rows of a gradient of a frozen layer (``semantic.fp8``) becomes plain ops if no
 epilogue took its maxima: one kernel of Inductor's then computes gradient, maxima and cast.
 """
 

@@ -17,12 +17,17 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.rewrite.fp8 import rest
 from coda_inductor.rewrite.fp8.raising import raise_fp8
-from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
+from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.sites import Sites
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 aten_graph = functools.partial(traced, decomposed=True)
+
+
+def quantize_definition(x, dims, dtype, power_of_two, divides=False):
+    return DEFINITIONS[quantize].function(x, dims, dtype, power_of_two, divides)
 
 
 def scaled(a, b, bias=None, *, power_of_two=True):
