@@ -13,7 +13,6 @@ from coda_inductor import cache_dir
 from coda_inductor.gpu import H100, tables
 from coda_inductor.program import Step
 from coda_inductor.select import measurements as kept
-from coda_inductor.select.choice import loses
 from coda_inductor.select.figures import from_row, key_of, signature, to_row
 from coda_inductor.select.measurements import Measurements, as_text
 
