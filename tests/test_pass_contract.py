@@ -170,10 +170,6 @@ CASES = {
             ),
         },
     ),
-    "unstored": Case(
-        of.loss, LOSS, lambda harness: sum(not site.program.stores for site in harness.fused),
-        "unstored", ("unstored", "cross_entropy"), often=0, but={"inference": 1},
-    ),
     "gathered losses": Case(
         lambda x, w: (
             F.log_softmax(of.logits(x, w), -1).gather(-1, of.labels(x)[..., None]).mean()
