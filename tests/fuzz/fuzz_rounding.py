@@ -105,13 +105,14 @@ def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) 
         for draw in range(count, most):
             new = _squares(*(run(who, draw=draw) for who in ("truth", "ours", "eager", "stock")))
             # A gradient that is zero in one draw (a saturated softmax) is not among its results.
-            squares = {n: [a + b for a, b in zip(squares[n], new.get(n, (0.0,) * 3), strict=True)]
+            squares = {n: [a + b for a, b in zip(squares[n], new.get(n, (0.0,) * 4), strict=True)]
                        for n in squares}  # fmt: skip
         count, found = most, suspects(squares, most)
         if not found:
             break
     for name in found:
-        mine, eagers, stocks = ((e / count) ** 0.5 for e in squares[name])
+        *errors, size = squares[name]
+        mine, eagers, stocks = ((e / size) ** 0.5 for e in errors)
         outcome.failure += (
             f"rounding: {name} {mine:.2g}, eager's {eagers:.2g}, torch.compile's {stocks:.2g}; "
         )
@@ -159,12 +160,12 @@ def _widened(t: torch.Tensor) -> torch.Tensor:
 
 
 def _squares(truth: Any, *others: Any) -> dict[str, list[float]]:
-    """The squared relative error of each run, by tensor."""
+    """The squared error of each run, then the squared size of the truth, by tensor."""
     found = {}
     for name, right in truth.items():
         size = right.square().sum().item()
         if right.isfinite().all() and size > 0 and all(name in o for o in others):
-            found[name] = [(o[name] - right).square().sum().item() / size for o in others]
+            found[name] = [(o[name] - right).square().sum().item() for o in others] + [size]
     return found
 
 
@@ -172,11 +173,14 @@ def _suspects(
     floor: float, sizes: dict[str, int], squares: dict[str, list[float]], draws: int
 ) -> list[str]:
     """The tensors whose error is out of bounds, by sums of squares over some draws. Where eager or
-    torch.compile has none that is finite, there is no bound."""
+    torch.compile has none that is finite, there is no bound. Sums are divided, not draws: a
+    gradient that almost cancels has a large relative error in a few draws, which then decide
+    (seed 8910154: 2.0 times eager's over 256 draws, and 1.1 times in absolute size)."""
     found = []
-    for name, (ours, eager, plain) in squares.items():
+    for name, (*errors, size) in squares.items():
+        ours, eager, plain = (error / size for error in errors)
         chance = 1 + 2 / (2 * draws * sizes[name]) ** 0.5  # two standard errors of a mean square
-        bound = max(FACTOR * chance * max(eager, plain) ** 0.5, floor * draws**0.5)
+        bound = max(FACTOR * chance * max(eager, plain) ** 0.5, floor)
         if not ours**0.5 <= bound and math.isfinite(eager + plain):
             found.append(name)
     return found
