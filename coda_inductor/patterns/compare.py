@@ -93,7 +93,7 @@ class _Comparison:
             for example in fitting(self.pattern, idiom):
                 args = {n: self._like(example[n]) for n in parameters(idiom)}
                 left, right = against_op(self.pattern, idiom, args)
-                self._agree(f"{idiom.__name__} = {self.pattern.op}", left, right, args)
+                self._agree(f"{idiom.__name__} = {self.pattern.name}", left, right, args)
 
     def _call(self, function: Callable[..., Any], args: Values) -> Any:
         try:
@@ -119,7 +119,7 @@ class _Comparison:
         if (excess > 0).any():
             i = int(excess.argmax())
             text = f"{a[i].item():.9g} against {b[i].item():.9g}, {gap[i].item():.3g} apart"
-            self._refuse(f"{claim}: they differ: {text}, on inputs {on}")
+            self._refuse(f"{claim}: the results differ: {text}, on inputs {on}")
 
     def _refuse(self, why: str) -> None:
         raise PatternError(f"pattern {self.pattern.name}: {why}")

@@ -72,7 +72,7 @@ def _counterexample(left: Any, right: Any) -> str | None:
             where = ", ".join(f"{s} = {float(v):g}" for s, v in point.items()) or "always"
             rest = _short(sympy.factor_terms(left - right))
             return (
-                f"they differ: {float(a):.9g} against {float(b):.9g} at {where}; "
+                f"the results differ: {float(a):.9g} against {float(b):.9g} at {where}; "
                 f"the difference is {rest}"
             )
     return None if tried else "neither side is a real number at any point that was tried"

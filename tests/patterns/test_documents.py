@@ -36,7 +36,7 @@ def test_tutorial(tmp_path, monkeypatch, capsys):
             Path(text.split("\n")[0].removeprefix("# ")).write_text(text)
             Path("wrong.py").write_text(text.replace("F.elu", "F.relu"))
             assert main(["check", "wrong.py"]) == 1
-            assert "built_in = elu_glu: they differ" in words(capsys.readouterr().out)
+            assert "built_in = elu_glu: the results differ" in words(capsys.readouterr().out)
         elif language == "python":
             torch._dynamo.utils.counters.clear()  # a reader's program is a process of its own
             Path("tutorial_program.py").write_text(text)
