@@ -29,8 +29,8 @@ def seed(number=2**62 + 3):
     return torch.tensor([number], device="cuda")
 
 
-@pytest.mark.parametrize("p", [0.05, 0.9])
-@pytest.mark.parametrize(("m", "k"), [(1, 8), (300, 1032)])
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("m", "k"), [(1, 8), (67, 200), (300, 1032)])
 def test_each_mask_is_that_of_plain_torch(m, k, p):
     """Against weights of ones and zeros, products are the kept elements of x, and their gradient of
     x is the mask. Powers of two are exact in 16 bits."""
@@ -55,14 +55,9 @@ def test_each_mask_is_that_of_plain_torch(m, k, p):
 @pytest.mark.parametrize(("of_x", "of_weights"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("m", "k", "rank", "count"),
-    [
-        (1, 64, 1, 1),
-        (4099, 1000, 16, 2),
-        (257, 520, 24, 4),
-        (640, 1024, 128, 2),
-        (640, 2048, 256, 1),
-    ],
-)
+    [(1, 64, 1, 1), (1000, 2048, 8, 3), (8192, 4096, 16, 3), (4099, 1000, 16, 2), (257, 520, 24, 4),
+     (640, 1024, 64, 4), (640, 1024, 128, 2), (640, 2048, 256, 1), (129, 14336, 16, 1)],
+)  # fmt: skip
 def test_products_and_gradients(m, k, rank, count, of_x, of_weights):
     """To the bit at every call. Float32 is multiplied in tf32 or not, as torch's products are."""
     x, weight, dt = given(m, k, rank, count, of_x, of_weights)
@@ -83,6 +78,22 @@ def test_products_and_gradients(m, k, rank, count, of_x, of_weights):
             assert mine.equal(same)
 
 
+def test_views_and_other_layouts():
+    x, weight, dt = given(96, 2 * 256, 16, 2)
+    for own in (x[:, ::2], x[:, :256], x[:, :256].view(2, 48, 256).transpose(0, 1)):
+        lead, by = own.shape[:-1], weight[:, :256]
+        others = by, seed(), 0, 2, 0.25
+        have = kernels.dropout_linear(own, *others)
+        assert have.equal(kernels.dropout_linear(own.contiguous(), *others))
+        d = dt.view(*lead, -1)
+        for mine, theirs in zip(
+            kernels.dropout_linear_backward(d, own, *others, [True, True]),
+            kernels.dropout_linear_backward(d, own.contiguous(), *others, [True, True]),
+            strict=True,
+        ):
+            assert mine.equal(theirs)
+
+
 class Lora(nn.Module):
     def __init__(self, k, n, rank=16, p=0.1):
         super().__init__()
@@ -98,9 +109,13 @@ class Mlp(nn.Module):
     def __init__(self, d=512, f=1024):
         super().__init__()
         self.gate, self.up, self.down = Lora(d, f), Lora(d, f), Lora(f, d)
+        self.checkpoint = False
+
+    def inner(self, x):
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
     def forward(self, x):
-        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpoint else self.inner(x)
 
 
 def steps(model, x, **how):
@@ -122,7 +137,7 @@ def steps(model, x, **how):
     return found
 
 
-@pytest.mark.parametrize("how", [{"mode": "reduce-overhead"}, {"dynamic": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"mode": "reduce-overhead"}, {"dynamic": True}], ids=str)
 def test_steps_repeat_and_differ(how, no_fallbacks):
     """A seed has the same masks each time, and where the model is compiled again."""
     torch.manual_seed(0)
@@ -136,7 +151,8 @@ def test_steps_repeat_and_differ(how, no_fallbacks):
     assert not any(map(torch.equal, one, two))
 
 
-def test_the_backward_pass_draws_the_masks_of_the_forward_pass(no_fallbacks):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_backward_pass_draws_the_masks_of_the_forward_pass(checkpointed, no_fallbacks):
     """What is linear in x and in each weight is the product of each with its gradient. With other
     masks it would be half of that."""
     torch.manual_seed(0)
@@ -145,7 +161,7 @@ def test_the_backward_pass_draws_the_masks_of_the_forward_pass(no_fallbacks):
     x = torch.randn(2048, 512, device="cuda", dtype=BF16, requires_grad=True)
 
     def function(x):
-        return checkpoint(layer, x, use_reentrant=False)
+        return checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
 
     torch._dynamo.reset()
     y = torch.compile(function, backend="coda")(x)
@@ -153,3 +169,21 @@ def test_the_backward_pass_draws_the_masks_of_the_forward_pass(no_fallbacks):
     for each in (x, layer.a.weight, layer.b.weight):
         found = (each.float() * each.grad.float()).sum()
         torch.testing.assert_close(found, y.float().square().sum(), rtol=2e-2, atol=0)
+
+
+def test_masks_are_not_kept():
+    """Of a step of four layers and 8192 rows, by torch.compile and by us."""
+    peaks = []
+    for backend in ("inductor", "coda"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Mlp(1024, 4096) for _ in range(4))).cuda().to(BF16)
+        x = torch.randn(8192, 1024, device="cuda", dtype=BF16, requires_grad=True)
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            compiled(x).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del model, compiled
+    assert peaks[1] < 0.85 * peaks[0], peaks

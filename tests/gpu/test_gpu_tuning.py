@@ -5,8 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
+import pytest
 from oracle import NEEDS_KERNELS
 from programs import inputs, kinds
 
@@ -33,14 +36,19 @@ from coda_inductor.select.measurements import measurements_of
 from coda_inductor.tune import tuner
 from layers import errors, make
 
-measured, one = [], tuner.Tuner._measure_site
+measured, left = [], []
+one, close = tuner.Tuner._measure_site, tuner.Tuner.close
 
 def noted(self, site, deadline):
     found = one(self, site, deadline)
     measured.append(key_of(site))
     return found
 
-tuner.Tuner._measure_site = noted
+def closed(self):
+    left.extend(self.left)
+    close(self)
+
+tuner.Tuner._measure_site, tuner.Tuner.close = noted, closed
 model = make(width=2048, hidden=8192)
 xs = [torch.randn(1, 4096, 2048, device="cuda").bfloat16() for _ in range(2)]
 options = {"tune": "always", "tune_seconds": 150, "strict": True}
@@ -48,17 +56,25 @@ with torch.no_grad():
     eager = model(*xs)
     got = torch.compile(model, backend="coda", options=options)(*xs)
     exact = model.float()(*(x.float() for x in xs))
+store = measurements_of(gpu_of())
 print(json.dumps({
-    "measured": measured,
+    "measured": measured, "left": left, "known": store.gpu.sites is not None,
     "sites": {s.site: s.how for s in coda_inductor.reports()[-1].sites},
     "own": {key: [f.name, min(f.us.values(), default=None), f.unfused, f.failed]
-            for key, f in measurements_of(gpu_of()).user_rows().items()},
+            for key, f in store.user_rows().items()},
     "errors": [errors(got, exact), errors(eager, exact)],
 }))
 """
 
 
-def started(folder: Path) -> subprocess.Popen:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all compilations here: a cache, in which the first finds nothing."""
+    return tmp_path_factory.mktemp("tuning")
+
+
+def started(folder: Path) -> tuple[subprocess.Popen, IO[str]]:
+    """Such a process, and the file of what it warns of: a pipe that nobody reads would stop it."""
     (folder / "no tables").mkdir(exist_ok=True)
     own = {
         "CODA_TABLES": str(folder / "no tables"),
@@ -68,21 +84,33 @@ def started(folder: Path) -> subprocess.Popen:
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]),
     }
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in ``ended``)
     command = [sys.executable, "-c", COMPILE]
-    return subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=os.environ | own, stdout=subprocess.PIPE, stderr=said, text=True
+    )
+    return process, said
 
 
-def ended(process: subprocess.Popen) -> dict:
+def ended(process: subprocess.Popen, said: IO[str]) -> dict:
     """What it found."""
-    out, _ = process.communicate(timeout=400)
-    assert process.returncode == 0
+    with said:
+        out, _ = process.communicate(timeout=400)
+        said.seek(0)
+        assert process.returncode == 0, said.read()[-3000:]
     return json.loads(out.splitlines()[-1])
 
 
-def test_two_measure_each_site_once_and_fuse_what_wins_and_the_next_measures_nothing(tmp_path):
-    both = [ended(process) for process in [started(tmp_path) for _ in range(2)]]
+@pytest.fixture(scope="module")
+def both(folder):
+    """What two compilations say that start at once, with nothing known."""
+    return [ended(*process) for process in [started(folder) for _ in range(2)]]
+
+
+def test_together_they_measure_each_site_once_and_fuse_what_wins(both):
     measured = [key for one in both for key in one["measured"]]
     assert len(measured) == len(set(measured))
+    assert not any(one["known"] or one["left"] for one in both)
     for one in both:
         assert one["own"].keys() == set(measured)
         assert one["sites"] == both[0]["sites"]
@@ -94,17 +122,30 @@ def test_two_measure_each_site_once_and_fuse_what_wins_and_the_next_measures_not
     fused = {site for site, how in both[0]["sites"].items() if how == "kernel"}
     assert fused
     assert fused <= wins
-    again = ended(started(tmp_path))
+    assert ("gate + up" in fused) == ("gate + up" in wins)
+
+
+def test_the_next_process_measures_nothing(folder, both):
+    again = ended(*started(folder))
     assert again["measured"] == []
     assert again["sites"] == both[0]["sites"]
+    assert again["own"] == both[0]["own"]
 
 
-def test_a_candidate_of_which_one_tile_is_wrong_is_found(monkeypatch):
+@pytest.fixture(scope="module")
+def candidates():
+    """(site, three configs, compiled)."""
     site = Site(kinds()["rms_partial"], 1024, 1024, 1024)
-    bad, *others = found = [str(config) for config in choice.candidates(site, gpu_of())[:3]]
+    found = [str(config) for config in choice.candidates(site, gpu_of())[:3]]
     as_, bs, _ = inputs(site.program, 8, 64, 64)
     wanted = [r for config in found for r in requests(as_, bs, site.program.to_json(), config)]
     assert not any(wait(wanted).values())
+    return site, found
+
+
+@pytest.mark.parametrize("broken", ["zeros", "one tile"])
+def test_a_candidate_that_is_wrong_is_found(candidates, broken, monkeypatch):
+    site, (bad, *others) = candidates
     launch = worker.gemm_epilogue
 
     def kernel(as_, bs, operands, text, config, *rest, **how):
@@ -112,6 +153,8 @@ def test_a_candidate_of_which_one_tile_is_wrong_is_found(monkeypatch):
         if config == bad:
             for x in made:
                 x[:128, :128] = 0
+                if broken == "zeros":
+                    x.zero_()
         return made
 
     monkeypatch.setattr(worker, "gemm_epilogue", kernel)
@@ -122,3 +165,6 @@ def test_a_candidate_of_which_one_tile_is_wrong_is_found(monkeypatch):
     assert found.failed.keys() == {bad}
     assert found.failed[bad].startswith("wrong: ")
     assert list(found.us) == others
+    assert 0 < found.plain < found.unfused
+    assert all(0 < us < 1000 for us in found.us.values())
+    assert 0 <= found.spread < 0.2

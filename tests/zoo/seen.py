@@ -23,6 +23,7 @@ for _name, _tag in {
 #: Readers that see memory. They take what any tensor of the programs may be.
 SEEING = {
     "as_strided": lambda x: x.as_strided((4, 6), (7, 1)) * 2,
+    "as_strided_copy": lambda x: torch.as_strided_copy(x, (4, 6), (7, 1)),
     "as_strided of a view": lambda x: x.transpose(0, -1).as_strided((5, 4), (3, 1)) * 2,
     "as_strided of a result": lambda x: (x * 2).as_strided((4, 6), (7, 1)) * 2,
     "ordered": lambda x: torch.ops.coda_tests.ordered(x.detach()),
