@@ -81,7 +81,10 @@ def test_a_file_whose_sides_differ_is_refused(tmp_path):
         path = write(tmp_path / "wrong.py", text=text)
         for around in (torch.device("meta"), FakeTensorMode()):
             loading._load.cache_clear()
-            with around, pytest.raises(PatternError, match=r"pattern mine: .* the results differ: "):
+            with (
+                around,
+                pytest.raises(PatternError, match=r"pattern mine: .* the results differ: "),
+            ):
                 patterns.load_file(path)
 
 
