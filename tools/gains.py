@@ -174,8 +174,8 @@ torch.compile; in bfloat16 {number(FULL.after.ms)} and {number(FULL.before.ms)} 
 the faster one for both ({number(TENSORS.before.ms)} -> {number(TENSORS.after.ms)} ms).
 
 - **Memory**: the peak of the step in bfloat16 falls {peaks}. With 8-bit AdamW {three} rows of 8192
-tokens fit ({faster:,.0f} tokens a second) where torch.compile fits {two} ({slower:,.0f}). Where
-torch.compile has to recompute to fit, coda hardly does, and is {SHORT.gain} as fast.
+tokens fit ({faster:,.0f} tokens a second) where torch.compile fits {two} ({slower:,.0f}; torch
+2.11). Where torch.compile has to recompute to fit, coda hardly does, and is {SHORT.gain} as fast.
 
 - **Experts**: {EXPERTS.gain}. **LoRA**: {LORA.gain}, with {lora:.0f} % of the memory; with
 frozen weights in FP8 {LORA_FP8.gain} torch.compile's speed in bfloat16.
