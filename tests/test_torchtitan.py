@@ -3,14 +3,24 @@
 theirs to be. ``zoo.titan`` stands for torchtitan."""
 
 import copy
+import dataclasses
+import functools
+import importlib
 import logging
+import sys
+import types
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from harness import as_it_is
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 from zoo import titan
 from zoo.layers import VOCABULARY
 
+import coda_inductor
 from coda_inductor.errors import CodaError
 
 SHAPE, MICROBATCHES = (2, 8), 2
@@ -110,3 +120,69 @@ def test_a_model_that_changes_its_logits_is_an_error_and_no_wrong_loss(ours):
 
     with pytest.raises(CodaError, match="does not return its head's result"):
         trained(ours[1]["llama3"], Scaled(layers=1), config())
+
+
+@pytest.fixture
+def overrides(monkeypatch):
+    """The example for torchtitan 0.3, which has its names from here."""
+
+    class ChunkedLossWrapper:
+        """As much of it as the example needs."""
+
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config:
+            loss_fn: object
+
+        def __init__(self, config, *, compile_config=None):
+            self.loss_fn = config.loss_fn.build(compile_config=compile_config)
+
+        def set_lm_head(self, lm_head):
+            self.lm_head = lm_head
+
+        def __call__(self, pred, labels, tokens=None, **given):
+            return self.loss_fn(self.lm_head(pred), labels)[0] / tokens, {"chunks": True}
+
+    names = {
+        "torchtitan.components.loss": {"ChunkedLossWrapper": ChunkedLossWrapper},
+        "torchtitan.config.override": {
+            "override": lambda **_: lambda factory: factory,
+            "derive": lambda source, target: target(loss_fn=source.loss_fn),
+        },
+    }
+    folders = {"torchtitan": {}, "torchtitan.components": {}, "torchtitan.config": {}}
+    for name, content in (folders | names).items():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(content)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    light = functools.partial(compile_fx.compile_fx, inner_compile=as_it_is)
+    monkeypatch.setattr(compile_fx, "compile_fx", light)
+    with coda_inductor.enabled():  # the example enables; leaving this disables again
+        yield importlib.import_module("titan_overrides")
+    del sys.modules["titan_overrides"]
+
+
+class Built:
+    def build(self, *, compile_config):
+        return lambda pred, labels: (titan.cross_entropy_loss(pred, labels), {})
+
+
+def test_the_example_for_newer_versions(overrides):
+    model = model_of(torch.float32)
+    config = overrides.head_and_loss(overrides.ChunkedLossWrapper.Config(loss_fn=Built()))
+    loss_fn, want = overrides.HeadAndLoss(config), titan.cross_entropy_loss
+    loss_fn.set_lm_head(model.output)
+    tokens, labels = next(batches())
+    found = []
+    plain = lambda hidden, labels, count: (want(model.output(hidden), labels) / count, {})  # noqa: E731
+    for of in (loss_fn, plain):
+        model.zero_grad()
+        loss, metrics = of(model.trunk(tokens), labels, 7)
+        loss.backward()
+        found.append((loss, [p.grad for p in model.parameters()]))
+        assert not metrics
+    torch.testing.assert_close(*found)
+    assert Counter(counters["coda"])["cross_entropy"] == 1
+    with torch.no_grad():
+        loss, metrics = loss_fn(model.trunk(tokens), labels, 7)
+    torch.testing.assert_close(loss, found[0][0])
+    assert metrics == {"chunks": True}
