@@ -201,6 +201,12 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "paired_sums": paired_sums(dtype),
         "row_statistics": row_statistics(dtype),
         "entropy": made("", "", "acc", "lse:acc:row:logsumexp h:acc:row:entropy"),
+        "unstored": made(  # the same where only statistics of the logits are wanted
+            "column:row:float32 target:col:float32",
+            "r round_bfloat16 acc; d sub column target; away abs d; hit lt away 0.5;"
+            "chosen where hit r 0.0",
+            "", "lse:r:row:logsumexp h:r:row:entropy picked:chosen",
+        ),
         # SwiGLU behind a LayerNorm: scale, shift, and offset of both; the sum over N has a mask.
         "paired_rows": made(
             "m:col:float32 rstd:col:float32 wg:row:float32 wu:row:float32 bias:row",

@@ -170,6 +170,11 @@ CASES = {
             ),
         },
     ),
+    "unstored": Case(
+        lambda *given: of.loss(*given) + 0, LOSS,
+        lambda harness: sum(not site.program.stores for site in harness.fused),
+        "unstored", ("unstored", "cross_entropy"), often=0,
+    ),
     "gathered losses": Case(
         lambda x, w: (
             F.log_softmax(of.logits(x, w), -1).gather(-1, of.labels(x)[..., None]).mean()

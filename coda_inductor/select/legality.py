@@ -6,6 +6,7 @@ import torch
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.availability import unsupported_gpu
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
+from coda_inductor.program.ir import OF_ROWS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import every_config, legal_configs, whole_heads
 from coda_inductor.select.site import Site
@@ -57,7 +58,7 @@ def _unsupported(site: Site) -> tuple[str, str] | None:
     if n % step or k % step or not k or not n:
         text = f"N={n} and K={k} must be positive multiples of {step} (16-byte rows)"
         return ("not-multiple-of-16" if program.fp8 else "not-multiple-of-8"), text
-    if not program.stores:
+    if not program.stores and not any(r.combine in OF_ROWS for r in program.reduces):
         return "kernel-form", "there is no kernel for a program without a tile store"
     dtypes = [o.dtype for o in program.operands] + [s.dtype for s in program.stores]
     if "float64" in dtypes:

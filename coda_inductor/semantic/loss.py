@@ -8,6 +8,8 @@ per row are float32.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,12 +88,43 @@ def cross_entropy(
     A row with +inf has no softmax: as in torch its loss and gradient, hence also its lse, are NaN.
     Source: the definition of ``torch.nn.CrossEntropyLoss``.
     """
+    return _cross_entropy(
+        _gathered, logits, target, ignore_index, label_smoothing, reduction, out_dtype
+    )
+
+
+def compared_cross_entropy(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`cross_entropy_definition`; targets are found by reading all logits, which need not
+    be in memory then."""
+    return _cross_entropy(_compared, *args)
+
+
+def _gathered(rows: Tensor, index: Tensor, _dtype: torch.dtype) -> Tensor:
+    return rows.gather(1, index[:, None])[:, 0]
+
+
+def _compared(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """By numbers of columns in ``dtype``, of which a tile reads one a column and one a row."""
+    columns = torch.arange(rows.shape[1], dtype=dtype, device=rows.device)
+    away = (columns - index[:, None].to(dtype)).abs()
+    return torch.where(away < 0.5, rows.to(dtype), 0.0).sum(1)
+
+
+def _cross_entropy(
+    pick: Callable[..., Tensor],
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = logits.reshape(-1, logits.shape[-1])
     lse = row_logsumexp(rows)
     lse = torch.where(lse == math.inf, math.nan, lse)
     counts = target != ignore_index
     index = torch.where(counts, target, 0)
-    picked = rows.gather(1, index[:, None])[:, 0].to(lse.dtype)
+    picked = pick(rows, index, lse.dtype).to(lse.dtype)
     if label_smoothing:
         mean = rows.to(lse.dtype).mean(-1)
         picked = (1 - label_smoothing) * picked + label_smoothing * mean

@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 KERNELS = {
     "90": "everything//128x128:2x1:pp:dyn,fp8_swiglu_fast//128x256:2x1:co,fp8_activated,"
     "experts_alternating//128x256:2x1:co,experts_dgrad//128x256:2x1:co:lean,experts_join/joined,"
-    "paired_batches,entropy",
+    "paired_batches,entropy,unstored",
     "100": "fp8_swiglu",
     "120": "norm_bwd/joined",
 }

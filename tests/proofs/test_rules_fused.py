@@ -19,6 +19,7 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.rewrite.decompose import decompose_most
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
+from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic import cross_entropy, rotate
 from coda_inductor.semantic.loss import entropy
@@ -143,6 +144,15 @@ def test_gradient_of_logits_by_slices(name, monkeypatch):
     right = linear_cross_entropy.row_weights
     monkeypatch.setattr(linear_cross_entropy, "row_weights", lambda *a: 2 * right(*a))
     assert "results differ" in differ(results(rewritten, Kernels, **given), want)
+
+
+def test_a_target_is_found_by_comparison():
+    """R7, without gradients: the sum of what is at the target's column is the target's logit."""
+    graph, given = head_graph("smoothing", graded=False)
+    rewritten = after(graph, by(compare_targets), fuse)
+    assert [p.stores for p in programs(rewritten)] == [()]
+    want = results(graph, Kernels, **given)
+    assert differ(results(rewritten, Kernels, **given), want) is None
 
 
 @pytest.mark.parametrize(("name", "combine"), [("smoothing", "logsumexp"), ("entropy", "entropy")])

@@ -3,4 +3,5 @@
 
 logit_gradients  the ops between the gradients of a loss's logits and of the head's logits
 slices           the pass: the gradient is computed and used one slice at a time
+unstored         the pass: without a gradient, the logits need not be in memory
 """

@@ -4,6 +4,7 @@ in the head's epilogue, alone and with gradients of both."""
 
 import functools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, leave_custom_ops, raised, randn, slice_logits
@@ -77,13 +78,42 @@ def test_both_leave_one_epilogue_and_one_sliced_gradient(monkeypatch):
     assert sum(size in logits for size in made) == number
 
 
-def test_without_gradients_and_by_tiles(monkeypatch):
-    """Old policies and reference models. Partials have several tiles."""
-    leave_custom_ops(monkeypatch, "64x32:1x1:co")
+@pytest.mark.parametrize("loss", [one_softmax, cold, capped, FORMS["smoothed"]])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_without_gradients_no_logits_are_in_memory(loss, tiles, monkeypatch):
+    """Old policies and reference models; with partials of several tiles too."""
+    if tiles:
+        leave_custom_ops(monkeypatch, "64x32:1x1:co")
     x, labels = inputs()
-    for loss in (one_softmax, policy):
-        harness = check(lambda x, w, y, f=loss: f(x @ w.T, y), x, randn(V, D), labels)
-        assert harness.counts["cross_entropy"] == harness.counts["entropy"] == 1
+    harness = check(lambda x, w, y: loss(x @ w.T, y), x, randn(V, D), labels)
+    assert harness.counts["cross_entropy"] == harness.counts["entropy"] == 1
+    (site,) = harness.fused
+    assert not site.program.stores
+
+
+def test_logits_that_are_not_stored_round_as_if_they_were():
+    """Else a policy would differ from itself."""
+    x, labels = (t.detach() for t in inputs(torch.bfloat16))
+    w = randn(V, D, dtype=torch.bfloat16)
+
+    def function(x, w, y):
+        return one_softmax(x @ w.T, y)
+
+    alone = Harness(reference=True).run(function, x, w, labels)
+    trained = Harness(reference=True).train(function, x.clone().requires_grad_(), w, labels)
+    torch.testing.assert_close(alone, tuple(t.detach() for t in trained), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("reader", [
+    lambda z, y: (one_softmax(z, y), z),
+    lambda z, y: (one_softmax(z, y), z.argmax(-1)),
+    lambda z, y: (one_softmax(z, y), wide(z).sum()),
+])  # fmt: skip
+def test_logits_that_others_read_are_stored(reader):
+    x, labels = inputs()
+    harness = check(lambda x, w, y: reader(x @ w.T, y), x, randn(V, D), labels)
+    (site,) = harness.fused
+    assert site.program.stores
 
 
 def test_entropy_that_has_no_gradient():
