@@ -101,6 +101,7 @@ def main(arguments: list[str]) -> None:
     for setting in options.setting or SETTINGS:
         steps[setting], rows[setting] = prepared(workload, *setting.split(":", 1))
         print(setting, rows[setting], flush=True)
+        options.file.write_text(json.dumps(found, indent=1))
     ready = [setting for setting in steps if "error" not in rows[setting]]
     for setting in measure.in_turns(ready, 2):
         ms = worth.sustained(steps[setting], 0.5, 1.5)
