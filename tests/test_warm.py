@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports in files: what is written is read, under names that tell graphs apart, and not without
-bound. tests/test_inductor.py has processes that find them."""
+"""What is kept: every version is in its keys; reports in files are read as they were written, under
+names that tell graphs apart, and not without bound. tests/test_inductor.py has processes that find
+all that, or that are of another version."""
 
 import dataclasses
 import gzip
 import os
+import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -13,11 +16,14 @@ from harness import Harness
 from torch import nn
 from zoo.layers import D, whole
 
-from coda_inductor import warm
+import coda_inductor
+from coda_inductor import joint, warm
 from coda_inductor.cache_dir import cache_dirs, folder
+from coda_inductor.mainloop import availability, environment
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.report import MemoryReport, reports
+from coda_inductor.select import measurements
 
 RECORD = Record(parse(None, {}))
 
@@ -110,3 +116,41 @@ def test_only_what_is_new_is_counted_and_what_failed_is_not_kept(folder_of_repor
         warm.finish("b", done)
         assert warm.write.called
     assert warm._read("b") is None
+
+
+def test_each_librarys_version_is_in_the_keys(monkeypatch):
+    """Of graphs, and of folders of kernels and measurements, which no other library changes."""
+    parts = availability.identity.__wrapped__, environment.label, measurements.versions
+    before, version = [part() for part in parts], environment.version
+    for library in ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        for module in (environment, availability):
+            changed_one = {library: "9.9"}
+            monkeypatch.setattr(module, "version", lambda n, c=changed_one: c.get(n) or version(n))
+        changed = [part() != was for part, was in zip(parts, before, strict=True)]
+        assert changed == [True, *[library != "apache-tvm-ffi"] * 2]
+
+
+def test_torch_its_cuda_and_the_gpu_are_in_the_keys(monkeypatch):
+    identity, versions = availability.identity.__wrapped__(), measurements.versions()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch.version, "cuda", "99.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA B9")
+    monkeypatch.setattr(availability, "kernel_stack", lambda _: None)
+    other = availability.identity.__wrapped__()
+    assert set(other) - set(identity) == {"torch 9.9", "gpu NVIDIA B9: runs"}
+    assert "cuda99.9" in measurements.versions() != versions
+
+
+def test_our_sources_and_tables_are_in_the_keys(monkeypatch, tmp_path):
+    shutil.copytree(Path(coda_inductor.__file__).parent, tmp_path / "coda_inductor")
+    monkeypatch.setattr(joint, "__file__", str(tmp_path / "coda_inductor" / "joint.py"))
+    before = joint._sources.__wrapped__()
+    for name in ("__init__.py", "select/tables/nvidia_h200.json", "codegen/render.py"):
+        path = tmp_path / "coda_inductor" / name
+        text = path.read_text()
+        path.write_text(text + " ")
+        assert joint._sources.__wrapped__() != before, name
+        path.write_text(text)
+    assert joint._sources.__wrapped__() == before

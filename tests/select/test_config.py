@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from programs import fp8, heads, kinds, parsed, rotary
 
-from coda_inductor.arch import ARCHS, HOPPER
+from coda_inductor.arch import ARCHS, HOPPER, arch_with
 from coda_inductor.errors import KernelError
 from coda_inductor.select.config import (
     Config,
@@ -81,3 +81,16 @@ def test_tiles_are_made_of_whole_heads(name, arch):
         assert config.tile_n % program.head == 0
         assert program.head % epilogue_tile(program, config, arch)[1] == 0
         assert not arch.two_ctas or config.cta_tile_m(arch) == 128
+
+
+@pytest.mark.parametrize(("capability", "name", "casts"), [
+    ((8, 0), "compute capability 8.0", False), ((8, 9), "compute capability 8.9", True),
+    ((9, 0), "Hopper", True), ((11, 0), "data center Blackwell", True),
+    ((12, 1), "consumer Blackwell", True), ((14, 0), "compute capability 14.0", True),
+])  # fmt: skip
+def test_which_generation_a_capability_is(capability, name, casts):
+    """Also one of the future casts to FP8."""
+    found = arch_with(capability)
+    assert (found.name, "casts" in found.features) == (name, casts)
+    assert found is arch_with(capability)
+    assert found.runs == (found in ARCHS) == bool(legal_configs(KINDS["scale"], found))

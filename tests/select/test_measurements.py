@@ -2,6 +2,7 @@
 """Where measurements are kept, which ones count, what follows from one, and by what it is found.
 Users' files have the keys of what ships: if a key changes, their measurements are lost."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from coda_inductor.program import Step
 from coda_inductor.select import measurements as kept
 from coda_inductor.select.figures import from_row, key_of, signature, to_row
 from coda_inductor.select.measurements import Measurements, as_text
+from coda_inductor.select.roofline import product_us
 
 ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
@@ -202,3 +204,17 @@ def test_rubbish_is_no_time(value):
     for wrong in ({"us": {"128x128:2x1:pp": value}}, {"unfused": value}, {"plain": value}):
         with pytest.raises((TypeError, ValueError)):
             from_row(row | wrong)
+
+
+def test_products_of_what_was_measured_are_expected_to_take_about_as_long():
+    errors = []
+    for gpu in tables(None).values():
+        for row in json.loads(gpu.sites.read_text())["sites"]:
+            like, size = row["like"].split(), row["key"].split(" ")[1]
+            if like[:2] == ["1", "bfloat16"] and "=" not in row["key"]:
+                n, k = map(int, size.split("x")[1:])
+                errors.append(product_us(row["m"], n, k, gpu) / row["plain"] - 1)
+    errors.sort()
+    assert len(errors) > 300
+    assert abs(errors[len(errors) // 2]) < 0.05
+    assert -0.25 < errors[len(errors) // 20] < errors[-len(errors) // 20] < 0.25
