@@ -14,14 +14,9 @@ from coda_inductor.semantic.experts import grouped_mm as GROUPED
 
 #: Every way to sum, and each of the others at least once.
 ALL = [
-    {
-        "sum": s,
-        "sort": zoo.SORTS[i % 2],
-        "count": zoo.COUNTS[i // 2 % 2],
-        "gather": [*zoo.GATHERS][i % 3],
-    }
-    for i, s in enumerate(zoo.SUMS)
-]
+    {"sum": s, "sort": zoo.SORTS[i % 2], "count": zoo.COUNTS[i // 2 % 2],
+     "gather": [*zoo.GATHERS][i % 3]} for i, s in enumerate(zoo.SUMS)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from passes import codes
 from zoo import experts as zoo
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD, grouped_mm
@@ -45,6 +43,10 @@ def input_changed(x, perm, k, own, w):
     return rows
 
 
+def of_tokens(y, perm, k):
+    return y[zoo.inverse_of(perm)].view(-1, k, zoo.D)
+
+
 def by_another_inverse(y, w, perm, x, k):
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(perm.shape[0] - 1, -1, -1)
@@ -54,7 +56,7 @@ def by_another_inverse(y, w, perm, x, k):
 def weights_changed(y, w, perm, x, k):
     y = y * w.reshape(-1)[perm, None]
     w.mul_(2)
-    return y[zoo.inverse_of(perm)].view(-1, k, zoo.D).sum(1)
+    return of_tokens(y, perm, k).sum(1)
 
 
 def across(y, w, perm, x, k):
@@ -64,22 +66,20 @@ def across(y, w, perm, x, k):
 
 SUM, MUTATION = "experts-sum", "mutation"
 SUMS = {
-    "largest": lambda y, w, perm, x, k: y[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).amax(1),
+    "largest": lambda y, w, perm, x, k: of_tokens(y, perm, k).amax(1),
     "by another inverse": by_another_inverse,
     "onto other tokens": lambda y, w, perm, x, k: torch.zeros_like(x).index_add(
         0, perm % x.shape[0], y
     ),
     "added twice": lambda y, w, perm, x, k: torch.zeros_like(x).index_add(0, perm // k, y, alpha=2),
-    "in fewer bits": lambda y, w, perm, x, k: (
-        y.float()[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).sum(1)
-    ),
-    "weighted in another order": lambda y, w, perm, x, k: (
-        (y * w.reshape(-1, 1))[zoo.inverse_of(perm)].view(x.shape[0], k, zoo.D).sum(1)
-    ),
+    "in fewer bits": lambda y, w, perm, x, k: of_tokens(y.float(), perm, k).sum(1),
+    "weighted in another order": lambda y, w, perm, x, k: of_tokens(
+        y * w.reshape(-1, 1), perm, k
+    ).sum(1),
     "weighted twice": lambda y, w, perm, x, k: zoo.viewed(
         y * w.reshape(-1)[perm, None], w, perm, x, k
     ),
-    "of two tokens": lambda y, w, perm, x, k: y[zoo.inverse_of(perm)].view(-1, 2 * k, zoo.D).sum(1),
+    "of two tokens": lambda y, w, perm, x, k: of_tokens(y, perm, 2 * k).sum(1),
 }
 #: Name -> (how it is written, the code of a refusal, are rows routed all the same?).
 OTHERS = {
@@ -266,13 +266,3 @@ def test_a_gradient_that_was_stopped_stays_stopped():
     """``detach`` is no other name of weights, nor of rows: nothing flows through it."""
     blocks = Blocks(zoo.Block(sum=each) for each in (stopped_weights, stopped_rows))
     check_gradients(blocks, [zoo.given(9) for _ in blocks])
-
-
-def test_who_has_tokens_is_no_loop():
-    """Without a loop that the mask is left to."""
-
-    def hit(x, ids, w):
-        mask = F.one_hot(ids, zoo.E + 1).permute(2, 1, 0)
-        return torch.greater(mask.sum(dim=(-1, -2)), 0), w.sum() * mask.float().mean()
-
-    assert not codes(check(hit, *(t.detach() for t in zoo.given())))

@@ -3,16 +3,14 @@
 those of the weights that the FP8 numbers stand for."""
 
 import copy
-import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import Harness
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from zoo import float8 as fp8
-from zoo.layers import Gated, Lora
+from zoo.layers import Lora
 
 from coda_inductor.semantic.fp8 import fp8_linear
 
@@ -22,38 +20,30 @@ E4M3 = torch.float8_e4m3fn
 M, D, HIDDEN = 32, 64, 128
 
 
-def block(bias: bool = False) -> Gated:
-    """A gated MLP behind a norm, all of its layers with adapters of rank 4."""
-    norm = functools.partial(nn.RMSNorm, eps=1e-6)
-    made = Gated(D, HIDDEN, bias=bias, norm=lambda width: norm(width).requires_grad_(False))
-    for name in ("gate", "up", "down"):
-        setattr(made, name, Lora(getattr(made, name), 4, 2.0))
-    return made
+def adapted(count: int = 2, **given) -> nn.Module:
+    """Gated MLPs behind norms, all of their layers with adapters of rank 4."""
+    model = fp8.Stack(count, **given)
+    for layer in model.layers:
+        layer.norm.requires_grad_(False)
+        for name in ("gate", "up", "down"):
+            setattr(layer, name, Lora(getattr(layer, name), 4, 2.0))
+    return model
 
 
-class Blocks(nn.Module):
-    def __init__(self, count: int = 2, checkpointed: bool = False, **given):
-        super().__init__()
-        self.blocks = nn.ModuleList(block(**given) for _ in range(count))
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
+def numbers_of(linear: nn.Linear) -> nn.Parameter:
+    """What a weight in FP8 stands for, in float32."""
+    return nn.Parameter(linear.weight.qdata.float() * linear.weight.scale, requires_grad=False)
 
 
 def pair(how: str = "row", **given) -> tuple[nn.Module, nn.Module]:
     """(a model on weights in FP8, the same in float32 on the numbers that these stand for)."""
     torch.manual_seed(0)
-    model = Blocks(**given).bfloat16()
+    model = adapted(**given).bfloat16()
     wide = copy.deepcopy(model).float()
     fp8.serve(nn.ModuleList(m.base for m in model.modules() if isinstance(m, Lora)), how)
     for ours, theirs in zip(model.modules(), wide.modules(), strict=True):
         if isinstance(ours, Lora):
-            weight = ours.base.weight
-            exact = weight.qdata.float() * weight.scale
-            theirs.base.weight = nn.Parameter(exact, requires_grad=False)
+            theirs.base.weight = numbers_of(ours.base)
     return model, wide
 
 
@@ -91,6 +81,25 @@ def test_adapters_train_on_frozen_fp8(given, fused):
     # Where no epilogue has a gradient's maxima, Inductor casts in the kernel that computes them.
     backward = harness.ops(harness.parts[1])["coda_inductor.fp8_cast.default"]
     assert (backward > 0) == fused
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
+def test_pefts_own_adapters_train_as_on_the_numbers(config):
+    peft = pytest.importorskip("peft")
+    how = {"target_modules": "all-linear", "init_lora_weights": False, "lora_dropout": 0.0}
+    harness, found = Harness(**ALL), []
+    for dtype, call in ((torch.bfloat16, harness.train), (torch.float32, lambda m, x: m(x))):
+        torch.manual_seed(0)
+        model = fp8.serve(fp8.Stack().bfloat16(), "row")
+        for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
+            linear.weight = linear.weight if dtype == torch.bfloat16 else numbers_of(linear)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **how, **config))
+        for weight in (p for p in model.parameters() if p.requires_grad or dtype == torch.float32):
+            weight.data = weight.data.to(dtype)
+        found.append(trained(call, model, fp8.batch(dtype)))
+    assert harness.counts["fp8_linear"] == 3
+    assert worst(*found) < 0.12
 
 
 def layer(x, w, s, bias=None):
@@ -149,7 +158,7 @@ def test_in_eager_it_is_the_same_function_and_differentiates_once():
 def test_what_it_cannot_differentiate_is_torchs_error(bounded):
     """A reason, and no gradient that is None or zero in silence."""
     model, _ = pair(count=1)
-    weight, harness = model.blocks[0].up.base.weight, Harness(strict=False)
+    weight, harness = model.layers[0].up.base.weight, Harness(strict=False)
     if bounded:
         weight.act_quant_kwargs.hp_value_ub = 5.0
     else:

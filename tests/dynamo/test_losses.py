@@ -40,26 +40,18 @@ def rows_of(z, t, *more, **how):
 
 LOSSES = {
     **{f.__name__: f for f in (hugging_face, summed, transposed, gathered)},
-    "grpo": lambda z, y: (
-        z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None]).squeeze(-1) * (y[:, 1:] != 3)
-    ).sum(),
-    "permuted": lambda z, y: (
-        F.cross_entropy(z.permute(0, 2, 1), y, reduction="none") * (y != 3)
-    ).mean(),
-    "weighed": lambda z, y: (
-        rows_of(z[:, :-1], y[:, 1:], reduction="none") * torch.arange(B * (T - 1))
-    ).sum(),
-    "difference": lambda z, y: (
-        torch.gather(z, -1, y[..., None]).squeeze(-1) - torch.logsumexp(z, dim=-1)
-    ),
-    "columns": lambda z, y: (
-        (z.gather(-1, y[..., None]) - z.logsumexp(-1, keepdim=True)).squeeze(-1).sum()
-    ),
+    "grpo": lambda z, y: (z[:, :-1].log_softmax(-1).gather(-1, y[:, 1:, None]).squeeze(-1)
+                          * (y[:, 1:] != 3)).sum(),
+    "permuted": lambda z, y: (F.cross_entropy(z.permute(0, 2, 1), y, reduction="none")
+                              * (y != 3)).mean(),
+    "weighed": lambda z, y: (rows_of(z[:, :-1], y[:, 1:], reduction="none")
+                             * torch.arange(B * (T - 1))).sum(),
+    "difference": lambda z, y: (torch.gather(z, -1, y[..., None]).squeeze(-1)
+                                - torch.logsumexp(z, dim=-1)),
+    "columns": lambda z, y: (z.gather(-1, y[..., None]) - z.logsumexp(-1, keepdim=True)).sum(),
     "opposite": lambda z, y: (z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]).sum(),
-    "all of them": lambda z, y: (z - z.logsumexp(-1, keepdim=True)).gather(-1, y[..., None])[
-        :, :, 0
-    ],
-}
+    "all of them": lambda z, y: (z - z.logsumexp(-1, True)).gather(-1, y[..., None])[:, :, 0],
+}  # fmt: skip
 
 
 def test_the_heads_rows_are_read_as_they_are(monkeypatch):
@@ -186,16 +178,13 @@ OTHERS = {
     "other turn": lambda z, t: F.cross_entropy(z.permute(1, 2, 0), t.t()),
     "changed between": changed_between,
     "read elsewhere": lambda z, t: (
-        F.cross_entropy(rows := z[:, :-1].reshape(-1, V), t[:, 1:].reshape(-1))
-        + rows.square().mean()
+        rows_of(rows := z[:, :-1].reshape(-1, V), t[:, 1:]) + rows.square().mean()
     ),
     "entropy": lambda z, t: (
         (p := z.log_softmax(-1)).gather(-1, t[..., None]),
         (p.exp() * p).sum(-1),
     ),
-    "probabilities": lambda z, y: F.cross_entropy(
-        z.transpose(1, 2), (2 * z.detach()).softmax(-1).transpose(1, 2)
-    ),
+    "probabilities": lambda z, y: F.cross_entropy(z.mT, (2 * z.detach()).softmax(-1).mT),
     "other dimension": lambda z, y: z.log_softmax(1).gather(-1, y[..., None]),
     "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
     "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),

@@ -123,19 +123,6 @@ def test_one_dynamic_graph_trains_at_every_length():
     assert counters["coda"]["rms_norm_backward"] == 2
 
 
-def test_training_and_evaluation_take_turns(without_code):
-    model, ids = Decoder(1), tokens(4, 8)
-    compiled = torch.compile(model, backend="coda", options={"strict": True})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(compiled(ids), ids).backward()
-        optimizer.step()
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
-    assert counters["coda"]["rms_norm"] == 2 * 2  # the graph that trains and the other
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["", "late_gradients"])
 def test_a_nested_tensor(late, monkeypatch):
     """Its number of rows has a hint that is no number; and a loss of its logits, which are returned

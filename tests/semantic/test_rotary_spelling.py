@@ -21,12 +21,6 @@ def llama(x, cos, sin):
     return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
 
 
-def cohere(x, cos, sin):
-    wide = x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32))
-    y = wide * cos.unsqueeze(1) + rotate_every_two(wide) * sin.unsqueeze(1)
-    return y.to(x.dtype)
-
-
 def part(turn):
     def function(x, cos, sin):
         x, width = x.transpose(1, 2), cos.shape[-1]
@@ -86,7 +80,6 @@ ONE, SMALL = (1, T, H, D), (T, D // 2)
 #: (function, op, shape of tables, dtype). Tables have all of a head's columns, or one angle a pair.
 CASES = [
     (llama, rotate, (B, T, D), torch.float64),
-    (cohere, rotate, (1, T, D), torch.float64),
     (part(rotate_half), rotate, (1, T, D // 2), torch.float64),  # GPT-NeoX
     (part(rotate_half), rotate, (1, T, D), torch.float64),  # no column is left
     (part(rotate_every_two), rotate, (B, T, D // 2), torch.float64),  # GLM

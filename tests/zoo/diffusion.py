@@ -47,20 +47,6 @@ class Block(Modulated):
         return x + gate2[:, None] * self.down(self.gelu(self.up(n)))
 
 
-class Tabled(Block):
-    """LTX's: RMSNorm without a weight, and a table to which an embedding of the step is added."""
-
-    def __init__(self, width: int = WIDTH):
-        super().__init__(width)
-        self.table = nn.Parameter(torch.randn(6, width))
-        self.norms = nn.ModuleList(
-            [nn.RMSNorm(width, elementwise_affine=False, eps=1e-6) for _ in range(2)]
-        )
-
-    def chunks(self, step):
-        return (self.table[None] + self.embed(step).unflatten(1, (6, -1))).unbind(1)
-
-
 class Single(Modulated):
     """FLUX's: text and image in one stream, attention and MLP side by side."""
 
@@ -91,16 +77,3 @@ class Blocks(nn.Module):
             found = block(*streams, step)
             streams = found if isinstance(found, tuple) else (found,)
         return streams
-
-
-class Picture(nn.Module):
-    """Patches of a picture, which a convolution makes and blocks read; a norm in the end, if any.
-    The patches lie in memory column by column."""
-
-    def __init__(self, norm: nn.Module, layers: int = 2, width: int = WIDTH):
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, kernel_size=2, stride=2)
-        self.blocks, self.norm = Blocks(Block, layers, width=width), norm
-
-    def forward(self, picture, step):
-        return self.norm(*self.blocks(self.patches(picture).flatten(2).transpose(1, 2), step))

@@ -132,10 +132,6 @@ def in_fp8(make: Any, how: str, dtype=torch.bfloat16, example=None, **kwargs: An
     return serve(model, how, batch(dtype) if example is None else example)
 
 
-def stack(recipe: str, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> nn.Module:
-    return in_fp8(Stack, recipe, dtype, **kwargs)
-
-
 def ran(harness: Harness, how: str, model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[Any]:
     """The output, and where ``how`` is a recipe of training all gradients, through ``harness``."""
     if how in RECIPES:
