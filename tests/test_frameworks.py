@@ -6,7 +6,6 @@ Inductor's generated code is swapped for eager execution of the graphs: what is 
 passes are reached, and that frameworks take what they return.
 """
 
-import copy
 import functools
 import re
 from collections import Counter
@@ -125,22 +124,6 @@ def test_it_trains_as_without_us(name):
     if name == "trainer":
         assert ours["trainer"].state.global_step == 3
         assert list(weights(ours)) == list(weights(eager))
-
-
-def test_what_the_page_says_of_copies_names_and_caches():
-    model, batch = given()["model"], given()["batch"]
-    names = list(model.state_dict())
-    model.compile(backend="coda")
-    assert list(model.state_dict()) == names
-    copy.deepcopy(model)(**batch)
-    model.forward(**batch)
-    wrapper = torch.compile(given()["model"], backend="coda")
-    wrapper.generate(batch["input_ids"], max_new_tokens=2, do_sample=False)
-    assert not counters["coda"]
-    model(**batch)
-    assert counters["coda"]["swiglu"] == GATES
-    wrapper = torch.compile(model, backend="coda")
-    assert all(name.startswith("_orig_mod.") for name in wrapper.state_dict())
 
 
 def test_generate():

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are checked before anything is compiled; every complaint names what is known."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from checking import check
 from torch._inductor import config as inductor_config
-from zoo.users import MISH, mish, write
+from zoo.users import mish
 
-from coda_inductor import OptionError, PatternError
+from coda_inductor import OptionError
 from coda_inductor.log import forget_warnings
 from coda_inductor.options import Options, parse
 
@@ -93,14 +91,3 @@ def test_disabled_from_the_environment(monkeypatch, caplog):
     assert "CODA_DISABLE: there is no 'swigul' (did you mean 'swiglu'?)" in caplog.text
     with pytest.raises(Exception, match="option 'disable': there is no 'rotray'"):
         check(mish, *torch.rand(2, 3, 4), disable=["rotray"])
-
-
-def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    path = write(tmp_path, MISH)
-    for given in (path, Path(path)):
-        assert parse(None, {"patterns": given}).patterns == (path,)
-    with pytest.raises(PatternError, match=r"no such file .*nowhere\.py"):
-        parse(None, {"patterns": [tmp_path / "nowhere.py"]})
-    monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
-    with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
-        parse(None, None)

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the line of a compiled graph: what ran, what could, what has nothing to do. Every
-reason has a code, every code a remedy, every remedy a use: no sentence is read."""
+"""The line of a compiled graph: what ran, what could, what has nothing to do. Every reason has a
+code, every code a remedy, every remedy a use: no sentence is read."""
 
 import dataclasses
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from coda_inductor.compat import counters
 from coda_inductor.refusal import refuse
 from coda_inductor.remedies import REMEDIES
-from coda_inductor.report import Choice, GraphReport, SiteReport, forget, reports
-from coda_inductor.table import fold, sites_table
+from coda_inductor.report import Choice, GraphReport, SiteReport
+from coda_inductor.table import fold
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
 KERNEL = SiteReport(
@@ -49,17 +47,6 @@ def test_the_line_says_what_runs():
         assert GraphReport("g", sites).summary == text
 
 
-def test_a_long_reason_of_many_rows_is_one_note_and_a_table_fits_the_terminal(monkeypatch):
-    long = refused(f"too small: {'so that ' * 9}the host is the limit")
-    assert (
-        sites_table([SiteReport(x, (8,), choice=long) for x in "abcd"]).count("too small (1)") == 4
-    )
-    monkeypatch.setenv("COLUMNS", "80")
-    path = "model.layers.0.feed_forward.experts.gate_projection"
-    text = sites_table([SiteReport(path, (8, 8, 8), choice=long), KERNEL, LEGAL])
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def test_a_row_of_several_layers_names_none_of_them():
     """It said "attention in model.layers.1.self_attn reads it" in the row of two layers."""
     sites = [
@@ -69,23 +56,6 @@ def test_a_row_of_several_layers_names_none_of_them():
     assert row.reason == "layers.* reads it"
     (row,) = fold(sites[:1])
     assert row.reason == "layers.0 reads it"
-
-
-def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
-    table = GraphReport("g", [KERNEL, gradient("no-neighbours")]).table()
-    assert "and 1 weight gradient that has nothing to absorb" in table
-    assert "this or that" not in table
-    table = GraphReport("g", [gradient("expected-slower")]).table()
-    assert "this or that" in table
-    assert "nothing to absorb" not in table
-
-
-def test_graphs_from_torchs_cache_have_no_report_and_that_is_said(monkeypatch, caplog):
-    forget()
-    for hits in (0, 1):
-        monkeypatch.setitem(counters, "aot_autograd", Counter(autograd_cache_hit=hits))
-        assert not reports()
-        assert ("all graphs came from torch's compile cache" in caplog.text) is bool(hits)
 
 
 ROOT = Path(__file__).resolve().parents[1]

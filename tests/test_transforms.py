@@ -20,14 +20,6 @@ def net(x):
     return F.silu(h @ W) * (h @ W.t())
 
 
-def vjp(function):
-    def both(x):
-        y, back = torch.func.vjp(function, x)
-        return y, back(y.cos())[0]
-
-    return both
-
-
 #: What is made of a function inside of the compiled one, and the function.
 TRANSFORMS = {
     "jvp_of_the_loss": (
@@ -41,7 +33,6 @@ TRANSFORMS = {
         lambda f: lambda x: torch.func.vmap(f)(x, DX),
         lambda x, dx: torch.func.jvp(net, (x,), (dx,)),
     ),
-    "vjp": (vjp, net),
 }
 
 

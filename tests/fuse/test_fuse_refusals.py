@@ -127,16 +127,14 @@ AWKWARD = (
     lambda x, w: torch.logical_and(F.linear(x, w), x[..., :1]).to(x.dtype),
     lambda x, w: (F.linear(x, w) > 0) == (F.linear(x, w) > 1),
     lambda x, w: F.linear(x, w).clamp(w[:, 0], w[:, 1]),
-    lambda x, w: F.linear(x, w) * True,
-    lambda x, w: 2 ** F.linear(x, w),
+    lambda x, w: F.linear(x, w) * True, lambda x, w: 2 ** F.linear(x, w),
     lambda x, w: F.linear(x, w).sum(-1, dtype=torch.float32),
-    lambda x, w: F.linear(x, w).to(torch.bool),
-    lambda x, w: (F.linear(x, w) * 1j).abs(),
+    lambda x, w: F.linear(x, w).to(torch.bool), lambda x, w: (F.linear(x, w) * 1j).abs(),
     lambda x, w: F.normalize(F.linear(x, w), dim=-1),
     lambda x, w: torch.cat([F.linear(x, w), F.linear(x, w) + 1], -1),
     lambda x, w: F.linear(x, w).expand(4, B, T, N).relu(),
     lambda x, w: F.linear(x, w).flatten().view(B, T, N).relu() * F.linear(x, w),
-)
+)  # fmt: skip
 
 
 def test_awkward_neighbours_never_fail_and_never_change_the_value():

@@ -52,20 +52,16 @@ def test_the_next_launch_has_its_own_tensors_and_the_same_constants(kernel):
 
 
 OTHER_CASTS = {
-    "K": {"x": torch.randn(M, 2 * K).bfloat16()},
-    "M": {"x": torch.randn(2 * M, K).bfloat16()},
+    "K": {"x": torch.randn(M, 2 * K).bfloat16()}, "M": {"x": torch.randn(2 * M, K).bfloat16()},
     "dtype": {"x": torch.randn(M, K).half()},
     "stride": {"x": torch.randn(M, 2 * K).bfloat16()[:, :K]},
     "alignment of x": {"x": torch.randn(M * K + 1).bfloat16()[1:].view(M, K)},
-    "columns' scales": {"scale": torch.ones(1, K)},
-    "one scale": {"scale": torch.ones(())},
+    "columns' scales": {"scale": torch.ones(1, K)}, "one scale": {"scale": torch.ones(())},
     "alignment of a scale": {"scale": torch.ones(M + 1, 1)[1:]},
-    "two layouts": {"scale_t": torch.ones(1, K)},
-    "a factor": {"factor": torch.ones(M, 1)},
-    "FP8's dtype": {"dtype": E5M2},
-    "division": {"divide": True},
+    "two layouts": {"scale_t": torch.ones(1, K)}, "a factor": {"factor": torch.ones(M, 1)},
+    "FP8's dtype": {"dtype": E5M2}, "division": {"divide": True},
     "a weight": {"weight": torch.ones(1, K)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("other", OTHER_CASTS.values(), ids=OTHER_CASTS)

@@ -49,12 +49,14 @@ class Language(Decoder):
 
 
 class Wide(nn.Module):
-    def __init__(self):
+    def __init__(self, layers=2):
         super().__init__()
-        self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(layers))
 
     def forward(self, x):
-        return self.b(torch.sin(self.a(x))).square().mean()
+        for layer in self.layers:
+            x = x + torch.sin(layer(x))
+        return x.square().mean()
 
 
 def ids(most=24):
@@ -152,17 +154,6 @@ def test_in_the_code_each_update_follows_the_last_reader(monkeypatch):
     assert_equal(models)
 
 
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.sin(layer(x))
-        return x.square().mean()
-
-
 def test_few_gradients_are_alive(without_code, monkeypatch):
     monkeypatch.setattr("coda_inductor.memory.updates._SMALL", 0)
     alive, most, step = weakref.WeakSet(), [], optim._step
@@ -173,14 +164,14 @@ def test_few_gradients_are_alive(without_code, monkeypatch):
         step(optimizer, group, weight, gradient)
 
     monkeypatch.setattr(optim, "_step", count)
-    (model, _), _optimizers = pair(Stack)
+    (model, _), _optimizers = pair(lambda: Wide(8))
     model(torch.randn(4, 64)).backward()
     assert len(most) == 8
     assert max(most) <= 2
 
 
 def test_a_plan_of_memory_has_the_same_weights_and_no_room_for_all_gradients(without_code):
-    model, x = Stack(), torch.randn(4, 64)  # gradients are larger than what is kept
+    model, x = Wide(8), torch.randn(4, 64)  # gradients are larger than what is kept
     weights, peaks = [], []
     for within in (False, True):
         torch._dynamo.reset()

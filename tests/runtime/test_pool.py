@@ -175,14 +175,6 @@ def test_what_is_dropped_is_not_begun_and_may_be_asked_again(monkeypatch):
 
 
 @served
-def test_workers_start_as_they_are_needed():
-    assert pool.wait([PASS]) == {PASS: None}
-    server, workers = running()
-    assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
-    assert running() == (server, workers)
-
-
-@served
 def test_a_worker_that_dies_is_tried_again_and_harms_no_other_kernel(tmp_path):
     once = f"os.path.exists(p := {str(tmp_path / 'tried')!r}) or (open(p, 'w'), os._exit(3))"
     requests = [ask("os.kill(os.getpid(), 9)"), ask("time.sleep(0.5)"), ask(once)]
