@@ -40,21 +40,18 @@ def search(tmp_path, capsys):
 
 IT = "makes script.py fail: they differ. It succeeds with options={'disable':"
 CASES = {
-    "out & {'*', 'norm', 'rms_norm'}": (
+    "out & {'*', 'norm', 'rms_norm'}":
         f"The pass `norm` (pattern or counter `rms_norm`) {IT} ['rms_norm']}} or "
-        "CODA_DISABLE='rms_norm'."
-    ),
+        "CODA_DISABLE='rms_norm'.",
     "'*' in out or {'fp8', 'norm'} <= out": f"Each of `norm` and `fp8` {IT} ['norm', 'fp8']}}",
-    "out & {'*', 'fuse', 'swiglu', 'gemm:layers.1.gate'}": (
+    "out & {'*', 'fuse', 'swiglu', 'gemm:layers.1.gate'}":
         "at the GEMM `layers.1.gate`: they differ. It succeeds with "
-        "options={'disable': ['gemm:layers.1.gate']}"
-    ),
-    "out & {'*', 'fuse'} or {'gemm:layers.0.up', 'gemm:layers.1.down'} <= out": (
+        "options={'disable': ['gemm:layers.1.gate']}",
+    "out & {'*', 'fuse'} or {'gemm:layers.0.up', 'gemm:layers.1.down'} <= out":
         "The pass `fuse` makes script.py fail, at the GEMM `layers.0.up` first: they differ. It "
-        "succeeds with options={'disable': ['fuse']}"
-    ),
+        "succeeds with options={'disable': ['fuse']}",
     "'*' in out": "succeeds with stock Inductor, which CODA_DISABLE='*' chooses",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("condition", CASES, ids=["pattern", "passes", "gemm", "gemms", "needed"])

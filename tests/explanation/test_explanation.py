@@ -48,6 +48,8 @@ def test_llama_is_explained_as_it_is_compiled():
 
 
 def test_bytes_of_a_site_are_what_its_kernels_read_and_write():
+    """Counters and reports are for what is compiled."""
+    reports = len(coda_inductor.reports())
     with torch.no_grad():
         found = explain(residual(), X, options={"gate": "always"})
     up, down = found.sites
@@ -59,6 +61,9 @@ def test_bytes_of_a_site_are_what_its_kernels_read_and_write():
     assert down.bytes_after == 2 * (32 * 256 + 256 * 64 + 2 * 32 * 64)
     assert found.bytes_before == up.bytes_before + down.bytes_before
     assert found.bytes_after == up.bytes_after + down.bytes_after
+    assert len(found.fused) == 2
+    assert not counters["coda"]
+    assert len(coda_inductor.reports()) == reports
 
 
 def test_saved_tensors_are_those_of_the_partitioner():
@@ -206,16 +211,6 @@ def test_what_is_compiled_stays_and_what_is_explained_makes_no_size_dynamic():
     torch.compile(nn.Linear(16, 32), backend=backend)(torch.randn(40, 16))
     assert (40, 16) in shapes[2]
     assert "symbol" not in shapes[2]
-
-
-def test_counters_and_reports_are_for_what_is_compiled():
-    """Options are those of the backend."""
-    reports = len(coda_inductor.reports())
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).bfloat16(), torch.randn(8, 16).bfloat16()
-    assert explain(model, x, options={"gate": "always"}).fused
-    assert not explain(model, x, options={"gate": "never"}).fused
-    assert not counters["coda"]
-    assert len(coda_inductor.reports()) == reports
 
 
 @pytest.mark.parametrize(("model", "says"), [

@@ -69,16 +69,6 @@ def test_casts_compile_and_saturate():
         assert ptx.count(f"cvt.rn.satfinite.{name}.f32") == 32
 
 
-def test_maxima_compile():
-    from coda_inductor.mainloop.fp8_casts import _WARPS, _amax_kernel
-    from coda_inductor.semantic.fp8_casts import TILE
-
-    types = {"x": "*bf16", **dict.fromkeys(("factor", "over_rows", "over_columns"), "*fp32")}
-    types |= dict.fromkeys(("m", "k", "stride"), "i32")
-    constants = {"FACTOR": 2, "ROWS": True, "COLUMNS": True, "TILE": TILE}
-    assert "ld" in moved(compiled(_amax_kernel, types, constants, num_warps=_WARPS[True]))
-
-
 def test_dropouts_kernels_compile():
     from coda_inductor.mainloop import dropout
 

@@ -46,11 +46,3 @@ def test_a_weight_gradient_leaves_unrounded():
     error = (linear.weight.grad - exact).norm() / exact.norm()
     assert error < 1e-6
     assert (exact.bfloat16() - exact).norm() / exact.norm() > 1e-3
-
-
-def test_rows_that_suit_no_kernel_are_no_failure():
-    """K of a weight's gradient is the number of rows: a failure would be a warning, and an error
-    with ``strict``."""
-    found = sites(nn.Linear(16, 24, bias=False), torch.randn(33, 16))
-    (site,) = [s for s in found if s.role == "weight gradient"]
-    assert (site.refusal.code, site.refusal.failure) == ("not-multiple-of-8", False)

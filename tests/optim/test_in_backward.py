@@ -189,6 +189,7 @@ def test_a_plan_of_memory_has_the_same_weights_and_no_room_for_all_gradients(wit
 
 
 def test_accumulation_by_number_and_a_shorter_rest(without_code):
+    """Without a number it is an error."""
     models, optimizers = pair(accumulation_steps=2)
 
     def look(model, number):
@@ -197,9 +198,6 @@ def test_accumulation_by_number_and_a_shorter_rest(without_code):
     for size in (2, 2, 1):
         turn(models, optimizers, *(ids() for _ in range(size)), look=look)
     assert_equal(models)
-
-
-def test_accumulation_without_a_number_is_an_error(without_code):
     (model, _), _optimizers = pair()
     model(ids()).backward()
     with pytest.raises(RuntimeError, match="accumulation_steps=N"):

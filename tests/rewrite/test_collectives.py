@@ -173,17 +173,3 @@ def test_checkpoints_and_passes_keep_their_own_and_it_can_be_disabled():
         [*_, last] = [node for node in graph.nodes if node.op == "placeholder"]
         last.target = name
         assert run_pass(merge_collectives, graph).fired["collective"] == saved
-
-
-def test_sums_are_left_to_asynchronous_tensor_parallelism():
-    """Which wants one product a collective; operands are gathered once all the same."""
-
-    def both(n, wg, wu, a, b):
-        return gathered(n) @ wg, gathered(n) @ wu, scattered(a) + scattered(b)
-
-    shapes = (2, K), (K, N), (K, N), (M, N), (M, N)
-    with torch._inductor.config.patch(_micro_pipeline_tp=True):
-        saved, left = merged(both, *shapes)
-    assert saved == 1
-    assert left[reduce_scatter_tensor] == 2
-    assert merged(both, *shapes)[0] == 2
