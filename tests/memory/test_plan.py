@@ -3,7 +3,6 @@
 pair of gate and up, one product without the other."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -15,10 +14,13 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import flop_registry
-from zoo.layers import Decoder, Gated
+from zoo.layers import Gated
 
 import coda_inductor
-from coda_inductor.compat import CustomPartitionerFn, min_cut_rematerialization_partition
+from coda_inductor.compat import (
+    CustomPartitionerFn,
+    min_cut_rematerialization_partition,
+)
 from coda_inductor.errors import OptionError
 from coda_inductor.log import forget_warnings
 from coda_inductor.memory import partition, planner
@@ -133,50 +135,6 @@ def test_what_takes_more_time_has_a_lower_peak():
         assert [state.key[:2] for state in steps.states] == [(0, 0), (1, 1), (2, 0), *end]
 
 
-@pytest.fixture
-def chains(monkeypatch):
-    """The chains that are made, with all of their choices, and the timelines."""
-    chains, timelines, cut = [], [], partition.Chain.cut
-
-    class Timeline(partition.Timeline):
-        def __init__(self, *given):
-            super().__init__(*given)
-            timelines.append(self)
-
-    def seen(chain, *given):
-        chains.append((chain, [chain[i] for i in range(len(chain))]))
-        return cut(chain, *given)
-
-    monkeypatch.setattr(partition, "Timeline", Timeline)
-    monkeypatch.setattr(partition.Chain, "cut", seen)
-    return chains, timelines
-
-
-class Language(Decoder):
-    def forward(self, x):
-        tokens = torch.arange(ROWS).view(2, -1)
-        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
-
-
-@pytest.mark.parametrize("make", [blocks, lambda: Language(LAYERS)], ids=["gates", "a decoder"])
-def test_no_plan_loses_to_another_plan_of_the_graph(make, chains):
-    """What takes more time has a lower peak, whatever the share."""
-    trained(make().double(), memory=0.0)
-    ((chain, every),), (timeline,) = chains
-    plans = []
-    for share in range(11):
-        allowed = share / 10 * every[0].kept
-        index = chain.first(lambda choice, allowed=allowed: choice.kept <= allowed)
-        index = chain.fastest(timeline.peak, len(chain) - 1 if index is None else index)
-        plans.append((chain[index].ms, timeline.peak(chain[index].drop)))
-    assert len({*plans}) > 1
-    for less, more in itertools.pairwise(plans):
-        assert less == more or (less[0] > more[0] and less[1] < more[1])
-    for choice in every:  # those that were left out too
-        ms, peak = choice.ms, timeline.peak(choice.drop)
-        assert not any(mine >= ms and its * (1 - planner.DOUBT) > peak for mine, its in plans)
-
-
 def test_the_budget_of_torch_is_a_share(stock):
     with torch._functorch.config.patch(activation_memory_budget=0.4):
         harness = trained()
@@ -188,6 +146,21 @@ def test_checkpoints_without_a_policy_stay_as_they_are():
     harness = trained(nn.Sequential(*(checkpoint_wrapper(b) for b in blocks())))
     assert harness.report.memory is None
     assert kept(harness) <= LAYERS * ROWS * D * 8
+
+
+@pytest.mark.usefixtures("without_code")
+def test_dropout_draws_the_same_mask_in_both_passes():
+    """The gradient of x of ``dropout(x W)`` at zeros of the output is zero: masks are one."""
+    w = nn.Linear(D, D, bias=False)
+    x = torch.randn(ROWS, D, requires_grad=True)
+
+    def f(x):
+        return F.dropout(torch.tanh(w(x)), 0.5)
+
+    y = torch.compile(f, backend="coda", options={"gate": "always", "memory": 0.0})(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    scale = (y != 0).to(x.dtype) * 2 * (1 - torch.tanh(w(x)).square())
+    torch.testing.assert_close(gradient, scale @ w.weight, rtol=1e-4, atol=1e-5)
 
 
 def test_enabled_under_inductor():
