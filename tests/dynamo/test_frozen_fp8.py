@@ -3,6 +3,7 @@
 those of the weights that the FP8 numbers stand for."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,8 +84,11 @@ def test_adapters_train_on_frozen_fp8(given, fused):
     assert (backward > 0) == fused
 
 
-@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
-def test_pefts_own_adapters_train_as_on_the_numbers(config):
+@pytest.mark.parametrize(("config", "active"), [
+    ({}, ["default", "second"]), ({}, []), ({"use_rslora": True}, ["default"]),
+    ({"use_dora": True}, ["default"]),
+], ids=str)  # fmt: skip
+def test_pefts_own_adapters_train_as_on_the_numbers(config, active):
     peft = pytest.importorskip("peft")
     how = {"target_modules": "all-linear", "init_lora_weights": False, "lora_dropout": 0.0}
     harness, found = Harness(**ALL), []
@@ -95,9 +99,14 @@ def test_pefts_own_adapters_train_as_on_the_numbers(config):
             linear.weight = linear.weight if dtype == torch.bfloat16 else numbers_of(linear)
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, **how, **config))
+        if len(active) > 1:
+            model.add_adapter("second", peft.LoraConfig(r=8, **how))
+            model.base_model.set_adapter(active)
         for weight in (p for p in model.parameters() if p.requires_grad or dtype == torch.float32):
             weight.data = weight.data.to(dtype)
-        found.append(trained(call, model, fp8.batch(dtype)))
+        with nullcontext() if active else model.disable_adapter():
+            found.append(trained(call, model, fp8.batch(dtype)))
+    assert len(found[0]) == 2 + 6 * len(active) + 3 * ("use_dora" in config)
     assert harness.counts["fp8_linear"] == 3
     assert worst(*found) < 0.12
 
