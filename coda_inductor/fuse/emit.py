@@ -97,7 +97,7 @@ def _reference(program, exact, as_, bs, operands):
 def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
     _, n, _ = region.shape
     if kind == SWAPPED:
-        assert region.heads is not None, "rows are swapped for a rotation"
+        assert region.heads is not None, "rows are swapped within heads"
         row = _operand(put, node, "row", region)
         return splice(put.before, swap, (row, *region.heads), like=put.like)
     if kind == "col" and region.grouped and fake(node).dtype in HALF:
