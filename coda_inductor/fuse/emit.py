@@ -28,8 +28,8 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.program.dtypes import HALF
-from coda_inductor.program.heads import swap
 from coda_inductor.program.operands import KINDS
+from coda_inductor.program.reference import swap
 from coda_inductor.refusal import Refused, refuse
 from coda_inductor.semantic.loss import row_logsumexp
 

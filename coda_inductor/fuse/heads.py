@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations of attention heads on the tile (``program.heads``).
+"""Rotations of attention heads on the tile (``program.reference.swap``).
 
 Before::
 

@@ -53,7 +53,7 @@ class Region:
         lanes: the only readers of the one anchor: they select its even (0) or its odd (1) columns,
             each an accumulator.
         heads: for a region that swaps columns within heads: columns per head, how many of these it
-            swaps, and the distance of the two columns of a pair (``program.heads``).
+            swaps, and the distance of the two columns of a pair (``reference.swap``).
         eager: does each node round its value to its dtype, as eager does?
     """
 
