@@ -148,7 +148,7 @@ _NOTHING = {
         "async-tensor-parallel", "collective", "heads-tile", "idiom-form", "kernel-form",
         "layer-norm-no-mean", "layer-norm-training", "mask-device", "mask-form", "no-gain",
         "no-gemm", "no-neighbours", "norm-experts", "not-on-tile", "operand-depends",
-        "rotary-width", "shared-memory", "statistics-only",
+        "shared-memory", "statistics-only",
     ),
 }  # fmt: skip
 

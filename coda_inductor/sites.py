@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.fuse.grow import grow
+from coda_inductor.fuse.grow import grow, on_tile
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import gemm_inputs, routes_of
-from coda_inductor.graph.nodes import fake, renames
+from coda_inductor.graph.nodes import fake, renames, row_major
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import base
@@ -72,14 +72,12 @@ class Sites:
     def absorbs(self, gemm: Node, x: Node, scope: Scope, *, wins: bool = False) -> bool:
         """Can the epilogue of ``gemm`` compute ``x``, whose rows are the tile's? ``wins``: only in
         a kernel that is expected, or was measured, to win."""
-        if base(x, renames) is gemm and not wins:
-            return same(fake(x).shape[-1], fake(gemm).shape[-1])
-        region = grow((gemm,), scope)
-        if x not in region.values or not same(fake(x).shape[-1], region.shape[1]):
+        if not same(fake(x).shape[-1], fake(gemm).shape[-1]):
             return False
         if not wins or not self.plan.on_kernels(fake(gemm).device):
-            return True
-        return self.plan.judge(self.refined(region)).how != "unfused"
+            return base(x, renames) is gemm or (row_major(fake(x)) and on_tile(x, gemm, scope))
+        region = grow((gemm,), scope)
+        return x in region.values and self.plan.judge(self.refined(region)).how != "unfused"
 
     def for_products(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, training: bool

@@ -36,7 +36,7 @@ import torch
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.refusal import refuse
-from coda_inductor.semantic import rotate
+from coda_inductor.semantic.rotary import rotate
 
 
 def turned_halves(x, cos, sin, half):
@@ -97,7 +97,7 @@ def _shapes(match: Match):
     have = [t.shape[-1] for t in tables]
     if any(count != (half if paired else width) for count in have) or 2 * half != width:
         text = f"tables of {have[0]} and {have[1]} columns for {width} rotated ones"
-        return refuse("rotary-width", text)
+        return refuse("idiom-form", text)
     return None
 
 

@@ -23,7 +23,7 @@ import torch
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.refusal import refuse
-from coda_inductor.semantic import rotate_pairs
+from coda_inductor.semantic.rotary import rotate_pairs
 
 
 def complex_numbers(x, turns):

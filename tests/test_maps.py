@@ -4,6 +4,7 @@ and no page names a file that is gone or links to nothing."""
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from coda_inductor.remedies import REMEDIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, DOCS = ROOT / "coda_inductor", ROOT / "docs"
+SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "patterns").glob("*.py")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 FOLDERS = ("coda_inductor", "patterns", "docs", "tests", "tools", "benchmarks", "examples")
 #: Names that are no files of ours: a reader's own, those that a run writes, another project's.
@@ -40,6 +42,18 @@ def test_a_package_names_its_files_and_none_that_is_gone(package):
     text = ast.get_docstring(ast.parse(page.read_text())) or ""
     rows = re.findall(r"^(\w+) {2,}\S", text, re.MULTILINE)
     assert not set(rows) - modules(package)
+
+
+def test_rotations_are_known_in_few_files():
+    """Others ask whether an op crosses columns (``semantic.define.CROSSING``). QuACK's method
+    ``rotate_batch_last`` is about dimensions."""
+    known = set()
+    for path in SOURCES:
+        lines = iter(path.read_text().splitlines(keepends=True))
+        code = (t.string for t in tokenize.generate_tokens(lambda lines=lines: next(lines, "")))
+        code = " ".join(text for text in code if not text.startswith(("#", '"""')))
+        known |= {path} if re.search("(?i)rotary|rotat(?!e_batch)", code) else set()
+    assert len(known) <= 8
 
 
 def test_the_architecture_names_all_rooms():

@@ -3,7 +3,7 @@
 
 The result runs on the GPU, with one line per step, so that a user can read which ops were fused.
 QuACK's ``EpiMod`` traces ``epilogue(acc, c, <operands>)`` once per accumulator element; it returns
-``{"D": ..., <other stores>, <reductions>}``. Steps across the columns of a head (``program.heads``)
+``{"D": ..., <other stores>, <reductions>}``. Steps across the columns of a head (``swap``)
 are operands of it. Example, for the program in :mod:`coda_inductor.program.ir`::
 
     def epilogue(acc, c, w0):

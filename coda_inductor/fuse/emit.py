@@ -28,8 +28,8 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.program.dtypes import HALF
-from coda_inductor.program.heads import swap
 from coda_inductor.program.operands import KINDS
+from coda_inductor.program.reference import swap
 from coda_inductor.refusal import Refused, refuse
 from coda_inductor.semantic.loss import row_logsumexp
 
@@ -97,7 +97,7 @@ def _reference(program, exact, as_, bs, operands):
 def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:
     _, n, _ = region.shape
     if kind == SWAPPED:
-        assert region.heads is not None, "rows are swapped for a rotation"
+        assert region.heads is not None, "rows are swapped within heads"
         row = _operand(put, node, "row", region)
         return splice(put.before, swap, (row, *region.heads), like=put.like)
     if kind == "col" and region.grouped and fake(node).dtype in HALF:

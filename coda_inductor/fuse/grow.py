@@ -67,6 +67,13 @@ def grow(
             raise Refused(reason.within(f"{label(node)}: {{}}"))
 
 
+def on_tile(x: Node, anchor: Node, scope: Scope) -> bool:
+    """Can the epilogue of ``anchor`` compute ``x``? Nodes behind ``x`` are not considered: a region
+    with too many values gives up its last ones."""
+    grower = Grower(Region((anchor,), eager=scope.eager), scope, {})
+    return x in grower.run(early=True, last=x).values
+
+
 def _fewer_tiles(first: "Grower") -> "Grower":
     """``first``, or a region with fewer loads that recomputes values as the backward pass does."""
     region, scope, tiles = first.region, first.scope, first.tiles()
@@ -118,10 +125,11 @@ class Grower(Tile):
             self._reach(root)
         return True
 
-    def run(self, *, early: bool) -> Region:
-        """Grow as far as possible. ``early``: ban a value once it certainly cannot be stored."""
+    def run(self, *, early: bool, last: Node | None = None) -> Region:
+        """Grow as far as possible, or up to ``last``. ``early``: ban a value once it certainly
+        cannot be stored."""
         checked = len(self.history)
-        while self.frontier:
+        while self.frontier and (last is None or self.frontier[0] <= last):
             node = heapq.heappop(self.frontier)
             if node in self.visited:
                 continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations of attention heads on the tile (``program.heads``).
+"""Rotations of attention heads on the tile (``program.reference.swap``).
 
 Before::
 
@@ -29,7 +29,7 @@ from coda_inductor.refusal import Refusal, refuse
 UNREDUCED = refuse("kernel-form", "kernels that rotate heads cannot reduce")
 
 
-def lower_rotation(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
+def lower(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
     """The value of ``node``, a rotation of ``x``, or the reason why the tile of ``region`` cannot
     compute it. If it cannot, the region's operands and steps may have grown."""
     if not isinstance(x, str):

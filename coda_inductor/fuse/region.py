@@ -52,8 +52,8 @@ class Region:
         operands: the tensors that are read, each with its kind: one of ``KINDS``, or ``SWAPPED``.
         lanes: the only readers of the one anchor: they select its even (0) or its odd (1) columns,
             each an accumulator.
-        heads: for a region that rotates heads: columns per head, how many of these are rotated, and
-            the distance of the two columns of a pair (``program.heads``).
+        heads: for a region that swaps columns within heads: columns per head, how many of these it
+            swaps, and the distance of the two columns of a pair (``reference.swap``).
         eager: does each node round its value to its dtype, as eager does?
     """
 

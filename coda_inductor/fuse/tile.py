@@ -40,8 +40,8 @@ from coda_inductor.program.dtypes import FLOATS, dtype_name
 from coda_inductor.program.operands import KINDS
 from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.define import CROSSING
 from coda_inductor.semantic.loss import row_entropy
-from coda_inductor.semantic.rotary import rotate_heads
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
 MAX_VECTORS = 6
@@ -98,7 +98,7 @@ class Tile:
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return refuse("not-on-tile", f"{words_for(node)} changes the tile's shape")
-        supported = node.target in LOWERINGS or node.target is rotate_heads
+        supported = node.target in LOWERINGS or node.target in CROSSING
         if not supported and not renames_or_casts(node):
             text = f"{words_for(node)} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
@@ -131,8 +131,8 @@ class Tile:
                 part.popitem() if isinstance(part, dict) else part.pop()
 
     def _lower_args(self, node: Node, pull: bool) -> _Lowering:
-        if node.target is rotate_heads:
-            return self._rotate(node, pull)
+        if node.target in CROSSING:
+            return self._cross(node, pull)
         lowering, full = LOWERINGS.get(node.target), fake(node).shape
         for arg in node.all_input_nodes:
             if self._value(arg) is None:
@@ -162,12 +162,12 @@ class Tile:
         self._assign(node, result, pull)
         return None
 
-    def _rotate(self, node: Node, pull: bool) -> Refusal | None:
+    def _cross(self, node: Node, pull: bool) -> Refusal | None:
         args = arguments(node)
         tables = args["even"], args["odd"]
         why = next((w for t in tables if (w := self._check(t, fake(t).shape))), None)
         x = self._value(args["x"])
-        result = why or heads.lower_rotation(node, x, self.region, self._emit)
+        result = why or heads.lower(node, x, self.region, self._emit)
         if isinstance(result, Refusal):
             return result
         self._assign(node, result, pull)

@@ -13,6 +13,7 @@ from coda_inductor.compat import schema, storage, unset_fake_temporarily
 from coda_inductor.graph.read import kind, read
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.semantic.define import WORDS
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -22,8 +23,8 @@ _WORDS = {
     "attention_backward": "the gradient of attention", "attention": "attention",
     "gemm_epilogue": "a fused GEMM", "grouped_mm": "a product of experts", "bmm": "a product",
     "addmm": "a product", "mm": "a product", "view": "a reshape", "reshape": "a reshape",
-    "permute": "a transpose", "transpose": "a transpose", "rotary": "a rotary embedding",
-    "rotate": "a rotary embedding", "clone": "a copy", "convert_element_type": "a cast",
+    "permute": "a transpose", "transpose": "a transpose", "clone": "a copy",
+    "convert_element_type": "a cast",
 }  # fmt: skip
 #: Kinds of ops whose results have the same elements in the same order.
 _NAMES = ("names", "detaches")
@@ -115,7 +116,7 @@ def words_for(node: Node) -> str:
     if node.op != "call_function":
         return {"output": "the caller", "placeholder": "an input"}.get(node.op, node.op)
     name = getattr(node.target, "__name__", "").split(".")[0] or str(node.target)
-    return next((words for part, words in _WORDS.items() if part in name), name)
+    return next((words for part, words in (_WORDS | WORDS).items() if part in name), name)
 
 
 def label(node: Node) -> str:

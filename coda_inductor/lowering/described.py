@@ -20,7 +20,7 @@ from coda_inductor.report import SiteReport
 def unfused(gemm: Node, scope: Scope) -> SiteReport:
     """The report of a GEMM that is not fused, without a reason."""
     shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
-    traffic = bytes_plain(gemm)
+    traffic = bytes_of(gemm, *gemm.all_input_nodes)
     role = "weight gradient" if is_wgrad(gemm) else "input gradient"
     return SiteReport(
         locate(gemm),
@@ -96,8 +96,3 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
     if region.total is not None and not region.in_place:
         after += 2 * right  # the weights are read and written once more
     return before, after
-
-
-def bytes_plain(anchor: Node) -> int:
-    """Bytes that an unfused GEMM moves: its inputs (a bias too) and its product."""
-    return bytes_of(anchor, *anchor.all_input_nodes)

@@ -10,6 +10,7 @@ After::
     z = gemm_epilogue(x, w, [bias, scale], program)       # all but the product is the program's
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ from coda_inductor.options import GEMM
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, failed, refuse
 from coda_inductor.report import SiteReport
-from coda_inductor.semantic.rotary import rotate_heads
+from coda_inductor.semantic.define import CROSSING
 
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.
 Builder = Callable[[dict[Node, Refusal]], Region | None]
@@ -229,15 +230,16 @@ class _Planner:
         yield lambda bans: alternating(anchor, self.scope, bans)
         yield lambda bans: find_pair(anchor, self.scope, bans)
         yield lambda bans: grow((anchor,), self.scope, bans)
-        rotations = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
-        heads = [n for n in rotations if producer(n.all_input_nodes[0]) is anchor]
-        if heads and not {*readers(anchor)[1]} <= {*heads}:  # else nothing would be left
-            yield lambda bans: self._without(heads, anchor, bans)
+        find = functools.partial(anchor.graph.find_nodes, op="call_function")
+        calls = (call for op in CROSSING for call in find(target=op))
+        crossing = [n for n in calls if producer(n.all_input_nodes[0]) is anchor]
+        if crossing and not {*readers(anchor)[1]} <= {*crossing}:  # else nothing would be left
+            yield lambda bans: self._without(crossing, anchor, bans)
 
-    def _without(self, heads: list[Node], anchor: Node, bans: Bans) -> Region | None:
-        """The region of ``anchor`` without ``heads``, the rotations of its result, if a program
-        with them is slower; else None."""
-        refusals = dict.fromkeys(heads, refuse("no-gemm", "its GEMM is fused without it"))
+    def _without(self, crossing: list[Node], anchor: Node, bans: Bans) -> Region | None:
+        """The region of ``anchor`` without ``crossing``, if a program with these is slower; None if
+        nothing is left."""
+        refusals = dict.fromkeys(crossing, refuse("no-gemm", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**refusals, **bans})
         return region if region.work else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of columns within a head (``program.heads.swap``), as a QuACK resource.
+"""The exchange of columns within a head (``program.reference.swap``), as a QuACK resource.
 
 No data moves through shared memory: a thread has the same columns of every eight in each row on
 Hopper, and whole rows on Blackwell, so exchanged columns are accumulators of the same thread, of

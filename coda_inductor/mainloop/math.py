@@ -49,7 +49,7 @@ exp2 = _float_op(cute.math.exp2, fastmath=True)
 log = _float_op(cute.math.log, fastmath=True)
 log2 = _float_op(cute.math.log2, fastmath=True)
 sigmoid = _float_op(activation.sigmoid)
-# Full range reduction: rotary angles are large.
+# Full range reduction: angles of positions are large.
 sin, cos = _float_op(cute.math.sin), _float_op(cute.math.cos)
 log1p, expm1, tanh, erf = (
     _float_op(getattr(approximations, name), f=sys.modules[__name__])

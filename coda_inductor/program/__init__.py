@@ -6,7 +6,6 @@ operands  the tensors beside A and B: their kinds, and all differences between k
 dtypes  every dtype that programs know
 ops     the elementwise vocabulary
 grouped   products of rows with the weights of their group, in plain torch
-heads   rotations across the columns of an attention head
 simplify  shorter programs with the same meaning
 statistics  reductions read values as they are stored
 scales  the factors that an unfused FP8 GEMM applies itself

@@ -11,7 +11,7 @@ A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1``
 one shape: gate and up projections in one tile (rule R6 of the design). A *grouped* program
 multiplies rows by the B of their group, an expert: it has an operand of the kind "groups", and one
 of the kind "index" if its rows are gathered from A (``ROUTES``). In a program with a ``head``, N
-consists of heads with ``head`` columns each (``program.heads``).
+consists of heads with ``head`` columns each (``reference.swap``).
 
 Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
 

@@ -19,7 +19,6 @@ from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram, Store
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.grouped import group_of, grouped_product
-from coda_inductor.program.heads import swap
 from coda_inductor.program.scales import scaled
 from coda_inductor.program.statistics import ROUNDING
 
@@ -51,6 +50,16 @@ def mixed_entropy(entropies: Tensor, tiles: Tensor, lse: Tensor) -> Tensor:
     logs = tiles - lse[:, None]
     p = torch.exp(logs)
     return torch.where(p > 0, p * (entropies - logs), 0.0).sum(-1)
+
+
+def swap(x: Tensor, head: int, width: int, distance: int) -> Tensor:
+    """``x`` (..., N), of heads with ``head`` columns each, with exchanged columns: among the first
+    ``width`` of each head, those at ``distance`` from each other. Halves of a head have the
+    distance width / 2, neighbors 1. A head's positions are x * even + swap(x) * odd: signs are in
+    the tables (M, head), and both are 1/2 where a column keeps its value."""
+    heads = x.unflatten(-1, (-1, head))
+    swapped = heads[..., :width].unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
+    return torch.cat((swapped, heads[..., width:]), -1).flatten(-2)
 
 
 #: How the values of a tile are combined. So are the partials of all tiles, except entropies.

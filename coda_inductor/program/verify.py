@@ -147,7 +147,7 @@ def _outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> It
 
 
 def _heads(program: EpilogueProgram) -> Iterator[str]:
-    """Check swaps (``program.heads``): kernels can read only accumulators at another column."""
+    """Check swaps (``reference.swap``): kernels can read only accumulators at another column."""
     head, swaps = program.head, [step for step in program.steps if step.op == "swap"]
     tables = [o for o in program.operands if o.kind == "table"]
     if bool(head) != bool(swaps or tables):

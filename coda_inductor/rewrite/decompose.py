@@ -20,14 +20,13 @@ from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.splice import splice
 from coda_inductor.graph.vocabulary import REDUCTIONS
 from coda_inductor.record import Record
-from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.define import CROSSING, DEFINITIONS
 from coda_inductor.semantic.experts import group_rows
-from coda_inductor.semantic.rotary import rotate_heads
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """Decompose all but what an epilogue may absorb: GEMMs, reductions, rotations, group rows."""
-    decompose(graph, keep={*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
+    """Decompose all but GEMMs, group rows, and what epilogues absorb as a whole."""
+    decompose(graph, keep={*REDUCTIONS, *GEMMS, *CROSSING, group_rows})
 
 
 def decompose_pointwise(graph: Graph) -> None:

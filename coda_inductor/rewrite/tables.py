@@ -9,12 +9,12 @@ After::
 
     c = keep(cos(angles)); q2 = q * c + ...;  k2 = k * c + ...
 
-Why: each kernel that reads a rotary table computes it again, the sine of a large angle per value,
-in each head of each layer. The rotary gradient of a Llama layer took 342 us on an H100, and its
-traffic takes 40.
+Why: each kernel that reads a table of positions computes it again, the sine of a large angle per
+value, in each head of each layer. The gradient of queries and keys of a Llama layer took 342 us on
+an H100, and its traffic takes 40.
 
 A table is kept only if tensors of at least ``LEAST_READS`` times its size read it, its views, casts
-and copies apart. Rotations of heads that an epilogue may absorb (``rewrite.heads``) have their own
+and copies apart. Ops across columns that an epilogue may absorb (``rewrite.heads``) have their own
 tables: one that is not absorbed is decomposed, and the pass, which then runs again, sees its reads.
 """
 
@@ -28,8 +28,7 @@ from coda_inductor.graph.nodes import aten, fake, is_cast, renames_or_casts
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import may_move, only_reader, readers
 from coda_inductor.record import Record
-from coda_inductor.semantic.define import opaque
-from coda_inductor.semantic.rotary import rotate_heads
+from coda_inductor.semantic.define import CROSSING, opaque
 
 LEAST_READS = 8
 
@@ -61,7 +60,7 @@ def _is_shared(table: Node) -> bool:
     """Do readers with large results, ``LEAST_READS`` times the table in all, read ``table``?"""
     elements = hint(fake(table).numel())
     _, users = readers(table, lambda n: may_move(n) or is_cast(n))
-    results = [tree_leaves(fake(user)) for user in users if user.target is not rotate_heads]
+    results = [tree_leaves(fake(user)) for user in users if user.target not in CROSSING]
     sizes = [[hint(x.numel()) for x in xs if isinstance(x, Tensor)] for xs in results]
     largest = [max(each, default=0) for each in sizes]
     return sum(largest) >= LEAST_READS * elements and max(largest, default=0) > elements

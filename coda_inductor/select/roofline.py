@@ -43,9 +43,9 @@ INSTRUCTIONS = {
     "exp": 5, "log": 5, "sqrt": 5, "rsqrt": 4, "exp2": 4, "log2": 4, "reciprocal": 4,
     "neg": 0, "abs": 0,
 }  # fmt: skip
-#: Cost of rotating heads in an epilogue, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and
-#: 70B widths (rules.md), so it is no gain unless a measurement shows one.
-ROTATION_BYTES = 6
+#: Cost of a swap of columns, as bytes per element: 3.6 to 5.5 on an H200 for 1B, 8B and 70B widths
+#: (rules.md), so it is no gain unless a measurement shows one.
+SWAP_BYTES = 6
 #: Cost of each sum in an epilogue beyond two, as bytes per element. The gradient of a LayerNorm has
 #: four: 34 and 67 us over cuBLAS in ViT-L, 12608 x 1024, whose loads take 6 and 12.
 FURTHER_SUM_BYTES = 5
@@ -75,7 +75,7 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     instructions = elements * sum(INSTRUCTIONS.get(step.op, 1) for step in program.steps)
     steps_us = instructions / (EPILOGUE_RATE * gpu.processors)
     us = START_US + max(math_us, elements * stores / gpu.bytes_per_us, read_us, steps_us)
-    loads += ROTATION_BYTES * bool(program.head)
+    loads += SWAP_BYTES * bool(program.head)
     sums = sum(reduce.combine == "add" for reduce in program.reduces)
     loads += FURTHER_SUM_BYTES * max(0, sums - 2)
     us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us

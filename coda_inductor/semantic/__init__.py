@@ -9,7 +9,7 @@ needed, so that frozen weights need no extra patterns.
 
 norms       norms of rows, and a record of the properties of each
 loss        cross entropies of logits
-rotary      rotations of queries and keys
+rotary      embeddings of positions in queries and keys
 experts     a mixture's routing, grouped products and sums
 dropout     products behind dropout, and their gradients
 fp8         quantizations, scaled products, layers on frozen weights
@@ -18,6 +18,5 @@ fp8_casts   the casts that quantizations become
 
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import layer_norm, rms_norm
-from coda_inductor.semantic.rotary import rotate, rotate_pairs
 
-__all__ = ["cross_entropy", "layer_norm", "rms_norm", "rotate", "rotate_pairs"]
+__all__ = ["cross_entropy", "layer_norm", "rms_norm"]

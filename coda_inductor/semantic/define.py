@@ -45,6 +45,10 @@ class Definition:
 
 #: Every semantic op.
 DEFINITIONS: dict[OpOverload, Definition] = {}
+#: The ops that cross columns within a head, as epilogues can: they stay until GEMMs are fused.
+CROSSING: set[OpOverload] = set()
+#: A part of an op's name -> the words for such ops in messages.
+WORDS: dict[str, str] = {}
 
 
 def schema_text(function: Callable[..., Any], results: str = "") -> str:

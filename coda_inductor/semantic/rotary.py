@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.semantic.define import compose, define, statistics_dtype
+from coda_inductor.semantic.define import CROSSING, WORDS, compose, define, statistics_dtype
+
+WORDS |= dict.fromkeys(("rotary", "rotate"), "a rotary embedding")
 
 
 def rotate_definition(
@@ -118,3 +120,6 @@ def rotate_heads(
     assert even.shape == odd.shape, "tables of the same shape"
     heads = x.unflatten(-1, (-1, even.shape[-1]))
     return rotate_definition(heads, cos, sin, *how).flatten(-2)
+
+
+CROSSING.add(rotate_heads)

@@ -7,7 +7,7 @@ import programs
 import pytest
 import torch
 
-from coda_inductor.program.heads import swap
+from coda_inductor.program.reference import swap
 from coda_inductor.select.config import Config
 
 pytest.importorskip("quack")

@@ -17,7 +17,8 @@ from coda_inductor.patterns.equal import difference
 from coda_inductor.patterns.exact import expression
 from coda_inductor.patterns.formulas import FORMULAS
 from coda_inductor.patterns.prove import prove
-from coda_inductor.semantic import cross_entropy, rms_norm, rotate_pairs
+from coda_inductor.semantic import cross_entropy, rms_norm
+from coda_inductor.semantic.rotary import rotate_pairs
 
 G, U = sympy.symbols("gate up", real=True)
 

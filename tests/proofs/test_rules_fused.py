@@ -21,8 +21,9 @@ from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.runtime import linear_cross_entropy
-from coda_inductor.semantic import cross_entropy, rotate
+from coda_inductor.semantic import cross_entropy
 from coda_inductor.semantic.loss import entropy
+from coda_inductor.semantic.rotary import rotate
 
 
 def fuse(graph):

@@ -169,9 +169,9 @@ OTHERS = {
     "read elsewhere": (both, HEADS, (T, 1, D), "intermediate-used"),
     "unequal parts": (
         lambda x, cos, sin: x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin,
-        HEADS, (T, 1, D), "rotary-width",
+        HEADS, (T, 1, D), "idiom-form",
     ),
-    "narrow tables": (llama, HEADS, (1, T, 1), "rotary-width"),
+    "narrow tables": (llama, HEADS, (1, T, 1), "idiom-form"),
     "another shape": (llama, ONE, (B, T, D), "idiom-form"),
     "complex, another shape": (own_turns, ONE, (B, T, D // 2), "idiom-form"),
     "complex, but scaled": (scaled, HEADS, SMALL, "idiom-form"),
@@ -188,6 +188,7 @@ def test_what_only_looks_like_one_stays():
     assert not found(harness)
     assert {code for *_, code in OTHERS.values()} - {""} <= codes(harness)
     assert "it multiplies torch.float64 and torch.float64" in reasons(harness)
+    assert "tables of 1 and 1 columns for 8 rotated ones" in reasons(harness)
 
 
 LEARNED = {"llama": (llama, HEADS, (1, T, D)), "complex": (torchtitan, HEADS, SMALL)}

@@ -48,7 +48,7 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None if they cannot be distinguished."""
     # Is each product in memory in the backward pass anyway? Queries and keys are not, because
-    # attention reads their rotations.
+    # attention reads them with their positions.
     reads = [
         readers(z, lambda u: renames(u) or u.target is aten.permute.default)
         for z, _ in products or ()
