@@ -128,6 +128,15 @@ def test_a_product_under_a_factor_for_each_row_is_summed_as_eagers():
     assert len(harness.fused) == 1
 
 
+@pytest.mark.parametrize("bias", [(D,), (1,), (ROWS, 1), (ROWS, D)], ids=str)
+def test_a_bias_of_any_shape_is_added_before_its_product_is_rounded(bias):
+    """A head with one output has one number as its bias."""
+    tensors = [randn(*shape).bfloat16() for shape in (bias, (ROWS, D), (D, D))]
+    harness, function = Harness(numerics="eager", gate="always"), lambda *t: torch.addmm(*t).relu()
+    assert differing([harness.run(function, *tensors)], [function(*tensors)]) == 0
+    assert len(harness.fused) == 1
+
+
 def test_the_largest_of_a_row_is_of_the_float32_sum():
     """As in eager; the next product reads a rounded copy."""
 
