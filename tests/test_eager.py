@@ -120,6 +120,23 @@ def test_powers_round_each_product():
     assert len(harness.fused) == 2
 
 
+def test_a_product_under_a_factor_for_each_row_is_summed_as_eagers():
+    """A sum in float32 ends on another side of a rounding for a few of so many numbers."""
+    tensors = [randn(*shape).bfloat16() for shape in ((512, 300), (300, 512), (512, 1))]
+    harness, function = Harness(numerics="eager", gate="always"), lambda x, w, row: (x @ w) * row
+    assert differing([harness.run(function, *tensors)], [function(*tensors)]) == 0
+    assert len(harness.fused) == 1
+
+
+@pytest.mark.parametrize("bias", [(D,), (1,), (ROWS, 1), (ROWS, D)], ids=str)
+def test_a_bias_of_any_shape_is_added_before_its_product_is_rounded(bias):
+    """A head with one output has one number as its bias."""
+    tensors = [randn(*shape).bfloat16() for shape in (bias, (ROWS, D), (D, D))]
+    harness, function = Harness(numerics="eager", gate="always"), lambda *t: torch.addmm(*t).relu()
+    assert differing([harness.run(function, *tensors)], [function(*tensors)]) == 0
+    assert len(harness.fused) == 1
+
+
 def test_the_largest_of_a_row_is_of_the_float32_sum():
     """As in eager; the next product reads a rounded copy."""
 

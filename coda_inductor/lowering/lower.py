@@ -95,7 +95,8 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
 
 def _exact(call: Node, plan: "Plan") -> bool:
     """Does ``call``, where it runs as plain ops, not round its product before the epilogue? It
-    never does under a scale of rows: the operand that waits for the scale is rounded already."""
+    never does under a scale of rows, for which a rounded operand waits (not in eager numerics)."""
     args = arguments(call)
     scaled = any(o.kind == "col" for o in EpilogueProgram.from_json(args["program"]).operands)
+    scaled &= plan.options.numerics == "fused"
     return scaled or not plan.rounds(fake(args["as_"][0]))

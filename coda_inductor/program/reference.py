@@ -116,9 +116,9 @@ def run(
                 done.update(scale.steps)
     else:
         biases = {} if exact or len(as_) > 1 else _biases(program)
-        for acc, (name, position) in biases.items():
-            bias = operands[position][::2] if program.paired else operands[position]
-            env[name] = torch.addmm(bias, as_[0], bs[program.accs.index(acc)]).to(wide)
+        for acc, (name, bias) in biases.items():
+            term = env[bias].to(as_[0].dtype)
+            env[name] = torch.addmm(term, as_[0], bs[program.accs.index(acc)]).to(wide)
             done.add(name)
         if len(biases) < len(program.accs):
             env.update(_products(program, as_, bs, (groups, index), wide, exact=exact))
@@ -181,23 +181,21 @@ def _load(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[st
     return env
 
 
-def _biases(program: EpilogueProgram) -> dict[str, tuple[str, int]]:
-    """For each accumulator whose only reader is a step that adds a bias: (that step, the position
-    of the bias). ``addmm`` rounds once where a product and a sum round twice; in float32 only the
-    step's origin tells them apart, because no cast lies between the two."""
-    rows = {
-        operand.name: i
-        for i, operand in enumerate(program.operands)
-        if operand.kind == "row" and operand.dtype == program.a_dtype and not program.grouped
-    }
+def _biases(program: EpilogueProgram) -> dict[str, tuple[str, str]]:
+    """For each accumulator whose only reader is a step that adds a bias: (that step, the bias).
+    ``addmm`` rounds once where a product and a sum round twice. The step's origin tells them apart,
+    for a bias of rows only in float32: in 16 bits a cast lies between the two, or once is better.
+    """
+    kinds = {o.name: o.kind for o in program.operands if o.dtype == program.a_dtype}
     read = {s.value for s in program.stores} | {r.value for r in program.reduces}
     biases = {}
-    for acc in program.accs:
+    for acc in () if program.grouped else program.accs:
         readers = [step for step in program.steps if acc in step.args]
-        i = next((rows[a] for step in readers for a in step.names if a in rows), None)
-        one = program.a_dtype != "float32" or any("addmm" in step.origin for step in readers)
-        if one and i is not None and [step.op for step in readers] == ["add"] and acc not in read:
-            biases[acc] = readers[0].name, i
+        bias = next((a for step in readers for a in step.names if a in kinds), "")
+        row = program.a_dtype != "float32" and kinds.get(bias) == "row"
+        one = row or any("addmm" in step.origin for step in readers)
+        if one and bias and [step.op for step in readers] == ["add"] and acc not in read:
+            biases[acc] = readers[0].name, bias
     return biases
 
 
