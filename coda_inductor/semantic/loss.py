@@ -104,9 +104,10 @@ def _gathered(rows: Tensor, index: Tensor, _dtype: torch.dtype) -> Tensor:
 
 
 def _compared(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """By numbers of columns in ``dtype``, of which a tile reads one a column and one a row."""
+    """By numbers of columns in ``dtype``, of which a tile reads one a column and one a row. As a
+    number is looked up, an index out of range is an error here too."""
     columns = torch.arange(rows.shape[1], dtype=dtype, device=rows.device)
-    away = (columns - index[:, None].to(dtype)).abs()
+    away = (columns - columns.gather(0, index)[:, None]).abs()
     return torch.where(away < 0.5, rows.to(dtype), 0.0).sum(1)
 
 

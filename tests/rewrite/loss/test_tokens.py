@@ -91,6 +91,13 @@ def test_without_gradients_no_logits_are_in_memory(loss, tiles, monkeypatch):
     assert not site.program.stores
 
 
+def test_a_target_out_of_range_is_an_error_where_logits_are_not_stored():
+    x, labels = inputs()
+    harness = Harness(reference=True)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        harness.run(lambda x, w, y: one_softmax(x @ w.T, y), x, randn(V, D), labels + V)
+
+
 def test_logits_that_are_not_stored_round_as_if_they_were():
     """Else a policy would differ from itself."""
     x, labels = (t.detach() for t in inputs(torch.bfloat16))
