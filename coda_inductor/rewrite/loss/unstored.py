@@ -16,8 +16,8 @@ rounded to their dtype first, as they are where they are stored.
 
 Why it pays: the logits are the largest tensor, and reference and old policies want nothing of them.
 
-Leaves alone: training graphs, which read the logits again; logits that anything else reads, or that
-no GEMM makes.
+Leaves alone: training graphs, which read the logits again; logits that anything else reads, that no
+GEMM makes, or one that no kernel can run: they are in memory, where one gather finds a target's.
 """
 
 from torch.fx import Graph, Node
@@ -33,17 +33,19 @@ from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.loss import compared_cross_entropy, cross_entropy, entropy
 
 
-def compare_targets(graph: Graph, _record: Record) -> None:
+def compare_targets(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every ``cross_entropy`` of an inference ``graph``, in place."""
     if training(graph):
         return
-    for node in [n for n in graph.nodes if n.target is cross_entropy and _alone(n)]:
+    for node in [n for n in graph.nodes if n.target is cross_entropy and _alone(n, record)]:
         meta = {"coda_pattern": (DEFINITIONS[cross_entropy].name, node.name)}
         replace_parts(node, splice(node, compared_cross_entropy, node.args, meta=meta))
 
 
-def _alone(node: Node) -> bool:
-    """Does a GEMM make the logits of ``node``, which only statistics of their rows read?"""
+def _alone(node: Node, record: Record) -> bool:
+    """May a kernel make the logits of ``node``, which only statistics of their rows read?"""
     logits = base(arguments(node)["logits"], renames_or_casts)
     _, users = readers(logits, renames_or_casts)
-    return producer(logits) is not None and all(u.target in (cross_entropy, entropy) for u in users)
+    gemm = producer(logits)
+    alone = gemm is not None and all(u.target in (cross_entropy, entropy) for u in users)
+    return alone and record.sites.refusal(gemm) is None

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from checking import check, check_gradients, leave_custom_ops, raised, randn, slice_logits
 from harness import Harness
 from passes import codes
-from zoo.heads import ROWS, B, D, Head, Several, V, inputs, wide
+from zoo.heads import ROWS, B, D, Head, Several, T, V, inputs, wide
 
+from coda_inductor.refusal import refuse
 from coda_inductor.semantic.loss import cross_entropy, entropy
+from coda_inductor.sites import Sites
 
 
 def picked(z, y):
@@ -89,6 +91,18 @@ def test_without_gradients_no_logits_are_in_memory(loss, tiles, monkeypatch):
     assert harness.counts["cross_entropy"] == harness.counts["entropy"] == 1
     (site,) = harness.fused
     assert not site.program.stores
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_targets_are_gathered_from_logits_that_no_kernel_makes(made, monkeypatch):
+    """They are inputs, or results of a GEMM that may not be a kernel."""
+    if made:
+        monkeypatch.setattr(Sites, "refusal", lambda *_: refuse("kernel-form", "none"))
+    (x, labels), w = inputs(), randn(V, D)
+    given, logits = ((x, w), lambda x, w: x @ w.T) if made else ([randn(B, T, V)], lambda z: z)
+    harness = check(lambda y, *g: one_softmax(logits(*g), y), labels, *given)
+    assert harness.ops()["aten.gather.default"] == 1
+    assert harness.ops()["aten.lt.Scalar"] == 0  # of distances between columns
 
 
 def test_a_target_out_of_range_is_an_error_where_logits_are_not_stored():
