@@ -6,7 +6,7 @@ because a callback sees no batch and TRL's losses read ``attention_mask``.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from coda_inductor.compat import dynamo_config, is_compiled
 from coda_inductor.errors import CodaError
@@ -29,10 +29,11 @@ class CodaCallback(TrainerCallback):
     """Compile the model for ``backend="coda"`` when training begins, and say what was fused.
 
     While it trains, ``use_cache`` is False in each config of the model, unless the training
-    arguments ask for it, and TRL's head, which works in chunks, is operations of the graph
-    (:mod:`coda_inductor.trl`). Blocks that FSDP2 shards are compiled one by one. Under
-    DistributedDataParallel graphs are not cut at its buckets (``optimize_ddp``), and ranks compare
-    the gradients of the first step. A model that is compiled already stays so.
+    arguments ask for it, TRL's head, which works in chunks, is operations of the graph
+    (:mod:`coda_inductor.trl`), and embeddings lose hooks that checkpoints do not need. Blocks that
+    FSDP2 shards are compiled one by one. Under DistributedDataParallel graphs are not cut at its
+    buckets (``optimize_ddp``), and ranks compare the gradients of the first step. A model that is
+    compiled already stays so.
 
     Args:
         how: arguments of torch.compile, e.g. ``options={"memory": 0.5}`` or ``dynamic=True``.
@@ -59,6 +60,7 @@ class CodaCallback(TrainerCallback):
         if args.torch_compile or (compiled and model is not self.compiled):
             say_once("CodaCallback leaves the model as it is, which is compiled already")
             return
+        self.undo.callback(free_inputs(model))
         if self.unchecked:
             self.undo.enter_context(dynamo_config.patch(optimize_ddp=False))
         blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
@@ -91,6 +93,28 @@ def summary(graphs: Sequence[GraphReport]) -> str:
     why = Counter(s.refusal.code for s in sites if not (s.fused or s.refusal is None)).most_common()
     rest = "; not fused: " + ", ".join(f"{n} {code}" for code, n in why) if why else ""
     return f"{len(graphs)} graph(s), {GraphReport('', sites).summary}{rest}"
+
+
+def free_inputs(model: nn.Module) -> Callable[[], None]:
+    """Take away the hooks by which an embedding's result requires gradients, where checkpoints are
+    not reentrant and do not need it. Returns the function that undoes it.
+
+    transformers adds one each time that checkpoints are turned on, as TRL's trainers for DPO and
+    GRPO do in each step: a graph with adapters breaks at it, and all graphs are compiled again,
+    until Dynamo's limit is reached and nothing is compiled."""
+    undo = ExitStack()
+    made = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
+    if any(getattr(f, "keywords", {}).get("use_reentrant") is not False for f in made if f):
+        return undo.close
+    for module in model.modules():
+        hooks = module._forward_hooks
+        for key, hook in [*hooks.items()]:
+            if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                undo.callback(hooks.setdefault, key, hooks.pop(key))
+        if isinstance(module, PreTrainedModel):
+            vars(module)["enable_input_require_grads"] = lambda: None
+            undo.callback(vars(module).pop, "enable_input_require_grads", None)
+    return undo.close
 
 
 def compare_gradients(model: nn.Module) -> None:

@@ -26,12 +26,30 @@ def open_head(model: nn.Module) -> Callable[[], None] | None:
     the function that undoes it, or None. No other object is changed."""
     for module in model.modules():
         forward = vars(module).get("forward")
-        function: Any = getattr(forward, "__func__", None)
-        if _CHUNKED in getattr(getattr(function, "__code__", None), "co_names", ()):
-            opened = types.MethodType(_with(function, **{_CHUNKED: Head}), module)
-            module.forward = opened
+        found: Any = [getattr(forward, "__func__", None)]  # outermost first
+        while found[-1] is not None and not _is_chunked(found[-1]):
+            found.append(getattr(found[-1], "__wrapped__", None))
+        if (function := found[-1]) is not None:
+            opened: Any = _with(function, **{_CHUNKED: Head})
+            if len(found) > 1:
+                opened = _wrapped_as(found[-2], opened)
+            module.forward = types.MethodType(opened, module)
             return functools.partial(setattr, module, "forward", forward)
     return None
+
+
+def _wrapped_as(wrapper: types.FunctionType, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under the autocast of ``wrapper``, with results in float32, as accelerate
+    prepares a model for 16 bits."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    inner = (cell.cell_contents for cell in wrapper.__closure__ or ())
+    cast = next(each for each in inner if isinstance(each, torch.autocast))
+    return convert_outputs_to_fp32(cast(function))
+
+
+def _is_chunked(function: Any) -> bool:
+    return _CHUNKED in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _with(function: types.FunctionType, **names: Any) -> types.FunctionType:

@@ -52,6 +52,29 @@ def test_it_trains_as_without(caplog):
     assert fired == Counter(counters["coda"])
 
 
+def test_checkpoints_turned_on_in_each_step_compile_once():
+    """TRL's trainers for DPO and GRPO do that, and each time an embedding gets one more hook."""
+    peft = pytest.importorskip("peft")
+    found = []
+    again = transformers.TrainerCallback()
+
+    def turn_on(*_, model, **__):
+        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable()
+
+    again.on_step_end = turn_on
+    for callbacks in ([again], [CodaCallback(), again]):
+        model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
+        made = trainer(model, callbacks, gradient_checkpointing=True)
+        made.train()
+        found.append(losses(made))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+    model.enable_input_require_grads()
+    hidden = model.get_input_embeddings()(torch.tensor([1]))
+    assert hidden.requires_grad
+
+
 @pytest.mark.parametrize("by", ["in place", "a part", "wrapper", "trainer"])
 def test_a_compiled_model_stays(by, caplog):
     model = llama()

@@ -105,6 +105,23 @@ def test_an_opened_head_gives_the_same(bias, how):
     assert model.forward is before
 
 
+def test_a_head_is_opened_within_wrappers_of_accelerate():
+    """As ``Accelerator.prepare_model`` puts them around a forward, for bf16."""
+    utils = pytest.importorskip("accelerate.utils")
+    model, (x, labels) = give_head(Model(), outputs=()), batch()
+    cast = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+    model.forward = types.MethodType(utils.convert_outputs_to_fp32(cast), model)
+    before, want = model.forward, model(x, labels, fused=True)
+    model.compile(backend="coda", options={"reference": True, "strict": True}, fullgraph=True)
+    undo = open_head(model)
+    have = model(x, labels, fused=True)
+    assert len(calls) == 1  # by ``want``
+    torch.testing.assert_close(have, want, rtol=0, atol=5e-2)
+    assert counters["coda"]["cross_entropy"] == 1
+    undo()
+    assert model.forward is before
+
+
 def assert_same_gradients(model, have, x, labels):
     """Of log-probabilities and entropies, which the stand-in has no backward pass for."""
     plain = Model.forward(model, x).flatten(0, 1).log_softmax(-1)
