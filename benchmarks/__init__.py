@@ -3,6 +3,7 @@
 
 headline, first    sustained steps, and cold first ones, under torch.compile and coda
 whole, curve       how whole models train: speed and peak, and what they learn
+trainers           whole steps and losses of TRL's trainers
 memory             time against peaks
 account            where a step goes, to the last kernel
 worth              a step without each feature

@@ -23,7 +23,7 @@ import torch
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR")
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "transformers",
-            "liger-kernel", "torchao", "coda-inductor")  # fmt: skip
+            "liger-kernel", "torchao", "trl", "peft", "coda-inductor")  # fmt: skip
 
 
 def _output(*command: str) -> str | None:

@@ -59,6 +59,7 @@ def _model(
 #: milliseconds: class in transformers, hidden and inner size, heads, layers, vocabulary, kv heads.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": _model("Qwen3ForCausalLM", 2048, 6144, 16, 8, 151936, 8, head_dim=128),  # 1.7B
+    "qwen3_4b": _model("Qwen3ForCausalLM", 2560, 9728, 32, 8, 151936, 8, head_dim=128),
     "qwen3_8b": _model("Qwen3ForCausalLM", 4096, 12288, 32, 4, 151936, 8, head_dim=128),
     # all of it
     "qwen3_14b": _model("Qwen3ForCausalLM", 5120, 17408, 40, 40, 151936, 8, head_dim=128),

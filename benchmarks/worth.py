@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from . import environment, models
 from .measure import mark
@@ -262,13 +263,13 @@ def watched() -> tuple[set[str], Counter[str]]:
 def compiled(
     step: Step, turn: Callable[[], AbstractContextManager[None]], eager: bool = False
 ) -> Iterator[None]:
-    """Take the first step, and what is in the body, in a turn that begins when it is compiled: most
-    of that is the host's work, and nobody is kept from the GPU meanwhile."""
+    """Take the first step, and what is in the body, in a turn that begins when its first graph is
+    compiled: most of that is the host's work, and nobody is kept from the GPU meanwhile."""
     with ExitStack() as stack:
         entered: list[None] = []
 
         def begin(*_: Any) -> None:
-            if not entered:
+            if not entered and (eager or counters["stats"]["unique_graphs"]):
                 entered.append(stack.enter_context(turn()))
 
         handler = torch._dynamo.callback.callback_handler
