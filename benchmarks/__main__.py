@@ -6,7 +6,7 @@ import sys
 
 #: Names of modules, imported when asked for.
 COMMANDS = ("account", "worth", "headline", "first", "whole", "paper", "memory", "dit",
-            "curve", "flex", "tokens", "parallel", "trainers")  # fmt: skip
+            "curve", "tokens", "parallel", "trainers")  # fmt: skip
 
 
 def main() -> None:

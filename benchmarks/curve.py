@@ -5,11 +5,13 @@
 torch.compile with two seeds (``compile``, ``compile 1``) and coda with the first. ``again`` repeats
 the first steps, to compare losses bit by bit; ``exact`` does so under deterministic algorithms.
 ``--variant`` takes shell patterns ("bf16*"); commands on other GPUs may write the same file.
-``--render`` writes table and picture into docs/results.
+``--render`` writes table and picture into docs/results, where those of h200_X.json are named X.
 
 The text is the Python source of the standard library, torch and transformers, a file in forty held
-out. Weights are in bf16, their masters in float32, as FSDP2 and Megatron have them. coda fuses all
-that it may (``gate="always"``). The held-out loss is eager's, whatever trained the weights.
+out. Weights are in bf16, their masters in float32, as FSDP2 and Megatron have them; ``adamw`` has
+no masters and clips nothing, so that ``in_backward`` may update the weights. ``lora_fp8`` quantizes
+the frozen weights of ``lora``; ``r8`` is its rank in place of 16. coda fuses all that it may
+(``gate="always"``). The held-out loss is eager's, whatever trained the weights; torchao's for FP8.
 """
 
 import array
@@ -25,7 +27,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,15 +36,26 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from coda_inductor.optim import Updated, in_backward
+
 from . import environment, headline, measure, models, whole, worth, worth_models
 
-#: Name -> title and the learning rate's peak.
-RECIPES = {"bf16": ("bfloat16", 6e-4), "rowwise": ("FP8 rowwise", 6e-4),
-           "lora": ("LoRA, dropout 0.1", 1e-3), "experts": ("experts", 6e-4)}  # fmt: skip
-FULL = ("compile", "coda", "compile 1")
+#: Title -> torch.compile's run, coda's, and perhaps torch.compile's with another seed.
+CURVES = {
+    "bfloat16": ("bf16 compile", "bf16 coda", "bf16 compile 1"),
+    "FP8 rowwise": ("rowwise compile", "rowwise coda", "rowwise compile 1"),
+    "LoRA, dropout 0.1": ("lora compile", "lora coda", "lora compile 1"),
+    "experts": ("experts compile", "experts coda", "experts compile 1"),
+    "LoRA on FP8": ("lora compile", "lora_fp8 coda", "lora compile 1"),
+    "LoRA on FP8, seed 1": ("lora compile 1", "lora_fp8 coda 1"),
+    "LoRA on FP8, rank 8": ("lora compile r8", "lora_fp8 coda r8"),
+    "LoRA on FP8, rank 64": ("lora compile r64", "lora_fp8 coda r64"),
+    "AdamW in_backward": ("adamw compile", "adamw coda in_backward", "adamw compile 1"),
+}
 LABELS, COLORS = ("torch.compile", "coda", "another seed"), ("#9aa4b2", "#2f81f7", "#d6a24a")
-VARIANTS = [f"{recipe} {run}" for run in (*FULL, "coda again", "coda exact", "coda exact again")
-            for recipe in RECIPES]  # fmt: skip
+VARIANTS = [*dict.fromkeys(itertools.chain(*CURVES.values())),
+            *(f"{runs[1]} {how}" for how in ("again", "exact", "exact again")
+              for runs in CURVES.values())]  # fmt: skip
 #: Steps of a short run, between two held-out losses, and until the learning rate has risen.
 SHORT, EVERY, RISE = 200, 100, 100
 ROWS, LENGTH, HELD = 8, 1024, 8
@@ -59,7 +72,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args(arguments)
     if options.render:
-        sys.exit(render(json.loads(options.file.read_text())))
+        mark = options.file.stem.partition("_")[2]
+        sys.exit(render(json.loads(options.file.read_text()), mark))
     if options.part:
         about = environment.describe(arguments[:-2], options.commit, "benchmarks.curve")
         keep = functools.partial(environment.keep, options.file, about)
@@ -78,23 +92,25 @@ def train(name: str, steps: int, keep: Any, base: Path) -> None:
     file of the weights that adapters start from."""
     recipe, backend, *how = name.split()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    began, seed, rate = time.perf_counter(), int("1" in how), RECIPES[recipe][1]
-    short = min(SHORT, steps)
+    began, seed, short = time.perf_counter(), int("1" in how), min(SHORT, steps)
     last = short if {"again", "exact"} & {*how} else steps
-    tokens, held = (part.to(measure.device()) for part in text())
-    torch.manual_seed(0 if recipe == "lora" else seed)
+    tokens, held = once(base.with_suffix(".text.pt"), text)
+    torch.manual_seed(0 if "lora" in recipe else seed)
     model = model_of(recipe)
-    if recipe == "lora":
-        start_from(base, model, tokens, steps)
+    if "lora" in recipe:
+        model.load_state_dict(once(base, lambda: pretrained(model, tokens, steps)))
+        if recipe == "lora_fp8":
+            worth_models.quantized(model, least=16)
         torch.manual_seed(seed)
-        model = worth_models.adapted(model).bfloat16()
+        rank = next((int(word[1:]) for word in how if word[0] == "r"), 16)
+        model = worth_models.adapted(model, rank=rank).bfloat16()
     # With ``warn_only`` cuDNN's attention sums in any order; experts' torch.histc raises without.
     torch.use_deterministic_algorithms("exact" in how, warn_only=recipe == "experts")
     options = {"backend": "coda", "options": {"gate": "always"}} if backend == "coda" else {}
     function = torch.compile(model, dynamic=False, **options)
     found: dict[str, Any] = {"held_out": {"0": held_out(model, held)}, "losses": []}
     losses: list[Tensor] = []
-    run = training(model, function, tokens, steps, seed, rate)
+    run = training(model, function, tokens, steps, seed, recipe, "in_backward" in how)
     for step, loss in enumerate(itertools.islice(run, last), 1):
         losses.append(loss)
         if step % EVERY == 0 or step in (short, steps):
@@ -109,18 +125,21 @@ def train(name: str, steps: int, keep: Any, base: Path) -> None:
             keep({name: found})
 
 
-def start_from(base: Path, model: Any, tokens: Tensor, steps: int) -> None:
-    """Load what eager trained for a tenth of the steps, the same bits for all: the first process
-    makes the file ``base``."""
-    with worth.turn(base.with_suffix(".pt.lock")):
-        if not base.exists():
-            run = training(model, model, tokens, steps, 2, RECIPES["bf16"][1])
-            list(itertools.islice(run, math.ceil(steps / 10)))
-            torch.save(model.state_dict(), base)
-    model.load_state_dict(torch.load(base, map_location=measure.device()))
+def once(file: Path, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, the same bits for all: the first process makes the file."""
+    with worth.turn(file.with_suffix(".pt.lock")):
+        if not file.exists():
+            torch.save(make(), file)
+    return torch.load(file, map_location=measure.device())
 
 
-@functools.cache
+def pretrained(model: Any, tokens: Tensor, steps: int) -> dict[str, Tensor]:
+    """The weights of ``model`` after a tenth of the steps in eager."""
+    run = training(model, model, tokens, steps, 2, "bf16")
+    list(itertools.islice(run, math.ceil(steps / 10)))
+    return model.state_dict()
+
+
 def text() -> tuple[Tensor, Tensor]:
     """Tokens to train on, and those held out. The commonest words, signs and indentations are one
     token each; what is rarer is spelled in bytes, which are the first 256."""
@@ -161,25 +180,33 @@ def model_of(recipe: str) -> Any:
 
 
 def training(
-    model: Any, function: Any, tokens: Tensor, steps: int, seed: int, peak: float
-) -> Iterator[Tensor]:
-    """The loss of step after step: AdamW on float32 masters, a cosine to a tenth of ``peak``."""
+    model: Any, function: Any, tokens: Tensor, steps: int, seed: int, recipe: str,
+    within: bool = False,
+) -> Iterator[Tensor]:  # fmt: skip
+    """The loss of step after step: AdamW, a cosine to a tenth of the peak. ``within``: the backward
+    pass updates the weights."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    masters = [weight.detach().float() for weight in weights]
+    mixed, peak = recipe != "adamw", 1e-3 if "lora" in recipe else 6e-4
+    masters = [weight.detach().float() if mixed else weight for weight in weights]
     optimizer = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if within:
+        in_backward(optimizer)
     order = torch.Generator().manual_seed(seed)
     for step in range(steps):
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+        optimizer.param_groups[0]["lr"] = peak * cosine * min(1.0, (step + 1) / RISE)
         starts = torch.randint(len(tokens) - LENGTH, (ROWS,), generator=order)
         loss = function(**batch(tokens, starts)).loss
         loss.backward()
-        for master, weight in zip(masters, weights, strict=True):
-            master.grad = weight.grad.float()
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
-        optimizer.param_groups[0]["lr"] = peak * cosine * min(1.0, (step + 1) / RISE)
+        assert within == all(isinstance(weight.grad, Updated) for weight in weights)
+        if mixed:
+            for master, weight in zip(masters, weights, strict=True):
+                master.grad = weight.grad.float()
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(weights, masters)
+        if mixed:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, masters)
         model.zero_grad(set_to_none=True)
         yield loss.detach()
 
@@ -200,24 +227,27 @@ def held_out(model: Any, tokens: Tensor) -> float:
     return torch.stack(losses).mean().item()
 
 
-def render(found: dict[str, Any]) -> None:
-    """Write the table; and the picture: held-out losses, below them what they are over
-    torch.compile's."""
+def render(found: dict[str, Any], mark: str) -> None:
+    """Write the table between the marks of this name; and the picture: held-out losses, below them
+    what they are over torch.compile's."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    figure, rows, runs = Figure(figsize=(10, 4.4), layout="constrained"), [], found["results"]
-    panels = figure.subplots(2, len(RECIPES), sharex=True)
-    for (recipe, (title, _)), above, below in zip(RECIPES.items(), *panels, strict=True):
-        stock, mine, other = (runs[f"{recipe} {run}"]["held_out"] for run in FULL)
-        both, seeds = (max(stock.keys() & each, key=int) for each in (mine, other))
+    rows, runs = [], found["results"]
+    drawn = {title: names for title, names in CURVES.items() if runs.keys() >= {*names}}
+    figure = Figure(figsize=(2.5 * len(drawn), 4.4), layout="constrained")
+    panels = figure.subplots(2, len(drawn), sharex="col", squeeze=False)
+    for (title, names), above, below in zip(drawn.items(), *panels, strict=True):
+        curves = [runs[name]["held_out"] for name in names]
+        stock, mine, *other = curves
+        both, *seeds = (max(stock.keys() & each, key=int) for each in curves[1:])
         rows.append([
             title, both, *(f"{curve[both]:.4f}" for curve in (stock, mine)),
-            f"{mine[both] - stock[both]:+.4f}", f"{other[seeds] - stock[seeds]:+.4f} ({seeds})",
-            same(runs, f"{recipe} coda"), same(runs, f"{recipe} coda exact"),
-            runs[f"{recipe} coda"]["fused"],
+            f"{mine[both] - stock[both]:+.4f}",
+            *([f"{other[0][n] - stock[n]:+.4f} ({n})" for n in seeds] or [""]),
+            same(runs, names[1]), same(runs, f"{names[1]} exact"), runs[names[1]]["fused"],
         ])  # fmt: skip
-        for curve, run, color in zip((stock, mine, other), LABELS, COLORS, strict=True):
+        for curve, run, color in zip(curves, LABELS, COLORS, strict=False):
             steps = sorted(stock.keys() & curve, key=int)[1:]
             above.plot([*map(int, steps)], [curve[n] for n in steps], color=color, label=run)
             over = [curve[n] - stock[n] for n in steps]
@@ -228,12 +258,12 @@ def render(found: dict[str, Any]) -> None:
     panels[1][0].set(ylabel="over torch.compile's")
     panels[0][0].legend(frameon=False)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curve"}):
-        figure.savefig(whole.PAGE.with_name("curves.svg"), metadata={"Date": None})
+        figure.savefig(whole.PAGE.with_name(f"{mark}.svg"), metadata={"Date": None})
     heads = ("", "steps", *LABELS[:2], "difference", f"{LABELS[2]} (steps)", "bits again",
              "deterministic", "fused")  # fmt: skip
     text = tabulate(rows, heads, "github", disable_numparse=True)
-    image = "![held-out losses, and what they are over torch.compile's](curves.svg)"
-    whole.put("curves", f"{whole.where(found['environment'])}\n\n{text}\n\n{image}\n")
+    image = f"![held-out losses, and what they are over torch.compile's]({mark}.svg)"
+    whole.put(mark, f"{whole.where(found['environment'])}\n\n{text}\n\n{image}\n")
 
 
 def same(runs: dict[str, Any], name: str) -> str:

@@ -64,6 +64,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # all of it
     "qwen3_14b": _model("Qwen3ForCausalLM", 5120, 17408, 40, 40, 151936, 8, head_dim=128),
     "qwen2": _model("Qwen2ForCausalLM", 3584, 18944, 28, 4, 152064, 4),  # 7B
+    "qwen2_32b": _model("Qwen2ForCausalLM", 5120, 27648, 40, 64, 152064, 8),  # all of 2.5's
     "gemma2": _model("Gemma2ForCausalLM", 2304, 9216, 8, 8, 256000, 4, head_dim=256),  # 2B
     "gemma3": _model("Gemma3ForCausalLM", 1152, 6912, 4, 12, 262144, 1, head_dim=256),  # 1B
     "phi3": _model("Phi3ForCausalLM", 3072, 8192, 32, 8, 32064, 32, pad_token_id=0),  # mini
@@ -166,7 +167,7 @@ def _other(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     if hasattr(config, "num_experts_per_tok"):
         config._experts_implementation = "grouped_mm"  # the one that compiles
     with torch.device(device()):
-        model = model_class(config).bfloat16()
+        model = model_class._from_config(config, dtype=torch.bfloat16).bfloat16()
         tokens = torch.randint(shape["vocab_size"], (max(1, length // each), min(length, each)))
     return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **shape}
 

@@ -4,11 +4,11 @@
 ``python -m benchmarks whole OUT.json`` starts a process a variant. They compile side by side, their
 weights given back meanwhile (storages of no bytes, as FSDP2 leaves them), and then take turns, A B
 B A: milliseconds of a step (``worth.sustained``), joules, and the peak with weights and gradients.
-A variant is "[MODEL] RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8] [in_backward] [memory=SHARE]",
-as in ``--variant "qwen2 lora coda 2x4096 adamw"``; OUT.json keeps those that it has, and commands
-on other cards may write it meanwhile. coda is compared with what ran on the same card. ``--render``
-writes it into docs/results. With ``--python NAME=FILE``, "NAME: VARIANT" runs in another
-interpreter.
+A variant is "[MODEL] RECIPE BACKEND [ROWSxTOKENS] [OPTIMIZER] [in_backward] [memory=SHARE]", as in
+``--variant "qwen2 lora coda 2x4096 adamw"``; of 8 bits are torchao's AdamW (``adamw8``) and that of
+bitsandbytes (``bnb8``). OUT.json keeps those that it has, and commands on other cards may write it
+meanwhile. coda is compared with what ran on the same card. ``--render`` writes it into
+docs/results. With ``--python NAME=FILE``, "NAME: VARIANT" runs in another interpreter.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "c
 #: Name -> that of ``models.MODELS``, and layers: all but of a mixture, whose eight are 5.4B.
 MODELS = {"8B": ("8B-32", 32), "8Bx4": ("8B-32", 4),
           "qwen2": ("qwen2-28", 28), "qwen3_moe": ("qwen3_moe", 8),
-          "14B": ("qwen3_14b", 40), "tiny": ("tiny", 1)}  # fmt: skip
+          "14B": ("qwen3_14b", 40), "32B": ("qwen2_32b", 64), "tiny": ("tiny", 1)}  # fmt: skip
 LORA = ("lora", "lora_rowwise", "lora_fp8", "qlora")
 WORDS = {"model": MODELS, "recipe": ("bf16", "rowwise", "tensorwise", *LORA),
-         "backend": BACKENDS, "optimizer": ("adamw", "adamw8"),
+         "backend": BACKENDS, "optimizer": ("adamw", "adamw8", "bnb8"),
          "update": ("in_backward",)}  # fmt: skip
 #: Words that are a number.
 NUMBERS = {"shape": r"[1-9]\d*x[1-9]\d*", "memory": r"memory=0?\.\d+"}
@@ -176,6 +176,10 @@ def optimizer_of(said: dict[str, str], model: torch.nn.Module) -> Any:
         from torchao.optim import AdamW8bit
 
         optimizer: Any = AdamW8bit(parameters, lr=1e-5)
+    elif said["optimizer"] == "bnb8":
+        from bitsandbytes import optim
+
+        optimizer = optim.AdamW8bit(parameters, lr=1e-5)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     return in_backward(optimizer) if said["update"] else optimizer

@@ -108,14 +108,14 @@ def in_float8(model: nn.Module, recipe: str) -> nn.Module:
     return convert_to_float8_training(model, config=config, **keep)
 
 
-def quantized(model: nn.Module) -> nn.Module:
-    """Torchao's dynamic FP8 for inference, scaled by rows, of all linears but narrow ones and the
-    head. By default torchao would have Inductor try blocks for every kernel, one compile after
-    another: FLUX did not end in eight minutes."""
+def quantized(model: nn.Module, least: int = 512) -> nn.Module:
+    """Torchao's dynamic FP8 for inference, scaled by rows, of all linears but the head and
+    those narrower than ``least``. By default torchao would have Inductor try blocks for every
+    kernel, one compile after another: FLUX did not end in eight minutes."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     def chosen(module: nn.Module, name: str) -> bool:
-        wide = isinstance(module, nn.Linear) and min(module.weight.shape) >= 512
+        wide = isinstance(module, nn.Linear) and min(module.weight.shape) >= least
         return wide and name != "lm_head"
 
     how = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
@@ -148,12 +148,12 @@ def lora(name: str = "1B", layers: int = 4, dropout: float = 0.0, base: str = "l
     return workload
 
 
-def adapted(model: nn.Module, dropout: float = 0.1) -> Any:
-    """``model`` with peft's LoRA of rank 16 on all linears but the head, in float32."""
+def adapted(model: nn.Module, dropout: float = 0.1, rank: int = 16) -> Any:
+    """``model`` with peft's LoRA on all linears but the head, in float32."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=16, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
+        r=rank, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
     )
     return get_peft_model(model, config)
 

@@ -59,9 +59,10 @@ class Updated(Tensor):
             return args[0]
         raise RuntimeError(
             f"{func} reads a gradient that the backward pass has already used: "
-            "coda_inductor.optim.in_backward updated the weight. Clip, scale, add and log "
-            "gradients without in_backward, or leave that out. Weights that uncompiled ops of the "
-            "loss use too get a second gradient: compile these ops, or leave such weights out"
+            "coda_inductor.optim.in_backward updated the weight. Clipping by the norm needs all "
+            "gradients at once: to clip, scale, add or log them, train without in_backward, or do "
+            "not clip (Trainer: max_grad_norm=0). Weights that uncompiled ops of the loss use too "
+            "get a second gradient: compile these ops, or leave such weights out"
         )
 
 
@@ -70,6 +71,7 @@ class _Owner:
 
     def __init__(self, optimizer: Optimizer, accumulation_steps: int):
         self.optimizer = weakref.ref(optimizer)
+        self.hook = optimizer.register_step_pre_hook(self.settle)
         self.accumulation_steps = accumulation_steps
         self.lock = threading.Lock()  # autograd runs a thread a device
         self.forwards: dict[int, int] = {}  #: id of a weight -> forwards without gradient yet
@@ -136,6 +138,8 @@ class _Owner:
             if optimizer is None or waits:
                 weight.grad = gradient
                 return
+            self.hook.remove()  # to be behind hooks of users, which may clip and must see the marks
+            self.hook = optimizer.register_step_pre_hook(self.settle)
             index = self.group[key]
             self.used.setdefault(index, _settings(optimizer.param_groups[index]))
             _step(optimizer, optimizer.param_groups[index], weight, gradient)
@@ -197,14 +201,13 @@ def in_backward(optimizer: AnyOptimizer, *, accumulation_steps: int = 1) -> AnyO
         )
     if accumulation_steps < 1:
         raise OptionError(f"in_backward: accumulation_steps={accumulation_steps}: give 1 or more")
-    owner = _Owner(optimizer, accumulation_steps)
-    memory = [_memory(weight) for weight in owner.weights()]
+    memory = [_memory(w) for group in optimizer.param_groups for w in group["params"]]
     if len({*memory}) < len(memory):
         raise OptionError(
             "in_backward: two parameters of the optimizer share memory: an update of one would "
             "change the other while it is needed; make them one parameter"
         )
-    optimizer.register_step_pre_hook(owner.settle)
+    owner = _Owner(optimizer, accumulation_steps)
     for weight in owner.weights():
         _OWNERS[weight] = owner
     return optimizer

@@ -54,6 +54,7 @@ from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import finish_fp8
 from coda_inductor.rewrite.heads import rotate_rows
+from coda_inductor.rewrite.loss.rounded import round_scaled_logits
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.rewrite.noops import remove_noops
@@ -137,6 +138,7 @@ ON_ATEN = (
     Pass("noops", remove_noops, eager=True),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),
+    Pass("rounded_logits", round_scaled_logits, _fuses),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("unstored", compare_targets, _fuses, after=("loss",)),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),

@@ -304,7 +304,7 @@ def test_a_weight_where_another_one_lay_gets_its_gradient(without_code):
 
 
 def test_reading_used_gradients_is_an_error(without_code):
-    """By whoever reads them: clipping, a user, a scaler, a closure."""
+    """By whoever reads them: clipping, a user, a scaler, a closure, a hook."""
     (model, _), (optimizer, _) = pair()
     batch, scaler = ids(), torch.amp.GradScaler("cpu")
     scaler.scale(model(batch)).backward()
@@ -323,6 +323,11 @@ def test_reading_used_gradients_is_an_error(without_code):
 
     with pytest.raises(RuntimeError, match="already used"):
         optimizer.step(closure)
+    optimizer.zero_grad()
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    model(batch).backward()
+    with pytest.raises(RuntimeError, match="to clip, scale, add or log them, train without"):
+        optimizer.step()
 
 
 def test_a_second_gradient_of_uncompiled_ops_is_an_error(without_code):

@@ -79,13 +79,13 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     (gradient, 0). A cap whose tanh is kept with more bits than ``logits`` does not count: the
     derivative would be less exact if it were computed from the logits."""
     capped = base(logits)
-    cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
+    cap, t = constant_factor(capped), base(next(iter(capped.all_input_nodes), None))
     scaled = only_reader(gradient, renames_or_casts)
     product = only_reader(scaled, renames_or_casts)
     last = only_reader(product, renames_or_casts)
-    if not cap or not _args(t, "tanh") or last is None or _factor(scaled) != cap:
+    if not cap or not _args(t, "tanh") or last is None or constant_factor(scaled) != cap:
         return gradient, 0.0
-    back = _factor(last)
+    back = constant_factor(last)
     if back is None or not math.isclose(back * cap, 1, rel_tol=1e-12):
         return gradient, 0.0
     return (last, cap) if _is_times_slope(product, t) else (gradient, 0.0)
@@ -94,7 +94,7 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
 def through_factor(gradient: Node) -> tuple[Node, float]:
     """(dz, f) if the only reader of ``gradient`` is ``dz = f * gradient``; else (gradient, 1)."""
     scaled = only_reader(gradient, renames_or_casts)
-    factor = _factor(scaled)
+    factor = constant_factor(scaled)
     return (gradient, 1.0) if scaled is None or factor is None else (scaled, factor)
 
 
@@ -124,7 +124,7 @@ def _args(node: Any, op: str) -> list[Any]:
     return [call[name] for name in ("input", "other") if name in call.args]
 
 
-def _factor(node: Any) -> float | None:
+def constant_factor(node: Any) -> float | None:
     """The number that ``node`` multiplies or divides by, as a factor; None for others."""
     for op in ("mul", "div"):
         for number in _args(node, op)[1:]:

@@ -49,7 +49,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, readers
+from coda_inductor.graph.walk import base, readers, widens
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.logit_gradients import (
@@ -75,10 +75,12 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
 
 def _slice(node: Node) -> Refusal | None:
     kwargs = arguments(node)
+    read = kwargs["logits"]
+    kwargs["logits"] = base(read, widens)  # as ``rounded`` keeps them
     logits = fake(kwargs["logits"])
     columns = logits.shape[-1]
-    gradient, penalty, spread = with_row_terms(node, kwargs["logits"])
-    gradient, cap = through_soft_cap(gradient, kwargs["logits"])
+    gradient, penalty, spread = with_row_terms(node, read)
+    gradient, cap = through_soft_cap(gradient, read)
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
     transposed = [u for u in users if is_transpose(u)]

@@ -2,6 +2,7 @@
 """Log-probabilities and entropies of tokens (R7), as policy gradients and their metrics need them:
 in the head's epilogue, alone and with gradients of both."""
 
+import copy
 import functools
 
 import pytest
@@ -179,3 +180,52 @@ def test_tokens_without_a_chance():
     torch.testing.assert_close(list(have), list(want))
     sum(t.sum() for t in have).backward()
     assert ours.grad.isfinite().all()
+
+
+def warm(z, y):
+    return one_softmax(wide(z) / 0.7, y)
+
+
+def logits_kept(harness):
+    """Dtypes of what is kept for the backward pass and has the size of the logits."""
+    kept = [t for n in harness.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
+    return [t.dtype for t in kept if t.numel() == ROWS * V]
+
+
+def test_logits_that_are_scaled_in_float32_are_kept_in_16_bits(monkeypatch):
+    """As OpenRLHF has them; their gradient is sliced, and is as exact as in eager."""
+    slice_logits(monkeypatch, ROWS * 2 * 128)
+    model, given = Head(warm, torch.bfloat16), inputs(torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    harness = Harness(reference=True)
+
+    def gradients(run, model, x, labels):
+        x = x.detach().requires_grad_()
+        loss = sum(part.sum() for part in run(model, x, labels))
+        return [g.double() for g in torch.autograd.grad(loss, (x, model.head.weight))]
+
+    mine, eager = (
+        gradients(run, model, *given) for run in (harness.train, lambda f, *args: f(*args))
+    )
+    want = gradients(lambda f, *args: f(*args), exact, given[0].double(), given[1])
+    for got, plain, right in zip(mine, eager, want, strict=True):
+        assert (got - right).norm() <= 1.5 * (plain - right).norm()
+    assert logits_kept(harness) == [torch.bfloat16]
+    assert harness.counts["cross_entropy_backward"] == 1
+
+
+def ranked(z, y):
+    x = wide(z) / 0.7
+    return *one_softmax(x, y), x.argmax(-1)
+
+
+def test_logits_that_others_read_are_kept_in_float32():
+    harness = Harness(reference=True)
+    harness.train(Head(ranked, torch.bfloat16), *inputs(torch.bfloat16))
+    assert logits_kept(harness) == [torch.float32]
+
+
+def test_logits_that_no_kernel_makes_are_not_rounded_again(monkeypatch):
+    monkeypatch.setattr(Sites, "refusal", lambda *_: refuse("kernel-form", "none"))
+    model, given = Head(warm, torch.bfloat16), inputs(torch.bfloat16)
+    torch.testing.assert_close(Harness().train(model, *given), model(*given), rtol=0, atol=1e-5)
