@@ -22,13 +22,16 @@ from coda_inductor.graph.walk import closure
 #: Meta key of a node that the forward pass computes although none of its outputs needs the result,
 #: because it is small and costs nothing there.
 EARLY = "coda_early"
+#: torch's tag of a write that the forward pass makes, which may stand at the end of the graph.
+FORWARD_WRITE = "must_be_in_forward"
 
 
 class Scope:
     """The side (forward or backward) of each node of one graph.
 
     Attributes:
-        forward: the nodes that some output of the forward pass needs, or that are ``EARLY``.
+        forward: the nodes that some output of the forward pass needs, or a buffer or input that it
+            writes to, or that are ``EARLY``.
         graded: the nodes that depend on a tangent, a gradient of an output.
         eager: must epilogues round as eager's ops do?
     """
@@ -46,6 +49,7 @@ class Scope:
             self._grade(node)
         early = (n for n in graph.nodes if n.meta.get(EARLY) and n not in self.graded)
         outputs = [n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes]
+        outputs += [n for n in graph.nodes if n.meta.get("partitioner_tag") == FORWARD_WRITE]
         roots = [*early, *(n for n in outputs if n not in self.graded)]
         self.forward = set(closure(roots, lambda node: node.all_input_nodes))
         for node in graph.nodes:  # a fused forward site also returns what only the backward reads

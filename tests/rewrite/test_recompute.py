@@ -123,3 +123,24 @@ def test_a_chain_longer_than_python_recurses():
     before = len(graph.nodes)
     run_pass(recompute_in_backward, graph)
     assert len(graph.nodes) == before + 1100
+
+
+def test_a_running_statistic_is_of_the_forward_pass(monkeypatch):
+    """Nothing but the write at the end of the joint graph reads it."""
+    leave_custom_ops(monkeypatch)
+    up, down, x = (randn(*s).requires_grad_() for s in ((HIDDEN, D), (D, HIDDEN), (10, D)))
+    means = []
+    for backend in ("eager", Harness()):
+        mean = torch.zeros(HIDDEN, dtype=torch.float64)
+
+        def function(x, mean, up, down):
+            a = torch.tanh(F.linear(x, up)) * torch.sigmoid(mean)
+            mean.add_(a.detach().square().mean())
+            return F.linear(a, down)
+
+        loss = torch.compile(function, backend=backend)(x, mean, up, down).sum()
+        means.append(mean.clone())
+        torch.autograd.grad(loss, (x, up, down))
+        means.append(mean)
+    assert torch.equal(means[0], means[1])
+    torch.testing.assert_close(means[2:], means[:2])

@@ -25,8 +25,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
-from coda_inductor.graph.walk import bare, readers
+from coda_inductor.graph.nodes import arguments, fake, is_cast, renames_or_casts
+from coda_inductor.graph.walk import bare, readers, widens
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.rewrite.loss.logit_gradients import constant_factor
@@ -50,6 +50,12 @@ def round_scaled_logits(graph: Graph, record: Record) -> None:
             wide = put.cast(narrow, fake(logits).dtype)
             for user in users:
                 user.replace_input_with(logits, narrow if user.target in _FORWARD else wide)
+
+
+def kept(logits: Node) -> Node:
+    """The rounded tensor that ``logits``, which a gradient reads, are a copy of, if any."""
+    inner = logits.all_input_nodes[0] if widens(logits) else logits
+    return inner if is_cast(inner) else logits
 
 
 def _rounded_dtype(logits: Node, record: Record) -> torch.dtype | None:

@@ -49,7 +49,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, readers, widens
+from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.logit_gradients import (
@@ -57,6 +57,7 @@ from coda_inductor.rewrite.loss.logit_gradients import (
     through_soft_cap,
     with_row_terms,
 )
+from coda_inductor.rewrite.loss.rounded import kept
 from coda_inductor.semantic import loss
 from coda_inductor.semantic.loss import cross_entropy_backward
 
@@ -76,7 +77,7 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
 def _slice(node: Node) -> Refusal | None:
     kwargs = arguments(node)
     read = kwargs["logits"]
-    kwargs["logits"] = base(read, widens)  # as ``rounded`` keeps them
+    kwargs["logits"] = kept(read)
     logits = fake(kwargs["logits"])
     columns = logits.shape[-1]
     gradient, penalty, spread = with_row_terms(node, read)

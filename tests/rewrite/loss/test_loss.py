@@ -203,7 +203,7 @@ def several(x, w, labels, _):
 WHOLE = [
     (returned, "logits-read"),
     (lambda x, w, y, tile: hugging_face(x @ w.T + tile, y), "logits-read"),  # is returned
-    (lambda x, w, y, _: hugging_face(F.linear(x, w).float() * 0.5, y), "logits-dtypes"),  # wider
+    (lambda x, w, y, _: hugging_face(F.linear(x, w).float() + 0.5, y), "logits-dtypes"),  # wider
     (several, "idiom-form"),
 ]
 
