@@ -252,11 +252,11 @@ def render(found: dict[str, Any], mark: str) -> None:
             above.plot([*map(int, steps)], [curve[n] for n in steps], color=color, label=run)
             over = [curve[n] - stock[n] for n in steps]
             below.plot([*map(int, steps)], over, color=color)
-        above.set(title=title)
+        above.set_title(title, fontsize="medium")
         below.set(xlabel="step")
     panels[0][0].set(ylabel="held-out loss")
     panels[1][0].set(ylabel="over torch.compile's")
-    panels[0][0].legend(frameon=False)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curve"}):
         figure.savefig(whole.PAGE.with_name(f"{mark}.svg"), metadata={"Date": None})
     heads = ("", "steps", *LABELS[:2], "difference", f"{LABELS[2]} (steps)", "bits again",

@@ -184,7 +184,7 @@ class _Planner:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
         if (why := overlap(anchor) or self.record.sites.refusal(anchor)) is not None:
             neighbours = (u for u in readers(anchor)[1] if u.target in _ABSORBED or is_cast(u))
-            if why.failure and not any(neighbours):  # nothing is lost: no warning
+            if (why.failure or is_wgrad(anchor)) and not any(neighbours):  # nothing is lost
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
             return _refuse_site(report, _excuse(anchor, why))

@@ -51,7 +51,7 @@ def closed(self):
 tuner.Tuner._measure_site, tuner.Tuner.close = noted, closed
 model = make(width=2048, hidden=8192)
 xs = [torch.randn(1, 4096, 2048, device="cuda").bfloat16() for _ in range(2)]
-options = {"tune": "always", "tune_seconds": 150, "strict": True}
+options = {"tune": "always", "tune_seconds": 400, "strict": True}
 with torch.no_grad():
     eager = model(*xs)
     got = torch.compile(model, backend="coda", options=options)(*xs)
@@ -95,7 +95,7 @@ def started(folder: Path) -> tuple[subprocess.Popen, IO[str]]:
 def ended(process: subprocess.Popen, said: IO[str]) -> dict:
     """What it found."""
     with said:
-        out, _ = process.communicate(timeout=400)
+        out, _ = process.communicate(timeout=900)
         said.seek(0)
         assert process.returncode == 0, said.read()[-3000:]
     return json.loads(out.splitlines()[-1])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from checking import assert_same, leave_custom_ops
 from harness import Harness, Stock
+from passes import codes
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
@@ -121,6 +122,7 @@ def test_one_dynamic_graph_trains_at_every_length():
         graphs.add(harness.graphs)
     assert len(graphs) == 1  # all of them made in the first step
     assert counters["coda"]["rms_norm_backward"] == 2
+    assert "symbolic-features" not in codes(harness)  # of weight gradients, whose K is symbolic
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late_gradients"])

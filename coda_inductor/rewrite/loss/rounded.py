@@ -13,10 +13,11 @@ Why it is valid: an epilogue scales the accumulators, so x' is rounded once, as 
 number does not change relative errors. Losses and gradients are still computed in float32.
 
 Why it pays: what a loss reads is kept for its gradient, and x is twice the size of z, the largest
-tensor of a step. The gradient can then be sliced (``slices``).
+tensor of a step. The gradient can then be sliced (``slices``). Without gradients nothing is kept,
+but a policy's log-probabilities have to be those of its training.
 
-Leaves alone: inference; logits that anything but a loss or an entropy reads; a product that no
-kernel can make, which would be rounded twice.
+Leaves alone: logits that anything but a loss or an entropy reads; a product that no kernel makes,
+which would be rounded twice.
 """
 
 import torch
@@ -25,7 +26,6 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import arguments, fake, renames_or_casts
-from coda_inductor.graph.sides import training
 from coda_inductor.graph.walk import bare, readers
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -41,8 +41,8 @@ _FORWARD, _BACKWARD = (cross_entropy, entropy), (cross_entropy_backward, entropy
 
 
 def round_scaled_logits(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to the logits of every loss of a training ``graph``, in place."""
-    losses = [n for n in graph.nodes if n.target in _FORWARD] if training(graph) else []
+    """Apply the rewrite to the logits of every loss of ``graph``, in place."""
+    losses = [n for n in graph.nodes if n.target in _FORWARD]
     for logits in dict.fromkeys(arguments(loss)["logits"] for loss in losses):
         if (dtype := _rounded_dtype(logits, record)) is not None:
             users, put = list(logits.users), Put(logits, logits.next)

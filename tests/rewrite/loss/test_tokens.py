@@ -113,13 +113,14 @@ def test_a_target_out_of_range_is_an_error_where_logits_are_not_stored():
         harness.run(lambda x, w, y: one_softmax(x @ w.T, y), x, randn(V, D), labels + V)
 
 
-def test_logits_that_are_not_stored_round_as_if_they_were():
+@pytest.mark.parametrize("loss", [one_softmax, lambda z, y: one_softmax(wide(z) / 0.7, y)])
+def test_logits_that_are_not_stored_round_as_if_they_were(loss):
     """Else a policy would differ from itself."""
     x, labels = (t.detach() for t in inputs(torch.bfloat16))
     w = randn(V, D, dtype=torch.bfloat16)
 
     def function(x, w, y):
-        return one_softmax(x @ w.T, y)
+        return loss(x @ w.T, y)
 
     alone = Harness(reference=True).run(function, x, w, labels)
     trained = Harness(reference=True).train(function, x.clone().requires_grad_(), w, labels)
