@@ -25,7 +25,7 @@ from coda_inductor.report import Choice
 from coda_inductor.runtime import direct, launch, on_cuda, pool
 from coda_inductor.runtime.linear_cross_entropy import BACKWARD as HEAD_GRADIENTS
 from coda_inductor.runtime.op import OP
-from coda_inductor.select.choice import host_bound, norm_loses, select, unmeasured
+from coda_inductor.select.choice import host_bound, select, unmeasured
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.legality import unaligned
 from coda_inductor.select.measurements import Measurements, generation, measurements_of
@@ -36,7 +36,7 @@ from coda_inductor.tune.tuner import Tuner
 
 __all__ = [
     "HEAD_GRADIENTS", "OP", "QUACK", "Kernels", "Measurements", "Reference", "Site", "Tuner",
-    "call", "has_config", "host_bound", "joinable", "measurements_of", "norm_loses", "pool",
+    "call", "has_config", "host_bound", "joinable", "measurements_of", "pool",
     "product_us", "render", "tile", "unmeasured",
 ]  # fmt: skip
 

@@ -22,7 +22,6 @@ from coda_inductor.kernels import (
     Site,
     host_bound,
     measurements_of,
-    norm_loses,
     product_us,
     unmeasured,
 )
@@ -139,16 +138,6 @@ class Plan:
     def scales_vectors(self, device: torch.device) -> bool:
         """Do kernels run on ``device``, and does cuBLAS scale rows and columns of FP8 products?"""
         return self.compiles and QUACK.scales_vectors(self.device or device)
-
-    def norm_loses(self, gemms: list[Node], vectors: int = 1) -> Refusal | None:
-        """The reason if deferring a LayerNorm past ``gemms`` costs more than it saves, or None.
-        ``vectors``: its weights, one for each row of a batch."""
-        a, _ = gemm_inputs(gemms[0])
-        if self.options.gate != "auto" or not self.on_kernels(fake(a).device):
-            return None
-        m, k = fake(a).shape
-        n = vectors * sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
-        return norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
         """The reason if splitting a packed projection of ``a`` (M, K) costs more than it saves, or

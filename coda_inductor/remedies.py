@@ -29,7 +29,7 @@ _DO = {
     ),
     # where kernels run
     "Run on an NVIDIA GPU of the Hopper generation or newer.": (
-        "no-cuda", "no-kernels-on-device", "old-gpu", "layer-norm-rounds",
+        "no-cuda", "no-kernels-on-device", "old-gpu",
     ),
     "python -m coda_inductor tune measures it.": ("gpu-not-measured",),
     "Run the exported program in Python instead: torch.compile(program.module()).": (
@@ -44,7 +44,7 @@ _DO = {
     # dtypes, sizes, memory
     "Run the model in bfloat16, its residual stream too: model.to(torch.bfloat16), or "
     "torch.autocast around the call.": (
-        "kernel-dtype", "layer-norm-wide", "mask-dtype", "norm-input-dtype",
+        "kernel-dtype", "mask-dtype", "norm-input-dtype",
     ),
     "Give these tensors one floating dtype, and cast only behind them. Under autocast, exclude "
     "none of their layers.": (
@@ -138,7 +138,7 @@ NOTHING = "Nothing to do."
 _NOTHING = {
     "Nothing to do: it would take longer. options={'gate': 'always'} fuses anyway; another batch "
     "size may change it.": (
-        "expected-slower", "layer-norm-slower", "mask-small", "measured-slower",
+        "expected-slower", "mask-small", "measured-slower",
     ),
     "Nothing to do for a model's first norm, and behind another norm (Gemma 2). For other norms, "
     "look for an op after the GEMM that is not elementwise, or a graph break.": (
@@ -146,7 +146,7 @@ _NOTHING = {
     ),
     NOTHING: (
         "async-tensor-parallel", "collective", "heads-tile", "idiom-form", "kernel-form",
-        "layer-norm-no-mean", "layer-norm-training", "mask-device", "mask-form", "no-gain",
+        "mask-device", "mask-form", "no-gain",
         "no-gemm", "no-neighbours", "norm-experts", "not-on-tile", "operand-depends",
         "shared-memory", "statistics-only",
     ),

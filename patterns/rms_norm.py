@@ -28,15 +28,43 @@ import torch
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number, row, row_wise
-from coda_inductor.patterns.spellings import norms
 from coda_inductor.semantic import rms_norm
 
 
-def mean_square(x):
-    return x.pow(2).mean(-1, keepdim=True)
+def inverse(x, eps):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-WEIGHTED, BARE = norms(lambda x: x, mean_square)
+def root(x, eps):
+    return torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def last(x, weight, eps):
+    return weight * (inverse(x, eps) * x)
+
+
+def early(x, weight, eps):
+    return inverse(x, eps) * (weight * x)
+
+
+def folded(x, weight, eps):
+    return x * (inverse(x, eps) * weight)
+
+
+def last_over(x, weight, eps):
+    return weight * (x / root(x, eps))
+
+
+def early_over(x, weight, eps):
+    return (weight * x) / root(x, eps)
+
+
+def bare(x, eps):
+    return inverse(x, eps) * x
+
+
+def bare_over(x, eps):
+    return x / root(x, eps)
 
 
 def functional(x, weight, eps):
@@ -54,7 +82,7 @@ def _arguments(match: Match):
 
 PATTERN = Pattern(
     name="rms_norm",
-    idioms=(functional, *WEIGHTED, *BARE),
+    idioms=(functional, last, early, folded, last_over, early_over, bare, bare_over),
     op=rms_norm,
     arguments=_arguments,
     conditions=(constant("eps", none=True), row_wise("weight")),

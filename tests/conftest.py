@@ -45,7 +45,7 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 SLOW = (
     "test_distributed", "test_pass_contract", "test_public_faults", "test_compile", "test_families",
     "test_fuzz", "test_fp8_recipes", "test_fp8_expansion", "test_examples", "test_frameworks",
-    "test_plan", "test_explanation", "test_triton_kernels", "test_bisect", "test_modulated",
+    "test_plan", "test_explanation", "test_triton_kernels", "test_bisect",
     "test_inductor", "test_falls", "test_steps", "test_pipeline", "test_block_masks",
     "test_training_contexts", "test_dropouts", "test_masks", "test_pass_mode", "test_benchmarks",
 )  # fmt: skip

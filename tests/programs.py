@@ -184,7 +184,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "rr mul r r; both add gelu rr; low maximum both -2.0; y minimum low 2.0",
             "y", "rows:y cols:y:col",
         ),
-        # What is behind an attention, and in front of a modulated norm; the sums need masks.
+        # What is behind an attention, with vectors of a batch; the sums need masks.
         "gated": made(
             "bias:row gate:batch residual:tile scale:batch:float32 mean:col:float32",
             "z add acc bias; y mul z gate; x add residual y; v sub x mean; h mul v scale;"
@@ -207,7 +207,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "chosen where hit r 0.0",
             "", "lse:r:row:logsumexp h:r:row:entropy picked:chosen",
         ),
-        # SwiGLU behind a LayerNorm: scale, shift, and offset of both; the sum over N has a mask.
+        # SwiGLU with vectors of rows and columns for both products; the sum over N has a mask.
         "paired_rows": made(
             "m:col:float32 rstd:col:float32 wg:row:float32 wu:row:float32 bias:row",
             "g0 mul m wg; g1 sub acc0 g0; g mul g1 rstd; u0 mul m wu; u1 sub acc1 u0;"

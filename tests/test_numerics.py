@@ -36,15 +36,6 @@ def test_loss_of_confident_tokens(cap, reference):
     assert hold(*case, reference=reference).counts["cross_entropy"] == 1
 
 
-@pytest.mark.parametrize(("mean", "start"), [(1000, 0), (0, 100)])
-def test_layer_norm_after_an_update_with_a_large_mean(mean, start):
-    inputs = randn(ROWS, D) + start, randn(ROWS, D)
-    harness = hold(edges.Stream(mean, D, HIDDEN), *inputs, training=False)
-    assert harness.counts["layer_norm"] == 1
-    harness = hold(edges.Modulated(mean, D, HIDDEN), *inputs, randn(6, D), training=False)
-    assert harness.counts == {"layer_norm": 1, "modulated": 2, "residual": 2}
-
-
 @KERNELS
 @pytest.mark.parametrize(("kind", "singular"), HARD)
 def test_norm_before_an_ill_conditioned_weight(kind, singular, reference):

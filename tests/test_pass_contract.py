@@ -107,17 +107,6 @@ CASES = {
     "rms_norm_backward": Case(
         of.rms, NORM, fired("rms_norm_backward"), "norm", ("rms_norm_backward", "norm"),
     ),
-    "layer_norm": Case(
-        of.layer, ((D, D), (D,), (D,), (WIDE, D)), fired("layer_norm"), "norm",
-        ("layer_norm", "norm"), often=0, but={"autocast": 0},
-        broken={
-            "layer-norm-no-mean": lambda x, w, gamma, beta, a: F.linear(
-                F.layer_norm(F.linear(x, w), (D,), gamma, beta, of.EPS), a
-            ),
-            "layer-norm-rounds": of.cast(of.layer, torch.bfloat16),
-            "layer-norm-wide": of.cast(of.layers_of_one, torch.float32),
-        },
-    ),
     "swiglu": Case(
         mlp, (*GATED, (D, WIDE)), fired("swiglu"), "idioms", ("swiglu", "idioms"),
         broken={"gate-shape": lambda x, both, down: (
@@ -242,14 +231,6 @@ CASES = {
                 x[0, 0], torch.cat([x, F.linear(x, up)], -1)[0], down.T, alpha=2
             ).relu(),
         },
-    ),
-    "modulated": Case(
-        lambda x, w, scale, shift: F.layer_norm(F.linear(x, w), (D,)) * (1 + scale) + shift,
-        ((D, D), (D,), (D,)), fired("modulated"), "modulated", ("modulated",),
-        often=0,  # the gradient of scale reads the norm
-        broken={"of a batch": lambda x, w, scale, shift: (
-            F.layer_norm(F.linear(x, w), (D,)) * torch.stack([scale, shift])[:, None]
-        )},
     ),
     "noops": Case(
         lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),),

@@ -31,17 +31,15 @@ Harness: Any = importlib.import_module("harness").Harness
 PAGE = ROOT / "docs/internals/models.md"
 LAYERS = 2
 SEEDS = 3
-NORMS = ("rms_norm", "layer_norm")
 TEXT = """# Models
 
 For users who ask what the backend does with their model family.
 
 What fires in tiny models of {layers} layers (transformers {version}, bfloat16 with the kernels'
 numerics, on a CPU, where no gate decides; `python3 tools/model_table.py` makes this page again).
-No row has more than 1.2 times eager's error, forward or backward. In float32 and in training,
-LayerNorms stay.
+No row has more than 1.2 times eager's error, forward or backward.
 
-*norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
+*norms*: RMSNorms that are deferred, of those recognized; LayerNorms stay. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*:
 GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward
 that did, weight gradients included in the total. The last column says what is missing.
@@ -52,11 +50,11 @@ HEADS = ["family", "norms", "gates", "masks", "fused", "training", "norms that s
 SECTION = "\n## Diffusion transformers\n"
 DIFFUSION = """
 The same of diffusers {version}, forward, with a batch of 2 and {tokens} tokens of an image or a
-video. *modulated*: norms whose vectors come from the time step.
+video.
 
 {table}
 """
-DIFFUSION_HEADS = ["model", "modulated", "norms", "gates", "fused", "norms that stay, and why"]
+DIFFUSION_HEADS = ["model", "norms", "gates", "fused", "norms that stay, and why"]
 
 
 def main() -> None:
@@ -113,13 +111,12 @@ def _row(family: str, make: Any, seed: int, training: bool) -> list[str]:
     ours = forward.run(run, *inputs)
     with torch.no_grad():
         assert _as_good(ours, run(*inputs), run_exact(*wide)), f"{family}: forward"
-    deferred = sum(forward.counts[norm] for norm in NORMS)
-    misses = [why for why in forward.report.refusals if why.what in NORMS]
+    deferred = forward.counts["rms_norm"]
+    misses = [why for why in forward.report.refusals if why.what == "rms_norm"]
     norms = f"{deferred} of {deferred + len(misses)}"
     pairs = str(sum(site.program.paired for site in forward.fused) or "")
     if not training:
-        modulated = str(forward.counts["modulated"] or "")
-        return [family, modulated, norms, pairs, _fraction(forward), _reasons(misses)]
+        return [family, norms, pairs, _fraction(forward), _reasons(misses)]
     gradients = []
     steps = [(functools.partial(backward.train, run), model, inputs), (run, model, inputs)]
     for step, of, given in [*steps, (run_exact, exact, wide)]:

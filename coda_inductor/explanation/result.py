@@ -14,7 +14,7 @@ from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport
 
 #: Codes of sites that may be fused, but are not expected to be faster.
-SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only", "layer-norm-slower"})
+SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only"})
 
 
 @dataclass

@@ -106,15 +106,12 @@ def _inverse(call: Call, x: Node) -> Call:
     return call.to("reciprocal", input=x)
 
 
-def _norm(*names: str) -> Callable[[Call], Call | None]:
-    """A function for ``F.rms_norm`` or ``F.layer_norm``, if it is over the last dimension only."""
-
-    def normal(call: Call) -> Call | None:
-        shape = call["normalized_shape"]
-        single = isinstance(shape, (list, tuple)) and len(shape) == 1
-        return call.to(call.op, **{name: call[name] for name in names}) if single else None
-
-    return normal
+def _rms_norm(call: Call) -> Call | None:
+    """RMSNorm over the last dimension; None for others."""
+    shape = call["normalized_shape"]
+    if not isinstance(shape, (list, tuple)) or len(shape) != 1:
+        return None
+    return call.to(call.op, **{name: call[name] for name in ("input", "weight", "eps")})
 
 
 def _literal_view(call: Call) -> Call | None:
@@ -180,7 +177,6 @@ _SPECIAL: dict[str, Callable[[Call], Call | None]] = {
     **dict.fromkeys(("mean", "sum", "logsumexp"), _reduction),
     "var": _var,
     **dict.fromkeys(("log_softmax", "softmax"), _softmax),
-    "rms_norm": _norm("input", "weight", "eps"),
-    "layer_norm": _norm("input", "weight", "bias", "eps"),
+    "rms_norm": _rms_norm,
     **dict.fromkeys(("cross_entropy", "nll_loss"), _loss),
 }

@@ -5,7 +5,6 @@ Each file imports only from those above it::
 
     conditions side conditions that several patterns share
     meaning    a plain torch function -> a semantic op with its gradient
-    spellings  common ways to write norms of rows
     pattern    Pattern, the class that files define
     sides      both sides of a pattern's claims, as functions
     compare    the claims on drawn numbers, at each load

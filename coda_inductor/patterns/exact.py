@@ -210,14 +210,6 @@ def _vector_norm(_cls, x, order=2, dims=None, keepdim=False, **_):
     return torch.sqrt((x * x).sum(dims, keepdim=keepdim))
 
 
-def _layer_norm(_cls, x, shape, weight, bias, eps):
-    """LayerNorm, as torch's documentation defines it."""
-    variance, mean = torch.var_mean(x, [*range(-len(shape), 0)], correction=0, keepdim=True)
-    y = (x - mean) / torch.sqrt(variance + eps)
-    y = y if weight is None else y * weight
-    return (y if bias is None else y + bias), mean, variance
-
-
 def _softmax(_cls, x, dim, _half=False):
     """Softmax, as torch's documentation defines it."""
     return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
@@ -251,7 +243,7 @@ Exact.specials.update({
         dims, keepdim, lambda items: _total(items) / cls.number(len(items))
     ),
     "var": lambda *args, **options: _var_mean(*args, **options)[0],
-    "native_layer_norm": _layer_norm, "linalg_vector_norm": _vector_norm,
+    "linalg_vector_norm": _vector_norm,
     "logsumexp": lambda _, x, *dims: torch.log(torch.exp(x).sum(*dims)),
     "ones_like": lambda _, x, **__: x * 0 + 1, "_softmax": _softmax,
     "_log_softmax": lambda *args: torch.log(_softmax(*args)), "nll_loss_forward": _nll_loss,

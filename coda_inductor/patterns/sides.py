@@ -111,10 +111,10 @@ class _Idiom(torch.fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         call = normalize(n) if n.op == "call_function" else None
-        if call is None or call.op not in ("rms_norm", "layer_norm"):
+        if call is None or call.op != "rms_norm":
             return super().run_node(n)
         kwargs = dict(torch.fx.node.map_arg(call.args, self.env.__getitem__))
-        return getattr(torch, call.op)(normalized_shape=kwargs["input"].shape[-1:], **kwargs)
+        return torch.rms_norm(normalized_shape=kwargs["input"].shape[-1:], **kwargs)
 
 
 def stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:

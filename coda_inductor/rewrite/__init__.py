@@ -7,7 +7,7 @@ collectives  equal collectives, and the collectives of a sum's terms, are merged
 adapters   low-rank products are moved out of the way of epilogues
 concatenated  a product of concatenated columns becomes a sum of products
 fp8        torchao's FP8 graphs: equal quantizations are merged, products get scales
-norm       norms move past the GEMMs around them, forward and backward (R1 to R5)
+norm       norms move past the GEMMs around them, forward and backward (R1 to R4)
 loss       the gradient of the logits is computed one slice at a time (R7)
 heads      queries and keys get positions in the rows of their projection (R8)
 embedding  an embedding's gradient touches only the rows that were looked up

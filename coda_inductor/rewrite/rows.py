@@ -21,6 +21,7 @@ that are written to. Refuses streams whose strides somebody sees.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -28,8 +29,9 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.aliases import WRITTEN
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.layout import relay
-from coda_inductor.graph.nodes import arguments, aten, fake, row_major
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, row_major
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.norms import NORMS
@@ -37,10 +39,24 @@ from coda_inductor.semantic.norms import NORMS
 
 def lay_out_rows(graph: Graph, record: Record) -> None:
     """Copy the streams of an aten graph that norms read, in place."""
-    norms = [n for n in graph.nodes if n.target in NORMS]
-    for start, times in Counter(_start(arguments(norm)["x"]) for norm in norms).items():
+    for start, times in Counter(map(_start, _normalized(graph))).items():
         if start is not None and times > 1 and (why := _copy(start)) is not None:
             record.refuse("rows", start, why)
+
+
+def _normalized(graph: Graph) -> Iterator[Node]:
+    """The inputs of norms. LayerNorms are decomposed already, behind a copy that lies in rows."""
+
+    def passes(node: Node) -> bool:
+        return is_cast(node) or node.target is aten.clone.default
+
+    for node in graph.nodes:
+        if node.target in NORMS:
+            yield arguments(node)["x"]
+        elif node.target is aten.var_mean.correction:
+            x, dims = (arguments(node)[name] for name in ("input", "dim"))
+            if dims == [fake(x).dim() - 1]:
+                yield base(x, passes)
 
 
 def _start(x: Node | None) -> Node | None:

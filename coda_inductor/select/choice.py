@@ -157,19 +157,6 @@ def loses(
     return refuse(code, text + short)
 
 
-def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
-    """The reason if it is expected to be slower to defer a LayerNorm over (m, k) past GEMMs with
-    ``n`` columns in total, or None. ``width``: bytes per element. Deferral saves the kernel that
-    reads the product before the norm and writes the norm's result. It costs one more read of the
-    weights, for the vectors gamma^T W and beta^T W."""
-    saved_us = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
-    cost_us = n * k * width / gpu.bytes_per_us + gpu.launch_us
-    if cost_us <= saved_us:
-        return None
-    text = f"expected {cost_us:.0f} us for reading its weights again, and {saved_us:.0f} us saved"
-    return refuse("layer-norm-slower", text)
-
-
 def _only_statistics(program: EpilogueProgram) -> bool:
     """Are the products stored unchanged, and only summed over N? This happens with a norm between a
     GEMM and a residual (Gemma 2): the norm's kernel must read the product in any case."""

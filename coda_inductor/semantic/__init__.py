@@ -17,6 +17,6 @@ fp8_casts   the casts that quantizations become
 """
 
 from coda_inductor.semantic.loss import cross_entropy
-from coda_inductor.semantic.norms import layer_norm, rms_norm
+from coda_inductor.semantic.norms import rms_norm
 
-__all__ = ["cross_entropy", "layer_norm", "rms_norm"]
+__all__ = ["cross_entropy", "rms_norm"]

@@ -73,11 +73,6 @@ def table(tied: bool, words: int):
     return model, (torch.randint(words, (1, 1024)),)
 
 
-def modulated(mean: float, start: float):
-    inputs = randn(ROWS, D) + start, randn(ROWS, D), randn(6, D)
-    return edges.Modulated(mean, D, HIDDEN), inputs
-
-
 def confident(confidence: float, cap: float):
     model, *inputs = edges.confident(confidence, d=D, rows=ROWS, vocabulary=V, cap=cap)
     return model, inputs
@@ -135,14 +130,10 @@ TABLE = {
     ) for tied in (True, False) for words in (3, 4096)},
     **{f"confidence {n}, cap {cap}": Row(lambda n=n, cap=cap: confident(n, cap))
        for n in (1, 14) for cap in (0.0, 30.0)},
-    **{f"modulated, mean {mean}, from {start}": Row(
-        lambda mean=mean, start=start: modulated(mean, start), ("layer_norm", "modulated"),
-        how={"training": False},
-    ) for mean in (0, 1000) for start in (0, 100)},
     "text and image in one stream": Row(
         lambda: (diffusion.Blocks(diffusion.Single, 2, width=D),
                  (randn(1, 300, D), randn(1, 44, D), randn(1, D))),
-        ("layer_norm", "modulated", "concatenated"), how={"training": False},
+        ("concatenated",), how={"training": False},
     ),
     **{f"{kind}, singular value {s}": Row(lambda kind=kind, s=s: normed(kind, s), ("rms_norm",))
        for kind, s in edges.SINGULAR},

@@ -24,7 +24,7 @@ SUM = ("sum", {"input": "x", "dim": -1, "keepdim": True})
 ADD = ("add", {"input": "x", "other": "y", "alpha": 1})
 VIEW = ("view", {"input": "x", "size": (2, -1)})
 WHERE = ("where", {"input": "x", "condition": "y", "other": 0.0})
-NORM = ("layer_norm", {"input": "x", "normalized_shape": (4,), "weight": "y", "eps": 1e-5})
+NORM = ("rms_norm", {"input": "x", "normalized_shape": (4,), "weight": "y"})
 SPELLINGS = [
     (lambda x, _: torch.sum(x, -1, True), SUM),
     (lambda x, _: x.sum(dim=-1, keepdim=True), SUM),
@@ -38,7 +38,7 @@ SPELLINGS = [
     (lambda x, y: x.where(y, 0.0), WHERE),
     (lambda x, _: torch.split(x, split_size_or_sections=2, dim=-1),
      ("split", {"input": "x", "split_size": 2, "dim": -1})),
-    (lambda x, y: F.layer_norm(x, (4,), y), NORM),
+    (lambda x, y: F.rms_norm(x, (4,), y), NORM),
     (lambda x, y: rms_norm(x, y, 1e-6, DTYPE),
      ("torch._ops.coda_inductor.rms_norm.default",
       {"x": "x", "weight": "y", "eps": 1e-6, "out_dtype": DTYPE})),

@@ -20,8 +20,7 @@ def test_single_blocks_concatenate_streams_once_and_no_columns():
     layers = 2
     model = Blocks(Single, layers).double()
     harness = check(model, randn(1, 10, D), randn(1, 6, D), randn(1, D), dynamic=True)
-    assert harness.counts["concatenated"] == harness.counts["modulated"] == layers
-    assert harness.counts["layer_norm"] == layers - 1
+    assert harness.counts["concatenated"] == layers
     joined = [n for n in harness.graph.nodes if n.target is aten.cat.default]
     assert [n.args[1] for n in joined if n.args[1] != 0] == [1]  # text and image, for all blocks
     # The wider product adds the other one, the gate and the residual.

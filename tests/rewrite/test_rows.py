@@ -51,8 +51,8 @@ def test_what_is_written_to_an_input_reaches_the_caller():
 def test_a_slice_and_a_repeated_row_are_read_where_they_are():
     def function(x, w):
         for _ in range(2):
-            y = x + F.linear(F.layer_norm(x, (D,)), w)
-        return F.linear(F.layer_norm(y, (D,)), w) + F.layer_norm(x, (D,)).exp()
+            y = x + F.linear(F.rms_norm(x, (D,)), w)
+        return F.linear(F.rms_norm(y, (D,)), w) + F.rms_norm(x, (D,)).exp()
 
     for x in (randn(3, 64, 2 * D)[..., :D], randn(1, 64, D).expand(3, 64, D)):
         harness = check(function, x, randn(D, D), dynamic=True)

@@ -12,7 +12,7 @@ from coda_inductor import patterns
 from coda_inductor.semantic import experts, loss
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import fp8_linear, quantize, scaled_mm
-from coda_inductor.semantic.norms import NORMS, biased_rms_norm, layer_norm, rms_norm
+from coda_inductor.semantic.norms import NORMS, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 D, EPS = 6, 1e-2
@@ -26,7 +26,6 @@ GRADED = {
     "rms_norm": (lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], [(2, 3, D), (D,)]),
     "rms_norm of a row": (lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], [(D,), (D,)]),
     "rms_norm without a weight": (lambda x: rms_norm(x, None, EPS, x.dtype)[0], [(2, 3, D)]),
-    "layer_norm": (lambda *a: layer_norm(*a, EPS, torch.float64)[0], [(2, 3, D), (D,), (D,)]),
 }
 
 
@@ -72,9 +71,7 @@ def examples(dtype):
     x, weight, up = (randn(*s, dtype=dtype) for s in ((2, 3, D), (D,), (2, 3, D)))
     _, rstd = rms_norm(x, weight, EPS, dtype)
     return {
-        layer_norm: (x.requires_grad_(), weight.requires_grad_(), weight, EPS, dtype),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
-        biased_rms_norm: (x.detach(), weight.detach(), weight.detach(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
         NORMS[rms_norm].backward: (
             up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2,

@@ -30,23 +30,6 @@ class Modulated(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)[:, 0]
 
 
-class Block(Modulated):
-    """AdaLN-Zero of DiT and SD3: x + gate * f(modulated norm of x), f attention and then an MLP."""
-
-    def __init__(self, width: int = WIDTH):
-        super().__init__(6, width)
-        self.norms = nn.ModuleList(
-            [nn.LayerNorm(width, elementwise_affine=False, eps=1e-6) for _ in range(2)]
-        )
-        self.out, self.down = nn.Linear(width, width), nn.Linear(4 * width, width)
-
-    def forward(self, x, step):
-        shift, scale, gate, shift2, scale2, gate2 = self.chunks(step)
-        x = x + gate[:, None] * self.out(self.attend(modulated(self.norms[0], x, scale, shift)))
-        n = modulated(self.norms[1], x, scale2, shift2)
-        return x + gate2[:, None] * self.down(self.gelu(self.up(n)))
-
-
 class Single(Modulated):
     """FLUX's: text and image in one stream, attention and MLP side by side."""
 

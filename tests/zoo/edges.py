@@ -93,36 +93,6 @@ def confident(
     return model, x, labels
 
 
-class Stream(nn.Module):
-    """Two LayerNorms in a residual stream, whose update has a row mean of ``mean``."""
-
-    def __init__(self, mean: float, d: int, hidden: int):
-        super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.o, self.up, self.down = nn.Linear(d, d), nn.Linear(d, hidden), nn.Linear(hidden, d)
-        with torch.no_grad():
-            self.o.bias += mean
-
-    def forward(self, x, y):
-        x = x + self.o(self.n1(x) * y)
-        return x + self.down(F.gelu(self.up(self.n2(x))))
-
-
-class Modulated(Stream):
-    """The same as Wan writes it: modulated norms and gates in float32."""
-
-    def forward(self, x, y, vectors):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale, shift, gate, scale2, shift2, gate2 = vectors.to(wide).unsqueeze(1)
-
-        def norm(x, scale, shift):
-            return (F.layer_norm(x.to(wide), x.shape[-1:]) * (1 + scale) + shift).to(x.dtype)
-
-        x = (x.to(wide) + self.o(norm(x, scale, shift) * y) * gate).to(x.dtype)
-        z = self.down(F.gelu(self.up(norm(x, scale2, shift2))))
-        return (x.to(wide) + z.to(wide) * gate2).to(x.dtype)
-
-
 def ill_conditioned(linear, singular):
     """One singular value is about ``singular`` times as large as the others; returns its output's
     direction."""

@@ -24,18 +24,6 @@ def rms(x, w, gamma, a):
     return F.linear(norm(stream(x, w), gamma), a).sin()
 
 
-def layer(x, w, gamma, beta, a):
-    x = stream(F.layer_norm(x, (x.shape[-1],)).cumsum(0), w) + x
-    return F.linear(F.layer_norm(x, (x.shape[-1],), gamma, beta, EPS), a)
-
-
-def layers_of_one(x, w, gamma, beta, a):
-    """The first of them has made the mean that the second one needs."""
-    x = F.linear(x, w)
-    n = F.layer_norm(x, (x.shape[-1],)).cumsum(0)
-    return n, F.linear(F.layer_norm(x, (x.shape[-1],), gamma, beta, EPS), a)
-
-
 def joined(x, up, down, bias=None):
     return F.linear(torch.cat([x.sin(), F.gelu(F.linear(x, up))], -1), down, bias)
 
@@ -134,10 +122,6 @@ def clamped(x, gate, up):
 def clamped_otherwise(x, gate, up):
     gate, up = F.linear(9 * x, gate).clamp(max=7.0), F.linear(9 * x, up).clamp(min=-6.0, max=7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-def cast(function, dtype):
-    return lambda *args: function(*(t.to(dtype) for t in args))
 
 
 def rms_by_hand(x, gamma):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm without shift in front of FP8 products is deferred until its result is quantized.
+"""A norm in front of FP8 products is deferred until its result is quantized.
 
 Before::
 
@@ -48,7 +48,7 @@ def wait(nodes: list[Node], scope: Scope, record: Record) -> Source | None:
         result = base(result.all_input_nodes[0])
     norm = next(iter(result.all_input_nodes), result)
     spec = NORMS.get(norm.target)
-    if result.target is not operator.getitem or spec is None or spec.mean is not None:
+    if result.target is not operator.getitem or spec is None:
         return None
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]

@@ -29,8 +29,6 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.norms import NORMS
 
-_TRAINING = "in training, its gradient costs more than it saves"
-
 
 @dataclass
 class Uses:
@@ -42,14 +40,12 @@ class Uses:
             is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
-        pivot: the value per row that is subtracted from x, for a norm with a shift (``pivot``).
     """
 
     gemms: list[Node] = field(default_factory=list)
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
-    pivot: Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,9 +88,6 @@ def uses(norm: Node, scope: Scope) -> Uses | Refusal:
         return refuse("no-neighbours", "its result is not read")
     result = Uses()
     statistics = [output for i, output in outputs.items() if i > 0]
-    wanted = any(user not in scope.forward for output in statistics for user in output.users)
-    if wanted and NORMS[norm.target].backward is None:
-        return refuse("layer-norm-training", _TRAINING)
     why = _readers(outputs[0], scope, result) or _gradient(norm, statistics, result)
     if why is not None:
         return why
@@ -151,13 +144,10 @@ def _is_wgrad(user: Node, node: Node) -> bool:
 
 def _gradient(norm: Node, statistics: list[Node], result: Uses) -> Refusal | None:
     readers = list(dict.fromkeys(user for output in statistics for user in output.users))
-    gradient_of = NORMS[norm.target].backward
-    if gradient_of is None and (readers or result.wgrads):
-        return refuse("layer-norm-training", _TRAINING)
     if not readers:
         return None
     (result.backward, *others) = readers
-    if others or result.backward.target is not gradient_of:
+    if others or result.backward.target is not NORMS[norm.target].backward:
         return refuse("no-gemm", "its statistics are read")
     gradient = arguments(result.backward)["dy"]
     result.dgrads = terms(gradient) or []

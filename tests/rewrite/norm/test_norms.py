@@ -1,28 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms between GEMMs: the same function, and nothing normalized is stored. RMSNorm forward and
-backward (R1 to R4), LayerNorm in inference (R5), whose means are large beside deviations, so that a
-mean in the wrong place shows. ``TILED`` cases leave the op itself, whose partials have tiles."""
+"""RMSNorms between GEMMs, forward and backward (R1 to R4): the same function, and no norm's result
+is stored. ``TILED`` cases leave the op itself, whose partials have tiles."""
 
 import copy
-import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import (
-    SideBySide,
-    Weights,
-    check,
-    check_gradients,
-    check_sizes,
-    leave_custom_ops,
-    randn,
-)
-from harness import Harness
-from passes import aten_graph, codes, run_pass
-
-from coda_inductor.rewrite.norm.defer import defer_norms
-from coda_inductor.semantic.norms import layer_norm
+from checking import SideBySide, Weights, check, check_gradients, leave_custom_ops, randn
+from passes import codes
 
 D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
 EPS = 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
@@ -92,11 +78,10 @@ TILED = ["shared weight", "residual", "packed gate and up"]
 
 def case(name: str) -> tuple[Weights, torch.Tensor, int]:
     """The function with weights, an input (2, 5, D) that wants a gradient, the number of norms."""
-    function, shapes, norms = {**CASES, **LAYER_NORMS}[name]
-    shapes = ((D,), (D,), *shapes) if name in LAYER_NORMS else ((D,), *shapes)
-    weights = [randn(*s) / (s[-1] ** 0.5 if len(s) == 2 else 1) for s in (SQUARE, *shapes)]
-    x = randn(2, 5, D) + 5 * (name in LAYER_NORMS)
-    return Weights(function, *weights), x.requires_grad_(), norms
+    function, shapes, norms = CASES[name]
+    shapes = SQUARE, (D,), *shapes
+    weights = [randn(*s) / (s[-1] ** 0.5 if len(s) == 2 else 1) for s in shapes]
+    return Weights(function, *weights), randn(2, 5, D).requires_grad_(), norms
 
 
 def cases(names) -> tuple[SideBySide, tuple[torch.Tensor, ...], int]:
@@ -185,123 +170,14 @@ def test_float16_needs_the_option():
     assert check_gradients(*args, fp16_norms=True).counts["rms_norm_backward"] == 1
 
 
-def stream(x, w):
-    """A residual stream whose mean a LayerNorm in front has computed."""
-    return x + F.linear(F.layer_norm(x, (D,)).cumsum(0), w)
-
-
-def layer(x, w, gamma, beta):
-    return F.layer_norm(stream(x, w), (D,), gamma, beta, EPS)
-
-
-def two_layer_norms(x, w, gamma, beta, up, bias, down):
-    x = stream(x, w)
-    n = F.layer_norm(x, (D,), gamma, beta, EPS)
-    x = x + F.linear(F.gelu(F.linear(n, up, bias)), down)
-    return F.linear(F.layer_norm(x, (D,), beta, gamma, EPS), up)
-
-
-def rows_flattened(x, w, gamma, beta, up, down):
-    """OPT: the second norm of a block reads the stream as a matrix."""
-    x = stream(x, w)
-    flat = x.flatten(0, 1)
-    n = F.layer_norm(flat, (D,), gamma, beta, EPS)
-    return (flat + F.linear(F.relu(F.linear(n, up)), down)).view(x.shape)
-
-
-LAYER_NORMS = {
-    "layer: neither": (
-        lambda x, w, g, b, a: F.linear(layer(x, w, None, None), a) * (g + b)[0], (UP,), 1,
-    ),
-    "layer: a bias, and none": (
-        lambda x, w, g, b, a, bias, c: (
-            F.linear(n := layer(x, w, g, b), a, bias) * F.linear(n, c).tanh()
-        ),
-        (UP, (HIDDEN,), UP), 1,
-    ),
-    "layer: one GEMM": (lambda x, w, g, b, a: F.linear(layer(x, w, g, b), a), (UP,), 1),
-    "layer: two norms": (two_layer_norms, MLP, 2),
-    "layer: rows flattened": (rows_flattened, (UP, DOWN), 1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "names", [LAYER_NORMS, ["layer: one GEMM", "layer: two norms"]], ids=["all", "with the op"]
-)
-def test_values_of_layer_norms_are_eagers(names, monkeypatch):
-    if names is not LAYER_NORMS:
-        leave_custom_ops(monkeypatch, "64x32:1x1:co")
-    models, inputs, norms = cases(names)
-    harness = check(models, *(x.detach() for x in inputs))
-    assert harness.counts["layer_norm"] == norms
-    assert harness.ops()["aten.rsqrt.default"] == norms + len(names)  # and those in front
-
-
-def test_in_training_layer_norms_stay_for_that_reason_alone():
-    """x-transformers multiplies by ``gamma + 1``, which inference takes for a weight."""
-
-    def weight_behind(x, w, gamma):
-        return F.linear(F.layer_norm(F.linear(x, w) + x, (D,)) * (gamma + 1), w)
-
-    model = Weights(weight_behind, randn(D, D), randn(D))
-    harness = check_gradients(model, randn(2, 5, D).requires_grad_())
-    assert "layer-norm-training" in codes(harness)
-    assert "norm-read-elsewhere" not in codes(harness)
-    assert harness.counts["layer_norm"] == 0
-
-
-def test_a_layer_norm_of_what_float32_was_added_to_stays():
-    """In 16 bits its operand would round at the size of what was added."""
-
-    def function(x, w, a):
-        x = F.linear(x, w)
-        n, x = F.layer_norm(x, (D,)).cumsum(0), x + x.float().sin()
-        return n, F.linear(F.layer_norm(x, (D,)).bfloat16(), a)
-
-    harness, shapes = Harness(reference=True), ((6, D), (D, D), (HIDDEN, D))
-    harness.run(function, *(randn(*shape, dtype=torch.bfloat16) for shape in shapes))
-    assert harness.counts["layer_norm"] == 0
-    assert "layer-norm-wide" in codes(harness)
-
-
-def test_a_dynamic_size_stays_dynamic():
-    """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
-    function, *_ = case("layer: rows flattened")
-    check_sizes(function, (randn(2, 5, D),), (randn(2, 9, D),))
-
-
-def three_of_one_stream(x, y, w, gamma, beta):
-    """No GEMM makes the first one's input."""
-    for _ in range(3):
-        n = layer_norm(x, gamma, beta, 1e-5, torch.float64)[0]
-        y = y + n @ w
-        x = x + y.cumsum(0) @ w
-    return x, y
-
-
-def test_the_mean_of_a_deferred_layer_norm_is_the_pivot_of_the_next():
-    """The nearest one: what was added since is rounded with the operand."""
-    sizes = ((3, 4), (3, 4), (4, 4), (4,), (4,))
-    graph = aten_graph(three_of_one_stream, *(randn(*s) for s in sizes))
-    (why,) = run_pass(defer_norms, graph).report.refusals
-    assert why.code == "norm-input-no-gemm"
-    subs = graph.find_nodes(op="call_function", target=torch.ops.aten.sub.Tensor)
-    first, second = [n.args[1] for n in subs if n.args[1].meta["val"].shape == (3, 1)][::2]
-    assert first.target is operator.getitem  # of the norm that stays
-    assert second.target is torch.ops.aten.add.Tensor
-    assert first in second.all_input_nodes
-
-
-NORMS = {
-    "rms": lambda x, w: F.rms_norm(x, x.shape, w, 1e-6),
-    "layer": lambda x, w: F.layer_norm(x, x.shape, w, w),
-}
 BETWEEN = (lambda h, other: F.silu(h) * other, lambda h, other: other + F.gelu(h))
 
 
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_one_token_without_a_dimension_of_tokens(norm):
+def test_one_token_without_a_dimension_of_tokens():
     """Gamma's gradient is summed over rows, of which there are none."""
+
+    def norm(x, w):
+        return F.rms_norm(x, x.shape, w, 1e-6)
 
     def function(x, first, gate, up, second, down, y, w, b, gamma, out):
         z = norm(x, first)

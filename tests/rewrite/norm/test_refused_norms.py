@@ -97,12 +97,11 @@ def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, width):
     assert miss.text.endswith("out of luck")
 
 
-@pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("k", "d"), [(8, 0), (0, 8)])
-def test_norms_of_nothing_are_no_failure(norm, k, d):
+def test_norms_of_nothing_are_no_failure(k, d):
     """Strict: what warns would raise."""
 
     def function(x, w, v):
-        return F.linear(norm(F.linear(x, w), (d,)), v)
+        return F.linear(F.rms_norm(F.linear(x, w), (d,)), v)
 
     check(function, randn(4, k), randn(d, k), randn(6, d))
