@@ -39,10 +39,11 @@ What fires in tiny models of {layers} layers (transformers {version}, bfloat16 w
 numerics, on a CPU, where no gate decides; `python3 tools/model_table.py` makes this page again).
 No row has more than 1.2 times eager's error, forward or backward.
 
-*norms*: RMSNorms that are deferred, of those recognized; LayerNorms stay. *gates*: pairs of GEMMs that meet in one tile. *masks*:
-attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*:
-GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward
-that did, weight gradients included in the total. The last column says what is missing.
+*norms*: RMSNorms that are deferred, of those recognized; LayerNorms stay. *gates*: pairs of GEMMs
+that meet in one tile. *masks*: attention masks that are proven to be a flag of SDPA, so that it
+runs flash attention. *fused*: GEMMs of the forward pass that absorbed something, of all.
+*training*: GEMMs of forward and backward that did, weight gradients included in the total. The last
+column says what is missing.
 
 {table}
 """
@@ -113,7 +114,7 @@ def _row(family: str, make: Any, seed: int, training: bool) -> list[str]:
         assert _as_good(ours, run(*inputs), run_exact(*wide)), f"{family}: forward"
     deferred = forward.counts["rms_norm"]
     misses = [why for why in forward.report.refusals if why.what == "rms_norm"]
-    norms = f"{deferred} of {deferred + len(misses)}"
+    norms = f"{deferred} of {deferred + len(misses)}" if deferred or misses else ""
     pairs = str(sum(site.program.paired for site in forward.fused) or "")
     if not training:
         return [family, norms, pairs, _fraction(forward), _reasons(misses)]
