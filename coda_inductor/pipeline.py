@@ -59,6 +59,7 @@ from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
+from coda_inductor.rewrite.norm.modulated import take_scales
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
@@ -143,7 +144,8 @@ ON_ATEN = (
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("adapters", reorder_low_rank, _fuses),
     Pass("concatenated", add_products, _fuses, ("concatenated",)),
-    Pass("norm", defer_norms),
+    Pass("modulated", take_scales, _fuses, ("modulated",)),
+    Pass("norm", defer_norms, after=("modulated",)),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True, after=("loss", "norm", "heads", "fp8_casts")),

@@ -232,6 +232,14 @@ CASES = {
             ).relu(),
         },
     ),
+    "modulated": Case(
+        lambda x, w, scale: F.linear(F.rms_norm(F.linear(x, w), (D,)) * (1 + scale), w),
+        ((D, D), (D,)), fired("modulated"), "modulated", ("modulated",),
+        often=0,  # the gradient of scale reads the norm
+        broken={"of a batch": lambda x, w, scale: (
+            F.linear(F.rms_norm(F.linear(x, w), (D,)) * torch.stack([scale, scale])[:, None], w)
+        )},
+    ),
     "noops": Case(
         lambda x, w: F.linear(x.clone()[:, 0:], w), ((D, D),),
         lambda harness: not any("clone" in op for op in harness.ops()), "noops", ("noops",),
