@@ -264,6 +264,11 @@ def micro_pipeline() -> bool:
     return bool(getattr(__getattr__("inductor_config"), "_micro_pipeline_tp", False))
 
 
+def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """The hooks behind the forward of ``module``, by key; what is taken out no longer runs."""
+    return module._forward_hooks
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Is it, or a part of it, compiled in place (``_compiled_call_impl``) or a wrapper
     (``_orig_mod``)? False if torch hides that."""

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from coda_inductor.compat import dynamo_config, is_compiled
+from coda_inductor.compat import dynamo_config, forward_hooks, is_compiled
 from coda_inductor.errors import CodaError
 from coda_inductor.log import say_once
 from coda_inductor.report import GraphReport, kept
@@ -107,7 +107,7 @@ def free_inputs(model: nn.Module) -> Callable[[], None]:
     if any(getattr(f, "keywords", {}).get("use_reentrant") is not False for f in made if f):
         return undo.close
     for module in model.modules():
-        hooks = module._forward_hooks
+        hooks = forward_hooks(module)
         for key, hook in [*hooks.items()]:
             if getattr(hook, "__name__", "") == "make_inputs_require_grads":
                 undo.callback(hooks.setdefault, key, hooks.pop(key))
