@@ -103,18 +103,23 @@ def free_inputs(model: nn.Module) -> Callable[[], None]:
     GRPO do in each step: a graph with adapters breaks at it, and all graphs are compiled again,
     until Dynamo's limit is reached and nothing is compiled."""
     undo = ExitStack()
-    made = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
-    if any(getattr(f, "keywords", {}).get("use_reentrant") is not False for f in made if f):
-        return undo.close
+    found = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    made = [function for function in found if function is not None]
+    if not made or any(getattr(f, "keywords", {}).get("use_reentrant") is not False for f in made):
+        return undo.close  # without checkpoints the user wants the hook for something else
     for module in model.modules():
         hooks = forward_hooks(module)
         for key, hook in [*hooks.items()]:
             if getattr(hook, "__name__", "") == "make_inputs_require_grads":
                 undo.callback(hooks.setdefault, key, hooks.pop(key))
         if isinstance(module, PreTrainedModel):
-            vars(module)["enable_input_require_grads"] = lambda: None
+            vars(module)["enable_input_require_grads"] = _add_no_hook
             undo.callback(vars(module).pop, "enable_input_require_grads", None)
     return undo.close
+
+
+def _add_no_hook() -> None:
+    """In the place of ``enable_input_require_grads``; no lambda, so that a model can be pickled."""
 
 
 def compare_gradients(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from zoo.trained import LAYERS, STEPS, llama, losses, trainer
 
-from coda_inductor.transformers import CodaCallback
+from coda_inductor.transformers import CodaCallback, free_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,20 @@ def test_checkpoints_turned_on_in_each_step_compile_once():
     model.enable_input_require_grads()
     hidden = model.get_input_embeddings()(torch.tensor([1]))
     assert hidden.requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_a_hook_that_is_needed_stays(reentrant):
+    """By reentrant checkpoints, or by the user, where there are no checkpoints of transformers."""
+    model = llama()
+    model.enable_input_require_grads()
+    if reentrant:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    undo = free_inputs(model)
+    assert model.get_input_embeddings()(torch.tensor([1])).requires_grad
+    model.get_input_embeddings().weight.requires_grad_(False)
+    assert model.get_input_embeddings()(torch.tensor([1])).requires_grad
+    undo()
 
 
 @pytest.mark.parametrize("by", ["in place", "a part", "wrapper", "trainer"])

@@ -220,9 +220,11 @@ def ranked(z, y):
     return *one_softmax(x, y), x.argmax(-1)
 
 
-def test_logits_that_others_read_are_kept_in_float32():
-    harness = Harness(reference=True)
-    harness.train(Head(ranked, torch.bfloat16), *inputs(torch.bfloat16))
+@pytest.mark.parametrize(("form", "how"), [(ranked, {}), (warm, {"disable": ["rounded_logits"]})])
+def test_logits_that_others_read_are_kept_in_float32(form, how):
+    """All are where the pass is disabled."""
+    harness = Harness(reference=True, **how)
+    harness.train(Head(form, torch.bfloat16), *inputs(torch.bfloat16))
     assert logits_kept(harness) == [torch.float32]
 
 
