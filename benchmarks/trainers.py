@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     names = [f"{name} {options.layers} {options.curve}" for name in chosen or options.names]
     threads = max(1, (os.cpu_count() or 1) // len(names))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-    headline.measured("trainers", names, options, 0 if options.curve else whole.TURNS)
+    headline.measured("trainers", names, options, 0 if options.curve else whole.TURNS + 1)
 
 
 def trainer_of(case: str, backend: str, layers: int, steps: int) -> Any:
