@@ -109,13 +109,16 @@ def head_logits(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """The logits (M, V) of ``hidden`` (M, K), in its dtype."""
+    """The logits (M, V) of ``hidden`` (M, K), in its dtype; in float32 over a temperature, which
+    without a kernel would round them again (``rewrite.loss.rounded`` keeps 16 bits)."""
     logits = F.linear(hidden, weight, bias)
     if scale != 1.0:
         logits = logits * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return logits / temperature if temperature != 1.0 else logits
+    if temperature == 1.0:
+        return logits
+    return (logits if softcap is not None else widened(logits)) / temperature
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -112,3 +112,18 @@ def test_what_does_not_fit_is_named(change):
     (name,) = change
     with pytest.raises(ValueError, match=f"token_log_probs: .*{name}"):
         token_log_probs(**given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_temperature_does_not_round_logits_again(compiled, monkeypatch):
+    """Without a kernel it scales them in float32; with one they are kept in 16 bits."""
+    monkeypatch.setattr(lm_head, "_compiles", lambda _: compiled)
+    hidden, weight, _, targets = inputs(torch.bfloat16, 6)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = token_log_probs(hidden, weight, targets, temperature=0.7)
+    if compiled:
+        assert [x.dtype for x in saved if x.shape == (6, V)] == [torch.bfloat16]
+    else:
+        scaled = F.linear(hidden, weight).float() / 0.7
+        assert torch.equal(found, -F.cross_entropy(scaled, targets, reduction="none"))
