@@ -3,7 +3,7 @@
 
 Before (hidden states x (B, T, D), of whose logits nothing else is read)::
 
-    z = linear(x, W)[:, :-1]                  # or [:, -k:], a cast, a temperature in between
+    z = linear(x, W)[:, :-1]                  # or [:, :-1][:, -k:]; a cast, a temperature
     chosen = z.log_softmax(-1).gather(-1, tokens);  entropy = ...(z)
 
 After::
@@ -53,22 +53,27 @@ def keep_rows(graph: Graph, record: Record) -> None:
 
 def _keep(node: Node, hazards: Hazards) -> None:
     """Let the head in front of the slice ``node`` compute its rows only, if there is one."""
-    index, steps = node.args[1], [node.all_input_nodes[0]]
-    while len(steps[-1].users) == 1 and _is_elementwise(steps[-1]):
+    steps = [node, node.all_input_nodes[0]]
+    while len(steps[-1].users) == 1 and (_is_elementwise(steps[-1]) or _is_slice(steps[-1])):
         steps.append(steps[-1].all_input_nodes[0])
-    head = steps[-1]
-    if len(head.users) > 1 or called(head, "linear") is None or len(node.all_input_nodes) > 1:
+    head, slices = steps[-1], [step for step in reversed(steps[:-1]) if _is_slice(step)]
+    if len(head.users) > 1 or called(head, "linear") is None:
         return
     args = arguments(head)
     x, weight, bias = args["input"], args["weight"], args.get("bias")
     tensors = plain(x, weight, head)
     if tensors is None or len({t.dtype for t in tensors}) > 1:
         return
-    if not _of_rows(index, tensors[0].dim()) or hazards.between((x, *steps, node)):
+    of_rows = all(_of_rows(step.args[1], tensors[0].dim()) for step in slices)
+    if not of_rows or node not in slices or hazards.between((x, *steps)):
         return
     put = Put(node)
-    new = put(F.linear, put(operator.getitem, x, index), weight, bias)
+    for step in slices:
+        x = put(operator.getitem, x, step.args[1])
+    new = put(F.linear, x, weight, bias)
     for old, step in zip(steps[:0:-1], steps[-2::-1], strict=True):
+        if step in slices:
+            continue
         given = map_arg((step.args, step.kwargs), lambda n, o=old, y=new: y if n is o else n)
         new = put(step.target, *given[0], **given[1])
     move(node, new)
@@ -80,6 +85,10 @@ def _has_loss(node: Node) -> bool:
 
     reached = closure([node], lambda n: n.users if passes(n) else ())
     return any(op_name(n) in _LOSSES for n in reached)
+
+
+def _is_slice(node: Node) -> bool:
+    return op_name(node) == "getitem" and len(node.all_input_nodes) == 1
 
 
 def _is_elementwise(node: Node) -> bool:

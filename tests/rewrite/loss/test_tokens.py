@@ -57,6 +57,7 @@ FORMS = {
     **{f.__name__: f for f in (policy, one_softmax, cold)},
     "from logarithms": functools.partial(policy, of=from_logarithms),
     "without the last": lambda z, y: one_softmax(z[:, :-1], y[:, 1:]),
+    "two slices": lambda z, y: one_softmax(z[:, :-1, :][:, -3:] / 0.7, y[:, -3:]),  # older TRL's
     "capped completions": lambda z, y: policy(wide(2 * torch.tanh(z / 2))[..., -3:, :], y[:, -3:]),
     "smoothed": lambda z, y: (
         F.cross_entropy(wide(z).view(-1, V), y.view(-1), label_smoothing=0.1, ignore_index=3)
