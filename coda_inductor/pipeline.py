@@ -59,9 +59,7 @@ from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
-from coda_inductor.rewrite.norm.modulated import take_scales
 from coda_inductor.rewrite.recompute import recompute_in_backward
-from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.sites import Sites
 
@@ -134,7 +132,6 @@ FUSED = ("residual", "epilogue", "experts_backward")
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
-    Pass("rows", lay_out_rows, _fuses),
     Pass("noops", remove_noops, eager=True),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),
@@ -144,8 +141,7 @@ ON_ATEN = (
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("adapters", reorder_low_rank, _fuses),
     Pass("concatenated", add_products, _fuses, ("concatenated",)),
-    Pass("modulated", take_scales, _fuses, ("modulated",)),
-    Pass("norm", defer_norms, after=("modulated",)),
+    Pass("norm", defer_norms),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True, after=("loss", "norm", "heads", "fp8_casts")),

@@ -28,7 +28,7 @@ from coda_inductor.patterns.pattern import Pattern
 OTHER_NAMES = (
     "adapter_dropout", "block_mask", "collective", "concatenated", "constant_mask", "cross_entropy",
     "embedding", "epilogue", "experts", "fp8_linear", "fp8_quantize", "fp8_product",
-    "grouped_heads", "modulated", "residual",
+    "grouped_heads", "residual",
 )  # fmt: skip
 
 _registered: dict[Path, None] = {}  # the files of load_patterns, in order

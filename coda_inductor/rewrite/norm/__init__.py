@@ -6,5 +6,4 @@ defer     the pass: which norms wait, and why the others do not
 uses      the readers of a norm: GEMMs, its gradient, weight gradients; the producer of its input
 forward   one norm's statistics, the operand of its GEMMs, and their row scale
 backward  the gradients of the norm and of the weights
-modulated a pass before: vectors of a time step become an RMSNorm's weight
 """
