@@ -20,11 +20,10 @@ pytest.importorskip("quack")
 
 TESTS = Path(__file__).parents[1]
 #: A pair and FP8, or a join, on both Blackwells, whose code differs; each takes three seconds. More
-#: on Hopper, which alone has lean epilogues, and the most tiles and schedules.
+#: on Hopper, which alone has lean epilogues, and where GPU tests compile all the others.
 KERNELS = {
-    "90": "everything//128x128:2x1:pp:dyn,fp8_swiglu_fast//128x256:2x1:co,fp8_activated,"
-    "experts_alternating//128x256:2x1:co,experts_dgrad//128x256:2x1:co:lean,experts_join/joined,"
-    "paired_batches,entropy,unstored",
+    "90": "everything//128x128:2x1:pp:dyn,fp8_swiglu_fast//128x256:2x1:co,"
+    "experts_dgrad//128x256:2x1:co:lean,experts_join/joined,unstored",
     "100": "fp8_swiglu",
     "120": "norm_bwd/joined",
 }
@@ -129,7 +128,7 @@ def test_kernels_compile_for_blackwell(arch, tmp_path, compile_in_process):
 def test_second_process_loads_what_the_first_compiled(hopper, compile_in_process):
     cache, first = hopper
     objects = sorted((cache / "kernels").rglob("*.o"))
-    assert len(objects) == len(first) == 9
+    assert len(objects) == len(first) == 5
     again = compile_in_process("90", cache)
     assert sorted((cache / "kernels").rglob("*.o")) == objects
     assert not any(kernel["stages"] for kernel in again.values())
@@ -151,6 +150,6 @@ def test_what_would_kill_the_compiler_is_refused():
 
 def test_in_fp8_maxima_keep_nan(hopper):
     """As torch.amax does."""
-    texts = [p.read_text() for p in hopper[0].glob("*Float8*.ptx")]
-    assert len(texts) == 2
-    assert all("max.NaN.f32" in text and "max.f32" not in text for text in texts)
+    (text,) = (p.read_text() for p in hopper[0].glob("*Float8*.ptx"))
+    assert "max.NaN.f32" in text
+    assert "max.f32" not in text
