@@ -60,6 +60,7 @@ from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.recompute import recompute_in_backward
+from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.sites import Sites
 
@@ -132,6 +133,7 @@ FUSED = ("residual", "epilogue", "experts_backward")
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
+    Pass("rows", lay_out_rows, _fuses),
     Pass("noops", remove_noops, eager=True),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product"), after=("noops",)),
     Pass("collectives", merge_collectives, counts=("collective",)),

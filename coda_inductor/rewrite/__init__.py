@@ -2,6 +2,7 @@
 """Algebra on semantic ops in the aten graph, one file per rule family.
 
 noops      nodes without effect are removed
+rows       residual streams that lie column by column are copied
 collectives  equal collectives, and the collectives of a sum's terms, are merged
 adapters   low-rank products are moved out of the way of epilogues
 concatenated  a product of concatenated columns becomes a sum of products

@@ -40,6 +40,18 @@ BLIND = {
 }
 
 
+def stream(read):
+    """``rows`` copies x, which lies (B, T, D) under (T, B, D)."""
+
+    def function(x, w, v):
+        x = x.permute(1, 0, 2)
+        y = x + F.linear(F.layer_norm(x, (D,)), w)
+        y = y + F.linear(F.layer_norm(y, (D,)), v)
+        return F.linear(F.layer_norm(y, (D,)), w).sum(0), read(y)
+
+    return function
+
+
 def halves(read):
     """``packed`` makes g and u, halves of one product, two products."""
 
@@ -62,7 +74,7 @@ def terms(read):
     return function
 
 
-PROGRAMS = {"packed": halves, "fuse": terms}
+PROGRAMS = {"rows": stream, "packed": halves, "fuse": terms}
 
 
 def arguments(requires_grad: bool = False) -> list[torch.Tensor]:
