@@ -146,7 +146,8 @@ def test_a_program_of_aot_inductor_is_not_changed(tmp_path, monkeypatch, warned)
     leave_custom_ops(monkeypatch)  # as on a GPU
     coda_inductor.report.forget()
     passes = {name: UsersPass(name) for name in (pass_mode.DYNAMO, pass_mode.JOINT)}
-    text = {"aot_inductor.package_cpp_only": True}  # compiling it takes seconds
+    # Compiling it, and headers for it, takes seconds.
+    text = {"aot_inductor.package_cpp_only": True, "aot_inductor.precompile_headers": False}
     with torch.no_grad(), config.patch(passes), coda_inductor.enabled():
         program = torch.export.export(whole(), (torch.randn(3, D),))
         path = torch._inductor.aoti_compile_and_package(
