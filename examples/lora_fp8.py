@@ -22,7 +22,7 @@ import coda_inductor
 def build(gpu: bool) -> Any:
     """A Llama with frozen FP8 weights and bfloat16 adapters. Quantize before peft wraps layers."""
     hidden, mlp, heads, layers, vocab = (
-        (4096, 14336, 32, 4, 128256) if gpu else (64, 128, 4, 2, 512)
+        (4096, 14336, 32, 4, 128256) if gpu else (64, 128, 4, 1, 512)
     )
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=mlp, num_attention_heads=heads, vocab_size=vocab,
