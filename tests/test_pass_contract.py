@@ -147,6 +147,13 @@ CASES = {
             "read elsewhere": lambda x, w: (
                 -((z := (y := of.logits(x, w))[:, 1:]).softmax(-1) * z.log_softmax(-1)).sum(-1), y
             ),
+            "a column less, then rows": lambda x, w: -(
+                (z := of.logits(x, w)[..., :-1][:, 1:]).softmax(-1) * z.log_softmax(-1)
+            ).sum(-1),
+            "read between two slices": lambda x, w: (
+                -((z := (y := of.logits(x, w)[:, 1:])[:, :2]).softmax(-1)
+                  * z.log_softmax(-1)).sum(-1), y
+            ),
         },
     ),
     "loops": Case(
