@@ -86,12 +86,12 @@ def expand(call: Node, *, exact: bool) -> None:
     ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
     kwargs = arguments(call)
     tensors = [list(kwargs[name]) for name in ("as_", "bs", "operands")]
-    args = (EpilogueProgram.from_json(kwargs["program"]), exact, *tensors)
+    args = (kwargs["program"], exact, *tensors)  # text, which ``splice`` can tell equal
     replace_parts(call, splice(call, _reference, args))
 
 
 def _reference(program, exact, as_, bs, operands):
-    return reference.run(program, as_, bs, operands, exact=exact)
+    return reference.run(EpilogueProgram.from_json(program), as_, bs, operands, exact=exact)
 
 
 def _operand(put: Put, node: Node, kind: str, region: Region) -> Node:

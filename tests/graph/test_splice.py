@@ -83,6 +83,20 @@ def test_one_memory_twice_and_symbolic_sizes_are_traced_each_time(traces):
     assert len(traces) == 4
 
 
+def test_equal_layers_without_kernels_are_expanded_from_one_trace(traces):
+    def layers(x, *weights):
+        for w in weights:
+            x = torch.nn.functional.gelu(x @ w)
+        return x
+
+    counts = []
+    for n in (3, 6):
+        before = len(traces)
+        Harness().run(layers, torch.randn(8, 16), *(torch.randn(16, 16) for _ in range(n)))
+        counts.append(len(traces) - before)
+    assert counts == [1, 1]
+
+
 def test_a_result_that_is_returned_again_keeps_its_gradient():
     """A pass drops the detach, which only renames, so that the graph returns y twice."""
 
