@@ -75,6 +75,18 @@ def test_checkpoints_turned_on_in_each_step_compile_once():
     assert hidden.requires_grad
 
 
+def test_without_the_embeddings_hook_a_loop_with_checkpoints_is_one_graph():
+    """As docs/frameworks.md says; with the hook there are three."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
+    model.gradient_checkpointing_enable()
+    model.disable_input_require_grads()
+    model.compile(backend="coda")
+    tokens = torch.randint(16, (2, 8))
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("reentrant", [None, True])
 def test_a_hook_that_is_needed_stays(reentrant):
     """By reentrant checkpoints, or by the user, where there are no checkpoints of transformers."""
