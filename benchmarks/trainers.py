@@ -4,8 +4,10 @@
 
 ``python -m benchmarks trainers OUT.json`` starts a process a variant, "CASE BACKEND". They compile
 side by side, without weights, and take turns, A B B A: milliseconds of a step, data and logs
-included, and the peak GiB with weights and the optimizer. ``--curve STEPS`` trains on the text of
-``curve`` instead and keeps the logs. ``--layers`` cuts models, in which heads then weigh more.
+included, and the peak GiB with weights and the optimizer. A first step that compiles several graphs
+keeps its turn all the while: ``--beside`` takes them at once, where all models fit. ``--curve
+STEPS`` trains on the text of ``curve`` instead and keeps the logs. ``--layers`` cuts models, in
+which heads then weigh more.
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ def main(arguments: list[str]) -> None:
     parser = headline.parser_of("trainers", __doc__, "variant")
     parser.add_argument("--layers", type=int, default=99)
     parser.add_argument("--curve", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--beside", action="store_true")
     options = parser.parse_args(arguments)
     if options.part:
         sys.exit(answer(options.part, options.file.with_suffix(".lock")))
     chosen = [v for v in VARIANTS if any(fnmatch.fnmatch(v, n) for n in options.names or ["*"])]
-    names = [f"{name} {options.layers} {options.curve}" for name in chosen or options.names]
+    how = f"{options.layers} {options.curve} {options.beside:d}"
+    names = [f"{name} {how}" for name in chosen or options.names]
     threads = max(1, (os.cpu_count() or 1) // len(names))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     headline.measured("trainers", names, options, 0 if options.curve else whole.TURNS + 1)
@@ -175,7 +179,7 @@ class Stepped(TrainerCallback):
 def answer(variant: str, lock: Path) -> None:
     """Compile, or train; then answer each line of stdin with a line of JSON."""
     sys.stdout = sys.stderr  # answers alone go to the other one
-    began, (case, backend, layers, steps) = time.perf_counter(), variant.split()
+    began, (case, backend, layers, steps, beside) = time.perf_counter(), variant.split()
     line: dict[str, Any] = {"torch": torch.__version__}
     import_module(f"trl.trainer.{CASES[case][0].lower()}_trainer")  # seconds, before the turn
     if int(steps):
@@ -186,8 +190,10 @@ def answer(variant: str, lock: Path) -> None:
         with worth.turn(lock):
             step = Stepped(trainer_of(case, backend, int(layers), 0), lock)
             whole.give_back(step, step.sizes)  # type: ignore[arg-type]
+        step.lock = Path(tempfile.mkdtemp(), "lock") if int(beside) else lock
         with worth.compiled(step, step.awake, eager=backend in ("eager", "liger")):
             line["first_s"] = time.perf_counter() - began
+        step.lock = lock
     for number, _ in enumerate(sys.stdin):
         if step and number:
             with step.awake():
