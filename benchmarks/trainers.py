@@ -30,7 +30,7 @@ import tokenizers
 import torch
 from transformers import TrainerCallback
 
-from . import curve, headline, measure, models, whole, worth
+from . import curve, headline, measure, models, whole, worth, worth_models
 
 #: Name -> TRL's trainer, model of ``models``, its layers, dtype, learning rate of TRL's scripts.
 CASES = {"sft_lora": ("SFT", "qwen3_8b", 36, torch.bfloat16, 2e-4),
@@ -40,10 +40,11 @@ CASES = {"sft_lora": ("SFT", "qwen3_8b", 36, torch.bfloat16, 2e-4),
          "dpo_lora": ("DPO", "qwen3_4b", 36, torch.bfloat16, 5e-6),
          "grpo": ("GRPO", "qwen3_4b", 36, torch.bfloat16, 1e-6)}  # fmt: skip
 #: ``compile`` is the flag ``torch_compile``; ``best``, with SDPA told to be causal and an embedding
-#: without hooks; ``flex``, with FlexAttention.
-BACKENDS = ("eager", "liger", "best", "coda", "compile", "flex")
+#: without hooks; ``flex``, with FlexAttention; ``coda_fp8``, on weights that torchao put into FP8.
+BACKENDS = ("eager", "liger", "best", "coda", "compile", "flex", "coda_fp8")
 VARIANTS = [f"{case} {backend}" for case in CASES for backend in BACKENDS[:4] if case != "packed"]
-VARIANTS += [f"packed {backend}" for backend in BACKENDS if backend != "best"]
+VARIANTS += [f"packed {backend}" for backend in BACKENDS[:6] if backend != "best"]
+VARIANTS += ["sft_lora coda_fp8", "dpo_lora coda_fp8"]
 #: Of a batch, of which DPO's rows are pairs, and of random data; words of the tokenizer.
 ROWS, LENGTH, BATCHES, WORDS = 8, 1024, 16, 8192
 
@@ -79,8 +80,10 @@ def trainer_of(case: str, backend: str, layers: int, steps: int) -> Any:
     torch.manual_seed(0)
     with torch.device(measure.device()):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    callback: Any = CodaCallback() if backend == "coda" else TrainerCallback()
-    if backend == "best":
+    callback: Any = CodaCallback() if "coda" in backend else TrainerCallback()
+    if backend == "coda_fp8":
+        worth_models.quantized(model)
+    elif backend == "best":
         models.make_causal(model)
         callback.on_train_begin = lambda *_, model, **__: free_inputs(model) and None
     elif backend == "flex":
@@ -144,9 +147,9 @@ class Stepped(TrainerCallback):
 
     def __init__(self, trainer: Any, lock: Path):
         self.trainer, self.model, self.lock = trainer, trainer.model, lock
-        self.sizes = {
-            p: p.untyped_storage().nbytes() for p in self.model.parameters() if p.ndim > 1
-        }
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        matrices = [getattr(p, "qdata", p) for p in matrices]  # as in ``whole``
+        self.sizes = {p: p.untyped_storage().nbytes() for p in matrices}
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         trainer.add_callback(self)
         self.thread = threading.Thread(target=trainer.train, daemon=True)

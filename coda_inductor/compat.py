@@ -276,6 +276,12 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(getattr(m, name, None) is not None for m in model.modules() for name in names)
 
 
+def wrap_compiled_call(model: torch.nn.Module, wrapper: Callable[[Any], Any]) -> None:
+    """Let calls of ``model``, which is compiled in place, go through ``wrapper``."""
+    if (call := getattr(model, "_compiled_call_impl", None)) is not None:
+        model._compiled_call_impl = wrapper(call)
+
+
 def schema(op: Any) -> Any:
     """The schema of an overload's arguments and results (``OpOverload._schema``), or None."""
     return getattr(op, "_schema", None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A callback that compiles the model of transformers' ``Trainer`` or of TRL's when training begins:
-it has its adapters by then, TRL's too, and is wrapped for several GPUs. Masks stay as they are,
-because a callback sees no batch and TRL's losses read ``attention_mask``.
+it has its adapters by then, TRL's too, and is wrapped for several GPUs.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from coda_inductor.compat import dynamo_config, forward_hooks, is_compiled
+from coda_inductor.compat import dynamo_config, forward_hooks, is_compiled, wrap_compiled_call
 from coda_inductor.errors import CodaError
 from coda_inductor.log import say_once
 from coda_inductor.report import GraphReport, kept
@@ -30,10 +30,11 @@ class CodaCallback(TrainerCallback):
 
     While it trains, ``use_cache`` is False in each config of the model, unless the training
     arguments ask for it, TRL's head, which works in chunks, is operations of the graph
-    (:mod:`coda_inductor.trl`), and embeddings lose hooks that checkpoints do not need. Blocks that
-    FSDP2 shards are compiled one by one. Under DistributedDataParallel graphs are not cut at its
-    buckets (``optimize_ddp``), and ranks compare the gradients of the first step. A model that is
-    compiled already stays so.
+    (:mod:`coda_inductor.trl`), and embeddings lose hooks that checkpoints do not need. Until a
+    batch has padding, a decoder gets no ``attention_mask``. Blocks that FSDP2 shards are compiled
+    one by one. Under DistributedDataParallel graphs are not cut at its buckets
+    (``optimize_ddp``), and ranks compare the gradients of the first step. A model that is compiled
+    already stays so.
 
     Args:
         how: arguments of torch.compile, e.g. ``options={"memory": 0.5}`` or ``dynamic=True``.
@@ -68,6 +69,8 @@ class CodaCallback(TrainerCallback):
             self.undo.callback(undo)
         for part in () if compiled else blocks or (model,):
             part.compile(backend="coda", **self.how)
+        if not blocks and not compiled and any(map(_drops_full_masks, model.modules())):
+            wrap_compiled_call(model, without_full_masks)
         self.compiled = model
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
@@ -120,6 +123,31 @@ def free_inputs(model: nn.Module) -> Callable[[], None]:
 
 def _add_no_hook() -> None:
     """In the place of ``enable_input_require_grads``; no lambda, so that a model can be pickled."""
+
+
+def _drops_full_masks(module: nn.Module) -> bool:
+    """Does its file call the function of transformers that drops a mask without padding itself, in
+    eager mode? Other models may take no mask for another than one of ones (XLM: by its tokens)."""
+    return hasattr(sys.modules.get(type(module).__module__), "create_causal_mask")
+
+
+def without_full_masks(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` of a model without an ``attention_mask`` that hides nothing, which a graph cannot
+    know. After the first batch with padding each call has its mask, so that a model is compiled
+    twice at most."""
+    padded = False
+
+    def called(*args: Any, **inputs: Any) -> Any:
+        nonlocal padded
+        mask, shape = inputs.get("attention_mask"), getattr(inputs.get("input_ids"), "shape", None)
+        # Without a mask, transformers would ask positions whether documents are packed.
+        alone = all(inputs.get(name) is None for name in ("position_ids", "past_key_values"))
+        if not padded and alone and isinstance(mask, torch.Tensor) and mask.shape == shape:
+            padded = not mask.all()
+            inputs |= {} if padded else {"attention_mask": None}
+        return call(*args, **inputs)
+
+    return called
 
 
 def compare_gradients(model: nn.Module) -> None:

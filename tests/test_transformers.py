@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from zoo.trained import LAYERS, STEPS, llama, losses, trainer
 
-from coda_inductor.transformers import CodaCallback, free_inputs
+from coda_inductor.transformers import CodaCallback, free_inputs, without_full_masks
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +127,50 @@ def test_each_config_of_a_model_loses_its_cache_unless_asked_for(asked):
         assert model.config.use_cache is model.model.config.use_cache is asked
     callback.on_train_end(args, None, None)
     assert model.config.use_cache is model.model.config.use_cache is True
+
+
+def test_a_mask_reaches_the_model_where_it_or_a_position_says_more():
+    """And in each call behind the first with padding, or there would be more than two graphs."""
+    seen = []
+    call = without_full_masks(lambda **inputs: seen.append(inputs["attention_mask"] is not None))
+    tokens, ones, padded = (torch.ones(2, 4, dtype=torch.long) for _ in range(3))
+    padded[0, 3] = 0
+    call(input_ids=tokens, attention_mask=ones)
+    call(input_ids=tokens, attention_mask=ones, position_ids=tokens)  # packed documents
+    call(input_ids=tokens, attention_mask=ones, past_key_values=())
+    call(input_ids=tokens[:, 3:], attention_mask=ones)  # of a cache
+    call(input_ids=tokens, attention_mask=ones)
+    call(input_ids=tokens, attention_mask=padded)
+    call(input_ids=tokens, attention_mask=ones)
+    assert seen == [False, True, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_batches_without_padding_are_causal(padded):
+    """Their mask is an input of the graph, which Trainer passes on; with padding it stays."""
+    found = []
+    for callbacks in ([], [CodaCallback()]):
+        made = trainer(llama(), callbacks)
+        for number, row in enumerate(made.train_dataset):
+            row["attention_mask"] = torch.ones_like(row["input_ids"])
+            row["attention_mask"][12:] -= int(padded and number == 0)
+        made.train()
+        found.append(losses(made))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+    assert counters["coda"]["constant_mask"] == LAYERS
+    assert counters["stats"]["unique_graphs"] == 1 + padded
+
+
+@pytest.mark.parametrize("name", ["Llama", "XLM"])
+def test_a_model_that_would_make_a_mask_from_its_tokens_keeps_its_mask(name):
+    sizes = {"emb_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": 64}
+    xlm = transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes))
+    model, seen = {"Llama": llama(), "XLM": xlm}[name], []
+    calls = {"_compiled_call_impl": lambda **inputs: seen.append(inputs["attention_mask"])}
+    model.compile = lambda **_: vars(model).update(calls)
+    trainer(llama())  # sets accelerate's state
+    args = SimpleNamespace(use_cache=False, torch_compile=False)
+    CodaCallback().on_train_begin(args, None, None, model=model)
+    tokens = torch.full((1, 4), 2)
+    model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert [mask is not None for mask in seen] == [name == "XLM"]
