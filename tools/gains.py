@@ -51,7 +51,9 @@ def figure(place: str) -> Figure:
     found = functools.reduce(lambda part, key: part[key], keys, results(file))
     samples = [s["ms"] if isinstance(s, Mapping) else s for s in found.get("samples") or (0.0,)]
     ms = found.get("median_ms") or found.get("ms") or statistics.median(samples)
-    return Figure(ms, found["peak"] if "peak" in found else found["peak_mib"] / 1024)
+    places = (found, *(s for s in found.get("samples", ()) if isinstance(s, Mapping)))
+    peak = next((place["peak"] for place in places if "peak" in place), None)
+    return Figure(ms, peak or found["peak_mib"] / 1024)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,9 @@ def table() -> list[Row]:
         SHORT,
         EXPERTS,
         LORA_FP8,
+        row("SFT with TRL", "Qwen3 1.7B, 28 layers, 8 x 1024 tokens, TRL's defaults, H200, torch "
+            "2.11", "h200_trainers_full/results/sft {}", "best, coda",
+            "[`CodaCallback()`](docs/post_training.md)"),
         row("torchtitan in FP8", "Llama 3 8B, rowwise, FSDP2, AdamW, two H200s, torch 2.11",
             "h200x2_torchtitan/results/2:{}", "f8i:llama3:8B:inductor:none:1:fp8, "
             "f8c:llama3:8B:coda:none:1:fp8,head", "[one import](docs/frameworks.md#torchtitan)"),
