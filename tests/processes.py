@@ -22,7 +22,7 @@ def main(parent, *arguments):
         exec(parent.recv()["do"], globals() | locals())
 """
 
-#: A compile server that imports nothing; what a request's program says is what its worker does.
+#: A compile worker that imports nothing, and does what a request's program says.
 QUICK = f"""
 import os, sys, time, types
 
@@ -32,10 +32,10 @@ def compile_kernel(request, folder):
 
 sys.modules["coda_inductor"] = package = types.ModuleType("coda_inductor")
 package.__path__ = [{str(PACKAGE)!r}]
-from coda_inductor.runtime import server
-server.compile_kernel, server.prepare = compile_kernel, lambda: None
+from coda_inductor.runtime import compiler
+compiler.compile_kernel, compiler.prepare = compile_kernel, lambda: None
 SETTINGS
-main = server.main
+main = compiler.main
 """
 
 
@@ -58,9 +58,9 @@ def told(folder: Path, monkeypatch) -> str:
     return _module(folder, "told", TOLD, monkeypatch)
 
 
-def quick_server(folder: Path, monkeypatch, settings: str = "") -> str:
-    """The name of the module :data:`QUICK`. ``settings``: statements about ``server``."""
-    return _module(folder, "quick_server", QUICK.replace("SETTINGS", settings), monkeypatch)
+def quick_worker(folder: Path, monkeypatch, settings: str = "") -> str:
+    """The name of the module :data:`QUICK`. ``settings``: statements about ``compiler``."""
+    return _module(folder, "quick_worker", QUICK.replace("SETTINGS", settings), monkeypatch)
 
 
 def _module(folder: Path, name: str, text: str, monkeypatch) -> str:

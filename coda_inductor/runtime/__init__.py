@@ -8,7 +8,7 @@ launch                tensors -> a launched kernel
 prepared              fast calls, if they differ from an earlier one only in M and addresses
 direct                calls from compiled graphs without the dispatcher
 pool                  kernels compiled in parallel, ahead of time
-server                the process that compiles them, and the workers that it forks
+compiler              a process that compiles them
 
 Importing ``op`` registers it and imports no kernel library (QuACK, CuTeDSL, Triton): those are
 imported when the first kernel is built. If they are missing, that is a reason, not an error.

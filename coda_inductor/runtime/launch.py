@@ -16,8 +16,8 @@ from coda_inductor.errors import KernelError
 from coda_inductor.mainloop.readings import reading_of, reading_with
 from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
 from coda_inductor.program import EpilogueProgram, Reduce
+from coda_inductor.runtime.compiler import KernelRequest
 from coda_inductor.runtime.prepared import Prepared, call_key, prepare
-from coda_inductor.runtime.server import KernelRequest
 from coda_inductor.select.config import Config
 
 #: The most kinds of calls of one kernel that are prepared at a time.

@@ -12,7 +12,7 @@ from coda_inductor.arch import arch_of
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
 from coda_inductor.program.dtypes import HALF, dtype_name
-from coda_inductor.runtime.server import KernelRequest
+from coda_inductor.runtime.compiler import KernelRequest
 from coda_inductor.semantic import dropout, experts, fp8_casts
 from coda_inductor.semantic.define import LIB
 from coda_inductor.semantic.experts import WGRAD

@@ -2,8 +2,8 @@
 """Compile kernels in parallel, ahead of time, in processes that cannot see the GPU.
 
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to
-workers that fork from a compile server (``server``), ``wait`` collects the outcome, and the first
-launch then loads the object file from QuACK's on-disk cache (a few milliseconds).
+workers (``compiler``), each asked by a thread, ``wait`` collects the outcome, and the first launch
+then loads the object file from QuACK's on-disk cache (a few milliseconds).
 
 No call can hang: a batch has one deadline, at which kernels that were not begun are dropped; a
 worker that takes five minutes for one is killed. No process outlives this one, and no call raises:
@@ -17,35 +17,34 @@ import collections
 import concurrent.futures
 import contextlib
 import os
-import socket
 import threading
 import time
 from dataclasses import asdict
-from multiprocessing.reduction import send_handle
 
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import say_once
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.processes.child import Child
-from coda_inductor.processes.start import Messages
-from coda_inductor.runtime.server import KernelRequest, machine_arch, parts
+from coda_inductor.processes.child import Child, EndedError, LateError
+from coda_inductor.runtime.compiler import KernelRequest, machine_arch, parts
 
-_MODULE = "coda_inductor.runtime.server"
+_MODULE = "coda_inductor.runtime.compiler"
 _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
 _LIMIT = 300.0  # seconds for a kernel, and for a batch of them
+_LATE = "compiling its kernel took too long"
 
 _Future = concurrent.futures.Future["str | None"]  # an error text, or None
 
 _lock = threading.Lock()  # of all below
-_server: "_Server | None" = None
+_workers: set["_Worker"] = set()
+_idle: list["_Worker"] = []
 _futures: dict[KernelRequest, _Future] = {}
 _waiting: collections.deque[tuple[KernelRequest, _Future]] = collections.deque()
 _threads: set[threading.Thread] = set()  # each asks a worker
 
 
-class _Server:
-    """A compile server for ``arch``, e.g. "90". Raises OSError if no process can be started."""
+class _Worker(Child):
+    """A process that compiles for ``arch``, e.g. "90". Raises OSError if none can be started."""
 
     def __init__(self, arch: str):
         environment = {
@@ -55,23 +54,8 @@ class _Server:
             "CODA_CACHE_DIR": str(cache_dir()),
             "TORCH_WARM_POOL": "0",  # torch would start compile workers of its own
         }
-        self.child = Child(_MODULE, environment=environment)
+        super().__init__(_MODULE, environment=environment)
         self.arch = arch
-        self.idle: list[Messages] = []  # connections to workers
-        self.answered = False
-
-    def ended(self) -> bool:
-        return self.child.connection.poll()  # it says nothing else
-
-    def worker(self) -> Messages:
-        """A connection to a worker that has nothing to do."""
-        while self.idle:
-            if not (worker := self.idle.pop()).poll():  # it has not ended
-                return worker
-        local, remote = socket.socketpair()
-        with remote:
-            send_handle(self.child.connection, remote.fileno(), None)
-        return Messages(local.detach())
 
 
 def submit(requests: list[KernelRequest]) -> None:
@@ -89,11 +73,11 @@ def wait(requests: list[KernelRequest], timeout: float = _LIMIT) -> dict[KernelR
     try:
         futures = _submit(requests)
     except Exception as error:
-        return dict.fromkeys(requests, f"no compile server: {error!r}")
+        return dict.fromkeys(requests, f"no compile worker: {error!r}")
     concurrent.futures.wait(futures.values(), timeout)
     drop(requests)
-    late = "compiling its kernel took too long"
-    errors = {r: f.result() if f.done() and not f.cancelled() else late for r, f in futures.items()}
+    ended = {r: f for r, f in futures.items() if f.done() and not f.cancelled()}
+    errors = {r: ended[r].result() if r in ended else _LATE for r in futures}
     return {r: errors.get(r) for r in requests}
 
 
@@ -106,25 +90,27 @@ def drop(requests: list[KernelRequest]) -> None:
 
 
 def warm_up() -> None:
-    """Start the compile server: its imports take seconds, in which the caller still analyzes its
-    graph. Returns at once. Does nothing without the libraries, or if kernels were compiled before,
+    """Start the workers: their imports take seconds, in which the caller still analyzes its graph.
+    Returns at once. Does nothing without the libraries, or if kernels were compiled before,
     because new ones are then seldom needed."""
     some = (cache_dir() / "kernels" / label()).glob("*/*.o")
     if library_stack() is None and workers() > 0 and not any(some):
         with contextlib.suppress(Exception), _lock:  # ``wait`` returns the reason
-            _running()
+            while len(_workers) < workers():
+                _workers.add(worker := _Worker(machine_arch()))
+                _idle.append(worker)
 
 
 def shutdown() -> None:
-    """End the server and its workers now; a later ``submit`` starts a new one."""
-    global _server
+    """End the workers now; a later ``submit`` starts new ones."""
     with _lock:
-        server, _server = _server, None
         for _, future in _waiting:
             future.cancel()
-        _futures.clear()
-    if server is not None:
-        server.child.end()
+        ended = [*_workers]
+        for each in (_waiting, _futures, _workers, _idle):
+            each.clear()
+    for worker in ended:
+        worker.end()
 
 
 def is_ready(request: KernelRequest) -> bool:
@@ -175,20 +161,6 @@ def _submit(requests: list[KernelRequest]) -> dict[KernelRequest, _Future]:
         return {r: _futures[r] for r in missing}
 
 
-def _running() -> _Server:
-    """The server, started if needed. The caller holds the lock."""
-    global _server  # noqa: PLW0603 (there is one)
-    arch = machine_arch()
-    if _server is not None and (_server.arch != arch or _server.ended()):
-        words = _server.child.end()
-        if _server.arch == arch and not _server.answered:  # another one would end too
-            raise RuntimeError(words)
-        _server = None
-    if _server is None:
-        _server = _Server(arch)
-    return _server
-
-
 def _compile_waiting() -> None:
     """A thread: compile one kernel after another, until none waits."""
     while True:
@@ -203,36 +175,49 @@ def _compile_waiting() -> None:
 
 def _compile(request: KernelRequest) -> str | None:
     """Let a worker compile ``request``. Returns an error text or None."""
-    deadline = time.monotonic() + _LIMIT
-    for first in (True, False):  # a worker may have died because others needed its memory
+    words = _LATE
+    for _ in range(2):  # a worker may have died because others needed its memory
         try:
             from coda_inductor.mainloop.ahead import cache_folder
 
+            message = {"request": asdict(request), "folder": cache_folder()}
+            worker = _free_worker()
+            error = worker.ask(message, time.monotonic() + _LIMIT)
+        except (EndedError, LateError) as ended:
             with _lock:
-                if _server is None and not first:
-                    break  # it was shut down
-                server = _running()
-                worker = server.worker()
-            seconds = max(1.0, deadline - time.monotonic())
-            message = {"request": asdict(request), "folder": cache_folder(), "seconds": seconds}
-            worker.send(message)
-            error = worker.recv()
-        except (EOFError, ConnectionError):
-            continue
+                known = worker in _workers  # else it was shut down
+                _workers.discard(worker)
+            if isinstance(ended, LateError) or not known:
+                break
+            words = f"a compile worker died: {ended}"
         except Exception as error:
-            return f"no compile server: {error}"
-        with _lock:
-            server.idle.append(worker)
-            server.answered = True
-        return error
-    return "a compile worker died"
+            return f"no compile worker: {error}"
+        else:
+            with _lock:
+                _idle.append(worker)
+            return error
+    return words
+
+
+def _free_worker() -> _Worker:
+    """A worker that has nothing to do."""
+    arch = machine_arch()
+    with _lock:
+        while _idle:
+            worker = _idle.pop()
+            if worker.arch == arch and not worker.connection.poll():  # it has not ended
+                return worker
+            _workers.discard(worker)
+            worker.end()
+        _workers.add(worker := _Worker(arch))
+        return worker
 
 
 def _after_fork() -> None:
-    """In a forked child: leave the server to the parent."""
-    global _lock, _server  # a thread may have held the lock
-    _lock, _server = threading.Lock(), None
-    for each in (_waiting, _futures, _threads):
+    """In a forked child: leave the workers to the parent."""
+    global _lock  # noqa: PLW0603 (a thread may have held it)
+    _lock = threading.Lock()
+    for each in (_workers, _idle, _waiting, _futures, _threads):
         each.clear()
 
 

@@ -18,8 +18,8 @@ from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.processes.child import Child, EndedError, LateError
 from coda_inductor.runtime import pool
+from coda_inductor.runtime.compiler import KernelRequest
 from coda_inductor.runtime.launch import requests
-from coda_inductor.runtime.server import KernelRequest
 from coda_inductor.select import roofline
 from coda_inductor.select.choice import MANY, candidates
 from coda_inductor.select.config import Config

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("quack")
 
 import quack.cache
-from processes import alive, children, python, quick_server, until
+from processes import alive, children, python, quick_worker, until
 from programs import kinds
 
 from coda_inductor.mainloop import mod  # noqa: F401 (sets the folder on import)
@@ -51,11 +51,11 @@ def test_compiles_once_and_reports_what_cannot(tmp_path):
 def test_why_nothing_is_compiled(monkeypatch):
     """The architecture is known without QuACK."""
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_Server", Mock(side_effect=OSError("no processes")))
+        patch.setattr(pool, "_Worker", Mock(side_effect=OSError("no processes")))
         patch.setenv("QUACK_ARCH", "sm_100a")
         pool.warm_up()
-        assert "no processes" in pool.wait([GOOD])[GOOD]
-        assert str(pool._Server.call_args[0][0]) == "100"
+        assert pool.wait([GOOD]) == {GOOD: "no compile worker: no processes"}
+        assert str(pool._Worker.call_args[0][0]) == "100"
     why = refuse("no-kernel-stack", "quack-kernels is not installed")
     monkeypatch.setattr(pool, "library_stack", lambda: why)
     pool.submit([GOOD])
@@ -65,11 +65,11 @@ def test_why_nothing_is_compiled(monkeypatch):
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """A pool whose server compiles nothing, and whose kernels are never there; the next server runs
-    these statements when it starts."""
+    """A pool whose workers compile nothing, and whose kernels are never there; the next workers run
+    these statements when they start."""
 
     def serve(text: str = "") -> None:
-        monkeypatch.setattr(pool, "_MODULE", quick_server(tmp_path, monkeypatch, text))
+        monkeypatch.setattr(pool, "_MODULE", quick_worker(tmp_path, monkeypatch, text))
 
     serve()
     monkeypatch.setattr(pool, "is_ready", lambda request: False)
@@ -87,10 +87,9 @@ def ask(program: str, number: int = 0) -> pool.KernelRequest:
 PASS = ask("pass")
 
 
-def running() -> tuple[int, list[int]]:
-    """The server and its workers, of which there is one at least."""
-    pid = until(lambda: pool._server and pool._server.child.pid)
-    return pid, until(lambda: children(pid))
+def running() -> list[int]:
+    """The workers, of which there is one at least."""
+    return until(lambda: [worker.pid for worker in pool._workers])
 
 
 @served
@@ -101,51 +100,50 @@ def test_workers_do_not_outlive_whoever_asked_for_them():
     if parent == 0:
         try:
             pool.submit([ask(COMPILER)])
-            server, workers = running()
-            (compiler,) = until(lambda: children(workers[0]))
-            os.write(write, f"{server} {workers[0]} {compiler}".encode())
+            (worker,) = running()
+            (compiler,) = until(lambda: children(worker))
+            os.write(write, f"{worker} {compiler}".encode())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     left = [int(pid) for pid in os.read(read, 100).split()]
     os.close(read)
     os.waitpid(parent, 0)
-    assert len(left) == 3
+    assert len(left) == 2
     until(lambda: not any(map(alive, left)))
 
 
 @served
 def test_what_hangs_does_not_keep_a_program_from_ending(tmp_path):
-    """Whose end takes the server along."""
+    """Whose end takes the workers along."""
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from processes import until\n"
         "from coda_inductor.runtime import pool\n"
-        "pool._MODULE, pool.is_ready = 'quick_server', lambda request: False\n"
+        "pool._MODULE, pool.is_ready = 'quick_worker', lambda request: False\n"
         "asked = [pool.KernelRequest('time.sleep(1e6)', str(i)) for i in range(9)]\n"
         "pool.wait(asked, 0.5)\n"
         "pool.submit(asked)\n"
-        "print(until(lambda: pool._server).child.pid)"
+        "print(*(worker.pid for worker in until(lambda: pool._workers)))"
     )
-    assert not alive(int(python("-c", program).stdout))
+    assert not any(map(alive, map(int, python("-c", program).stdout.split())))
 
 
 @served
-def test_a_fork_leaves_the_server_to_its_parent_and_one_that_dies_is_replaced():
-    """With its workers."""
+def test_a_fork_leaves_the_workers_to_its_parent_and_one_that_dies_is_replaced():
+    """Also one that has nothing to do."""
     assert pool.wait([PASS]) == {PASS: None}
-    pool.submit([ask(FOR_EVER)])
-    server, workers = running()
+    (worker,) = running()
     child = os.fork()
     if child == 0:
-        os._exit(0 if pool._server is None and pool.wait([PASS]) == {PASS: None} else 1)
+        os._exit(0 if not pool._workers and pool.wait([PASS]) == {PASS: None} else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert alive(server)
-    assert alive(workers[0])
-    os.kill(server, signal.SIGKILL)
-    until(lambda: not any(map(alive, workers)))
+    assert alive(worker)
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: not alive(worker))
     assert pool.wait([PASS]) == {PASS: None}
-    assert running()[0] != server
+    (other,) = running()
+    assert other != worker
 
 
 @served
@@ -154,7 +152,7 @@ def test_a_batch_has_a_deadline_and_what_hangs_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(pool, "_LIMIT", 2.0)
     stuck, late = ask(FOR_EVER), ask(f"open({str(tmp_path / 'late')!r}, 'w')")
     pool.submit([stuck])
-    _, workers = running()
+    workers = running()
     assert pool.wait([stuck, late], timeout=0.5) == dict.fromkeys([stuck, late], LATE)
     until(lambda: not any(map(alive, workers)))
     assert pool.wait([PASS], timeout=30) == {PASS: None}
@@ -171,25 +169,21 @@ def test_what_is_dropped_is_not_begun_and_may_be_asked_again(monkeypatch):
     pool.drop([dropped, GOOD])
     assert pool.wait([slow]) == {slow: None}
     assert not pool._futures
-    assert pool.wait([dropped]) == {dropped: "a compile worker died"}
+    assert pool.wait([dropped]) == {dropped: "a compile worker died: status 3"}
 
 
 @served
 def test_a_worker_that_dies_is_tried_again_and_harms_no_other_kernel(tmp_path):
     once = f"os.path.exists(p := {str(tmp_path / 'tried')!r}) or (open(p, 'w'), os._exit(3))"
     requests = [ask("os.kill(os.getpid(), 9)"), ask("time.sleep(0.5)"), ask(once)]
-    assert [*pool.wait(requests).values()] == ["a compile worker died", None, None]
+    died = "a compile worker died: status -9"
+    assert [*pool.wait(requests).values()] == [died, None, None]
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    ("def broken(): raise ImportError('no libfoo')\nserver.prepare = broken",
-     "no compile server: ImportError: no libfoo"),
-    ("def fork(): raise OSError('too many')\nos.fork = fork",
-     "no compile worker could be started: too many"),
-])  # fmt: skip
-def test_what_keeps_a_server_from_compiling_is_a_reason(text, why, serve):
-    serve(text)
+def test_what_keeps_workers_from_compiling_is_a_reason(serve):
+    serve("def broken(): raise ImportError('no libfoo')\ncompiler.prepare = broken")
     requests = [PASS, ask("pass", 1)]
+    why = "a compile worker died: ImportError: no libfoo"
     assert pool.wait(requests) == dict.fromkeys(requests, why)
 
 
@@ -200,7 +194,7 @@ def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
     pool.warm_up()
     pool.submit([GOOD])
     assert pool.wait([GOOD]) == {GOOD: None}
-    assert pool._server is None
+    assert not pool._workers
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "40")
     assert pool.workers() == 40
     for cores, ranks, want in ((12, "2", 6), (16, "64", 1), (128, "1", 16), (4, "x", 4)):

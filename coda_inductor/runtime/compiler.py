@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compile server, a child (``processes``) of ``pool``, and the workers that fork from it.
+"""A process that compiles kernels, a child (``processes``) of ``pool``.
 
-The server imports torch and CuTeDSL once, and forks a worker for each connection that it receives.
-A worker receives ``{"request": {...}, "folder": ..., "seconds": 300}`` and answers an error text or
-null; it is killed if that takes longer.
-
-The server starts no thread, because it forks; the threads of the CUDA driver, of NumPy and the
-thread that watches the parent hold no locks that a worker needs. This module imports little.
+It receives ``{"request": {...}, "folder": ...}`` and answers an error text or null. This module
+imports little.
 """
 
-import ctypes
 import os
-import signal
-import warnings
 from dataclasses import dataclass
-from multiprocessing.reduction import recv_handle
-from typing import Any, NoReturn
+from typing import Any
 
 from coda_inductor.processes.start import Messages
 
-_IDLE = 120.0  # seconds without work after which a worker ends: it holds 0.3 GB
-_PR_SET_PDEATHSIG = 1
+_IDLE = 120.0  # seconds without work after which it ends: it holds 0.4 GB
 
 
 @dataclass(frozen=True)
@@ -38,41 +29,15 @@ class KernelRequest:
 
 
 def main(parent: Messages) -> None:
-    """Fork a worker for each connection from ``parent``, until that is gone: an EOFError."""
-    # Python 3.12 counts threads of libraries too, and would warn at each fork.
-    warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
+    """Compile what ``parent`` asks for, until that is gone: an EOFError."""
     prepare()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers need no waiting for
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    pid = os.getpid()
-    while True:
-        requests = Messages(recv_handle(parent))
-        try:
-            if os.fork() == 0:
-                parent.close()
-                _work(requests, pid)
-        except OSError as error:  # a limit on processes
-            requests.send(f"no compile worker could be started: {error}")
-        requests.close()
-
-
-def _work(requests: Messages, server: int) -> NoReturn:
-    """Compile kernels. The worker dies with the server, also in the middle of one."""
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        while os.getppid() == server and requests.poll(_IDLE):
-            message = requests.recv()
-            signal.setitimer(signal.ITIMER_REAL, message["seconds"])
-            error = compile_kernel(KernelRequest(**message["request"]), message["folder"])
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            requests.send(error)
-    finally:
-        os._exit(0)
+    while parent.poll(_IDLE):
+        message = parent.recv()
+        parent.send(compile_kernel(KernelRequest(**message["request"]), message["folder"]))
 
 
 def prepare() -> None:
-    """Import everything that compiling needs, before workers fork."""
+    """Import everything that compiling needs."""
     from coda_inductor.compat import without_dynamo
 
     without_dynamo()
