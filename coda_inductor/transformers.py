@@ -143,7 +143,7 @@ def without_full_masks(call: Callable[..., Any]) -> Callable[..., Any]:
         # Without a mask, transformers would ask positions whether documents are packed.
         alone = all(inputs.get(name) is None for name in ("position_ids", "past_key_values"))
         if not padded and alone and isinstance(mask, torch.Tensor) and mask.shape == shape:
-            padded = not mask.all()
+            padded = not (mask == 1).all()  # other numbers may count documents
             inputs |= {} if padded else {"attention_mask": None}
         return call(*args, **inputs)
 

@@ -129,12 +129,14 @@ def test_each_config_of_a_model_loses_its_cache_unless_asked_for(asked):
     assert model.config.use_cache is model.model.config.use_cache is True
 
 
-def test_a_mask_reaches_the_model_where_it_or_a_position_says_more():
-    """And in each call behind the first with padding, or there would be more than two graphs."""
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
+    """And in each call behind the first with padding, or numbers of documents: there would be more
+    than two graphs."""
     seen = []
     call = without_full_masks(lambda **inputs: seen.append(inputs["attention_mask"] is not None))
     tokens, ones, padded = (torch.ones(2, 4, dtype=torch.long) for _ in range(3))
-    padded[0, 3] = 0
+    padded[0, 3] = other
     call(input_ids=tokens, attention_mask=ones)
     call(input_ids=tokens, attention_mask=ones, position_ids=tokens)  # packed documents
     call(input_ids=tokens, attention_mask=ones, past_key_values=())
