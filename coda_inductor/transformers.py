@@ -142,7 +142,8 @@ def without_full_masks(call: Callable[..., Any]) -> Callable[..., Any]:
         mask, shape = inputs.get("attention_mask"), getattr(inputs.get("input_ids"), "shape", None)
         # Without a mask, transformers would ask positions whether documents are packed.
         alone = all(inputs.get(name) is None for name in ("position_ids", "past_key_values"))
-        if not padded and alone and isinstance(mask, torch.Tensor) and mask.shape == shape:
+        look = alone and not padded and not torch.compiler.is_compiling()
+        if look and isinstance(mask, torch.Tensor) and mask.shape == shape:
             padded = not (mask == 1).all()  # other numbers may count documents
             inputs |= {} if padded else {"attention_mask": None}
         return call(*args, **inputs)

@@ -141,10 +141,11 @@ def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
     call(input_ids=tokens, attention_mask=ones, position_ids=tokens)  # packed documents
     call(input_ids=tokens, attention_mask=ones, past_key_values=())
     call(input_ids=tokens[:, 3:], attention_mask=ones)  # of a cache
+    torch.compile(call, backend="eager", fullgraph=True)(input_ids=tokens, attention_mask=ones)
     call(input_ids=tokens, attention_mask=ones)
     call(input_ids=tokens, attention_mask=padded)
     call(input_ids=tokens, attention_mask=ones)
-    assert seen == [False, True, True, True, False, True, True]
+    assert seen == [False, True, True, True, True, False, True, True]
 
 
 def test_batches_are_causal_until_one_has_padding():
