@@ -7,11 +7,9 @@ imports little.
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from coda_inductor.processes.start import Messages
-
-_IDLE = 120.0  # seconds without work after which it ends: it holds 0.4 GB
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,10 @@ class KernelRequest:
     variant: str = ""
 
 
-def main(parent: Messages) -> None:
+def main(parent: Messages) -> NoReturn:
     """Compile what ``parent`` asks for, until that is gone: an EOFError."""
     prepare()
-    while parent.poll(_IDLE):
+    while True:
         message = parent.recv()
         parent.send(compile_kernel(KernelRequest(**message["request"]), message["folder"]))
 

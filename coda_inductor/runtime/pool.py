@@ -2,8 +2,8 @@
 """Compile kernels in parallel, ahead of time, in processes that cannot see the GPU.
 
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to
-workers (``compiler``), each asked by a thread, ``wait`` collects the outcome, and the first launch
-then loads the object file from QuACK's on-disk cache (a few milliseconds).
+threads, each of which asks a process of its own (``compiler``), ``wait`` collects the outcome, and
+the first launch then loads the object file from QuACK's on-disk cache (a few milliseconds).
 
 No call can hang: a batch has one deadline, at which kernels that were not begun are dropped; a
 worker that takes five minutes for one is killed. No process outlives this one, and no call raises:
@@ -32,15 +32,16 @@ _MODULE = "coda_inductor.runtime.compiler"
 _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
 _LIMIT = 300.0  # seconds for a kernel, and for a batch of them
 _LATE = "compiling its kernel took too long"
+_IDLE = 120.0  # seconds without work after which a worker ends: it holds 0.4 GB
 
 _Future = concurrent.futures.Future["str | None"]  # an error text, or None
 
-_lock = threading.Lock()  # of all below
+_lock = threading.Condition()  # of all below
+_threads: set[threading.Thread] = set()
+_free: set[threading.Thread] = set()  # those that wait for work
 _workers: set["_Worker"] = set()
-_idle: list["_Worker"] = []
 _futures: dict[KernelRequest, _Future] = {}
 _waiting: collections.deque[tuple[KernelRequest, _Future]] = collections.deque()
-_threads: set[threading.Thread] = set()  # each asks a worker
 
 
 class _Worker(Child):
@@ -94,11 +95,10 @@ def warm_up() -> None:
     Returns at once. Does nothing without the libraries, or if kernels were compiled before,
     because new ones are then seldom needed."""
     some = (cache_dir() / "kernels" / label()).glob("*/*.o")
-    if library_stack() is None and workers() > 0 and not any(some):
+    if library_stack() is None and not any(some):
         with contextlib.suppress(Exception), _lock:  # ``wait`` returns the reason
-            while len(_workers) < workers():
-                _workers.add(worker := _Worker(machine_arch()))
-                _idle.append(worker)
+            while len(_threads) < workers():
+                _start(_worker())
 
 
 def shutdown() -> None:
@@ -107,8 +107,9 @@ def shutdown() -> None:
         for _, future in _waiting:
             future.cancel()
         ended = [*_workers]
-        for each in (_waiting, _futures, _workers, _idle):
+        for each in (_threads, _free, _workers, _futures, _waiting):
             each.clear()
+        _lock.notify_all()
     for worker in ended:
         worker.end()
 
@@ -154,70 +155,85 @@ def _submit(requests: list[KernelRequest]) -> dict[KernelRequest, _Future]:
             if request not in _futures:
                 _futures[request] = concurrent.futures.Future()
                 _waiting.append((request, _futures[request]))
-                if len(_threads) < workers():
-                    thread = threading.Thread(target=_compile_waiting, daemon=True)
-                    thread.start()
-                    _threads.add(thread)
+                if len(_free) < len(_waiting) and len(_threads) < workers():
+                    _start()
+        _lock.notify_all()
         return {r: _futures[r] for r in missing}
 
 
-def _compile_waiting() -> None:
-    """A thread: compile one kernel after another, until none waits."""
+def _start(worker: _Worker | None = None) -> None:
+    """Start a thread, with ``worker`` as its worker. The caller holds the lock."""
+    thread = threading.Thread(target=_serve, args=(worker,), daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+def _serve(worker: _Worker | None) -> None:
+    """A thread: let one worker compile one kernel after another, until none waits for long, or the
+    pool is shut down."""
+    me = threading.current_thread()
     while True:
         with _lock:
-            if not _waiting:
-                _threads.remove(threading.current_thread())
-                return
+            _free.add(me)
+            _lock.wait_for(lambda: _waiting or me not in _threads, _IDLE)
+            _free.discard(me)
+            if not _waiting or me not in _threads:
+                break
             request, future = _waiting.popleft()
         if future.set_running_or_notify_cancel():
-            future.set_result(_compile(request))
+            error, worker = _compile(request, worker)
+            future.set_result(error)
+    _end(worker)
+    with _lock:
+        _threads.discard(me)
 
 
-def _compile(request: KernelRequest) -> str | None:
-    """Let a worker compile ``request``. Returns an error text or None."""
+def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None, _Worker | None]:
+    """Let ``worker``, or a new one, compile ``request``. Returns an error text or None, and the
+    worker if it is left."""
     words = _LATE
     for _ in range(2):  # a worker may have died because others needed its memory
         try:
             from coda_inductor.mainloop.ahead import cache_folder
 
             message = {"request": asdict(request), "folder": cache_folder()}
-            worker = _free_worker()
-            error = worker.ask(message, time.monotonic() + _LIMIT)
-        except (EndedError, LateError) as ended:
+            if worker is not None and worker.arch != machine_arch():
+                _end(worker)
+                worker = None
             with _lock:
-                known = worker in _workers  # else it was shut down
-                _workers.discard(worker)
-            if isinstance(ended, LateError) or not known:
+                if threading.current_thread() not in _threads:
+                    break  # it was shut down
+                worker = worker or _worker()
+            return worker.ask(message, time.monotonic() + _LIMIT), worker
+        except (EndedError, LateError) as ended:
+            _end(worker)
+            worker = None
+            if isinstance(ended, LateError):
                 break
             words = f"a compile worker died: {ended}"
         except Exception as error:
-            return f"no compile worker: {error}"
-        else:
-            with _lock:
-                _idle.append(worker)
-            return error
-    return words
+            return f"no compile worker: {error}", worker
+    return words, worker
 
 
-def _free_worker() -> _Worker:
-    """A worker that has nothing to do."""
-    arch = machine_arch()
-    with _lock:
-        while _idle:
-            worker = _idle.pop()
-            if worker.arch == arch and not worker.connection.poll():  # it has not ended
-                return worker
+def _worker() -> _Worker:
+    """A new worker. The caller holds the lock."""
+    _workers.add(worker := _Worker(machine_arch()))
+    return worker
+
+
+def _end(worker: _Worker | None) -> None:
+    if worker is not None:
+        with _lock:
             _workers.discard(worker)
-            worker.end()
-        _workers.add(worker := _Worker(arch))
-        return worker
+        worker.end()
 
 
 def _after_fork() -> None:
     """In a forked child: leave the workers to the parent."""
     global _lock  # noqa: PLW0603 (a thread may have held it)
-    _lock = threading.Lock()
-    for each in (_workers, _idle, _waiting, _futures, _threads):
+    _lock = threading.Condition()
+    for each in (_threads, _free, _workers, _futures, _waiting):
         each.clear()
 
 

@@ -5,6 +5,7 @@ and that nothing hangs or outlives its parent."""
 import dataclasses
 import os
 import signal
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -144,6 +145,17 @@ def test_a_fork_leaves_the_workers_to_its_parent_and_one_that_dies_is_replaced()
     assert pool.wait([PASS]) == {PASS: None}
     (other,) = running()
     assert other != worker
+
+
+@served
+def test_workers_without_work_end_and_others_come(monkeypatch):
+    """None is left as a zombie, which would be in the table of processes."""
+    monkeypatch.setattr(pool, "_IDLE", 0.5)
+    for _ in range(2):
+        assert pool.wait([PASS]) == {PASS: None}
+        (worker,) = running()
+        until(lambda worker=worker: not Path(f"/proc/{worker}").exists())
+        until(lambda: not pool._threads)
 
 
 @served
