@@ -37,7 +37,7 @@ def compile_to_disk(
     ``mod.kernel_name`` takes it, for the architecture of this process. Raises whatever QuACK or
     CuTeDSL raises."""
     host = quack.gemm_runtime.host
-    # The server may have started under another environment.
+    # This process may have started under another environment.
     quack.cache.CACHE_DIR = folder
     if (path := kernel_file(program, config, *how)).exists():
         return path

@@ -98,7 +98,7 @@ def warm_up() -> None:
     if library_stack() is None and not any(some):
         with contextlib.suppress(Exception), _lock:  # ``wait`` returns the reason
             while len(_threads) < workers():
-                _start(_worker())
+                _start(_new_worker())
 
 
 def shutdown() -> None:
@@ -178,14 +178,13 @@ def _serve(worker: _Worker | None) -> None:
             _lock.wait_for(lambda: _waiting or me not in _threads, _IDLE)
             _free.discard(me)
             if not _waiting or me not in _threads:
+                _threads.discard(me)  # with the lock: what is submitted from here on gets another
                 break
             request, future = _waiting.popleft()
         if future.set_running_or_notify_cancel():
             error, worker = _compile(request, worker)
             future.set_result(error)
     _end(worker)
-    with _lock:
-        _threads.discard(me)
 
 
 def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None, _Worker | None]:
@@ -203,7 +202,7 @@ def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None
             with _lock:
                 if threading.current_thread() not in _threads:
                     break  # it was shut down
-                worker = worker or _worker()
+                worker = worker or _new_worker()
             return worker.ask(message, time.monotonic() + _LIMIT), worker
         except (EndedError, LateError) as ended:
             _end(worker)
@@ -216,7 +215,7 @@ def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None
     return words, worker
 
 
-def _worker() -> _Worker:
+def _new_worker() -> _Worker:
     """A new worker. The caller holds the lock."""
     _workers.add(worker := _Worker(machine_arch()))
     return worker

@@ -159,6 +159,23 @@ def test_workers_without_work_end_and_others_come(monkeypatch):
 
 
 @served
+def test_what_is_submitted_while_the_last_worker_ends_is_compiled(monkeypatch):
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
+    monkeypatch.setattr(pool, "_IDLE", 0.1)
+    end, other = pool._end, ask("pass", 1)
+
+    def late(worker):
+        monkeypatch.setattr(pool, "_end", end)
+        pool.submit([other])
+        end(worker)
+
+    monkeypatch.setattr(pool, "_end", late)
+    assert pool.wait([PASS]) == {PASS: None}
+    until(lambda: pool._end is end)
+    assert pool.wait([other], timeout=30) == {other: None}
+
+
+@served
 def test_a_batch_has_a_deadline_and_what_hangs_is_killed(monkeypatch, tmp_path):
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
     monkeypatch.setattr(pool, "_LIMIT", 2.0)
