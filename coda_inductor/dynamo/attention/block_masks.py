@@ -19,11 +19,13 @@ as in SDPA's kernels except cuDNN's for boolean masks (which then ignore the mas
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
 
+The numbers of queries and keys may be symbolic, if the mask has both: it is asked at each call.
+
 Refuses: dropout; a mask for each head; masks of numbers, which are added (ALiBi; 0 and -inf too);
-symbolic sizes; a mask that is changed in place after its creation; a region that is called several
-times, which cannot take the lists as inputs; heads of less than 16 or more than 256 values, or not
-a multiple of 8; other devices and dtypes than ``DEVICE`` and ``DTYPES``; and less work, over all
-calls of one mask, than ``LEAST``, unless the gate is "always".
+other symbolic sizes; a mask that is changed in place after its creation; a region that is called
+several times, which cannot take the lists as inputs; heads of less than 16 or more than 256 values,
+or not a multiple of 8; other devices and dtypes than ``DEVICE`` and ``DTYPES``; and less work, over
+all calls of one mask, than ``LEAST``, unless the gate is "always".
 """
 
 import math
@@ -38,6 +40,7 @@ from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, plain
+from coda_inductor.graph.sizes import hint, same
 from coda_inductor.matching import Body, Hazards, bodies, forward_mode, move, writes_to
 from coda_inductor.matching.bodies import subgraphs
 from coda_inductor.program.dtypes import HALF
@@ -113,7 +116,8 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             if isinstance(result, Refusal):
                 record.refuse(NAME, call, result)
             else:
-                groups.setdefault((result.mask, *result.lengths), []).append(result)
+                lengths = map(str, result.lengths)  # a SymInt has no hash
+                groups.setdefault((result.mask, *lengths), []).append(result)
     inputs: Placeholders = {}
     for group in groups.values():
         if (why := _too_small(group, record)) is None:
@@ -129,11 +133,11 @@ def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
     scale = arguments["scale"]
     if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")
-    if not all(isinstance(size, int) for t in tensors for size in t.shape):
-        return refuse("mask-size", "its size is symbolic")
+    query, key, val, mask, result = tensors
+    if (why := _symbolic(query, key, val, mask)) is not None:
+        return why
     if scale is not None and not isinstance(scale, (int, float)):
         return refuse("mask-size", "its scale is symbolic")
-    query, key, val, mask, result = tensors
     if query.device.type != DEVICE or mask.device != query.device:
         return refuse("mask-device", f"on {query.device.type} FlexAttention has no backward pass")
     if mask.dtype != torch.bool:
@@ -145,6 +149,19 @@ def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
     if arguments.get("is_causal"):
         return refuse("mask-form", "is_causal is set too")
     return _shapes(query, key, val, result)
+
+
+def _symbolic(query: Any, key: Any, val: Any, mask: Any) -> Refusal | None:
+    """The numbers of queries and keys may be symbols, if the mask has both."""
+    lengths, ends = (query.shape[-2], key.shape[-2]), mask.shape[-2:]
+    others = [n for t in (query, key, val, mask) for n in t.shape[:-2]]
+    others += [t.shape[-1] for t in (query, key, val)]
+    symbols = [n for n in (*lengths, *ends) if not isinstance(n, int)]
+    if not all(isinstance(n, int) for n in others) or not all(n.node.has_hint() for n in symbols):
+        return refuse("mask-size", "its size is symbolic")
+    if symbols and not same(ends, lengths):
+        return refuse("mask-size", "it is broadcast to a symbolic size")
+    return None
 
 
 def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
@@ -172,7 +189,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
     if any(node > mask and writes_to(node, (mask,)) for node in home.graph.nodes):
         return refuse("mask-mutated", "an in-place op changes it")
     tensor = fake(mask)
-    if tensor.dim() >= 3 and tensor.shape[-3] > 1 and tensor.stride(-3):
+    if tensor.dim() >= 3 and tensor.shape[-3] > 1 and not same(tensor.stride(-3), 0):
         return refuse("mask-heads", "each head has its own mask")
     site = _Site(call, body, home, mask)
     if math.prod(site.lengths) * (len(tensor) if tensor.dim() == 4 else 1) >= INDICES:
@@ -181,7 +198,7 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
 
 
 def _too_small(group: list[_Site], record: Record) -> Refusal | None:
-    queries, keys = group[0].lengths
+    queries, keys = map(hint, group[0].lengths)
     heads = sum(math.prod(fake(site.arguments["query"]).shape[:2]) for site in group)
     if record.options.gate == "always":
         return None
@@ -200,7 +217,7 @@ def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
     put = Put(mask, before)
     plane = put.traced(lambda mask: _plane(mask, fake(group[0].mask), lengths), mask)
     batch = len(fake(plane)) if fake(plane).dim() == 3 else 1
-    lists = put.traced(lambda plane: block_lists(plane, batch, *lengths), plane)
+    lists = put.traced(lambda plane: block_lists(plane, batch), plane)
     for site in group:
         inside = [_hand(node, site.home, site.body, inputs) for node in (plane, *lists)]
         arguments = site.arguments
@@ -213,16 +230,18 @@ def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
             record.refuse(NAME, site.call, why)
 
 
-def _plane(mask: Any, tensor: torch.Tensor, lengths: tuple[int, int]) -> Any:
+def _plane(mask: Any, tensor: Any, lengths: tuple[Any, Any]) -> Any:
     """``mask``, with the fake value ``tensor``, as (Tq, Tk), or as (B, Tq, Tk) if it differs within
     the batch. ``as_strided`` makes Inductor write it to memory: inside the kernels it could not
     compute what ``cat`` and ``pad`` become there. Repeated dimensions are not written."""
     once = mask
-    for dim in range(tensor.dim()):
-        once = once if tensor.stride(dim) else once.narrow(dim, 0, 1)
+    for dim, size in enumerate(tensor.shape):
+        repeated = isinstance(size, int) and not tensor.stride(dim)
+        once = once.narrow(dim, 0, 1) if repeated else once
     once = once.contiguous()
     once = once.as_strided(once.shape, once.stride())
     sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    batched = sizes[0] > 1 and tensor.stride(0) > 0
-    wide = once.expand(*sizes[:2], *lengths)
+    batched = sizes[0] > 1 and not same(tensor.stride(0), 0)
+    # A symbolic length is the mask's own.
+    wide = once.expand(*sizes[:2], *(n if isinstance(n, int) else -1 for n in lengths))
     return wide[:, 0] if batched else wide[0, 0]

@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node, symbolic_trace
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.sizes import same_strides
+from coda_inductor.graph.sizes import hint, same_strides
 
 #: Queries and keys of a block. The kernels' tiles divide it.
 BLOCK = 128
@@ -57,21 +57,20 @@ _PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
           "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
 
 
-def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+def block_lists(plane: Tensor, batch: int) -> tuple[Tensor, ...]:
     """The blocks of a boolean mask that are not empty.
 
     Args:
-        plane: the mask, (queries, keys), or (batch, queries, keys).
+        plane: the mask, (queries, keys), or (batch, queries, keys). Both may be symbolic.
         batch: the number of masks; 1 for the first form.
-        queries: rows of a mask.
-        keys: columns of a mask.
 
     Returns 8 int32 tensors: for mixed blocks and then for full ones, the number in each row of
     blocks, (batch, 1, rows), and their columns, (batch, 1, rows, columns): a permutation of all
     columns that begins with them, in ascending order. Then the same with rows and columns
     exchanged.
     """
-    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    queries, keys = plane.size(-2), plane.size(-1)
+    rows, columns = ((n + BLOCK - 1) // BLOCK for n in (queries, keys))
     padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
     tiles = padded.reshape(batch, rows, BLOCK, columns, BLOCK)
     visible = tiles.sum((2, 4), dtype=torch.int32)
@@ -124,7 +123,7 @@ def attend(
     graph, tensor = call.graph, fake(call)
     # As autocast casts them for SDPA.
     query, key, val = (Put(call).cast(t, tensor.dtype) for t in tensors)
-    queries, keys = fake(query).shape[-2], fake(key).shape[-2]
+    queries, keys = (Put(call)("size", t, -2) for t in (query, key))
     score_mod = _function(call, _score_mod)
     mask_mod = _function(call, _mask_mod_b if fake(plane).dim() == 3 else _mask_mod)
     widths = {fake(query).shape[-1], fake(val).shape[-1]}
@@ -171,7 +170,7 @@ def _mask_mod_b(b, h, i, j, plane):  # noqa: ARG001
     return plane[b, i, j]
 
 
-def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) -> tuple[Any, ...]:
+def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: Any, keys: Any) -> tuple[Any, ...]:
     """A BlockMask as this version of torch converts it to a tuple."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
@@ -191,7 +190,7 @@ def _strided(result: Node, like: Tensor, call: Node) -> Node:
     if same_strides(fake(result), like):
         return result
     strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+    order = sorted(range(like.dim()), key=lambda d: (-hint(strides[d]), d))
     back = [order.index(d) for d in range(like.dim())]
     copy = Put(call).traced(lambda t: t.permute(order).contiguous().permute(back), result)
     assert same_strides(fake(copy), like), "SDPA's result is dense"

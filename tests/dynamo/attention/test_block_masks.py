@@ -2,10 +2,12 @@
 """Attention beside a mask of any content becomes FlexAttention, which skips its empty blocks, and
 whose kernels find the lists of blocks in what Inductor compiles."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, randn, reasons
+from checking import assert_same, check, check_gradients, differentiate, randn, reasons
 from harness import Harness
 from torch._dynamo.utils import counters
 from torch._inductor import config, ir, lowering
@@ -42,6 +44,21 @@ def calls(harness, target=flex):
 
 def attend(q, k, v, mask):
     return sdpa(q, k, v, attn_mask=mask)
+
+
+def layers(q, k, v, mask, n=3):
+    for _ in range(n):
+        q = sdpa(q, k, v, attn_mask=mask).sin()
+    return q
+
+
+def checkpointed(q, k, v, mask):
+    def block(q):
+        return sdpa(q, k, v, attn_mask=mask).sin()
+
+    for _ in range(3):
+        q = checkpoint(block, q, use_reentrant=False)
+    return block(q)
 
 
 def compare(function, *args, **options):
@@ -84,6 +101,24 @@ def test_any_mask_and_lengths_that_no_block_divides():
     assert not calls(harness, sdpa)
 
 
+@pytest.mark.parametrize("function", [attend, checkpointed])
+def test_one_graph_for_all_lengths(function):
+    """The lists and FlexAttention ask the mask for its lengths. (A mask of one block is compiled
+    again.)"""
+    harness = Harness(gate="always")
+    compiled = torch.compile(function, backend=harness)
+    counters.clear()
+    for t in (T, 200, 131):
+        given = *inputs(t=t), torch.rand(2, 1, t, t) > 0.5
+        for tensor, dims in zip(given, (2, 2, 2, (2, 3)), strict=True):
+            torch._dynamo.mark_dynamic(tensor, dims)
+        ours, theirs = copy.deepcopy((function, given)), copy.deepcopy((function, given))
+        have, want = compiled(*ours[1]), function(*theirs[1])
+        assert_same((have, differentiate(have, ours)), (want, differentiate(want, theirs)))
+    assert harness.graphs == 1
+    assert counters["coda"]["block_mask"] == (1 if function is attend else 4)
+
+
 LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_")
          for what in ("num_blocks", "indices")]  # fmt: skip
 
@@ -93,7 +128,7 @@ def test_the_lists_are_those_of_torch(mask, t):
     """``create_block_mask`` of the same mask; contiguous, as kernels read them."""
     whole = torch.zeros(2, t, t, dtype=torch.bool)
     whole[:, :T, :T] = MASKS[mask]()[..., :, :].reshape(-1, *MASKS[mask]().shape[-2:])
-    lists = block_lists(whole, 2, t, t)
+    lists = block_lists(whole, 2)
     theirs = create_block_mask(lambda b, h, i, j: whole[b, i, j], 2, None, t, t, device="cpu")
     for name, ours in zip(LISTS, lists, strict=True):
         assert torch.equal(ours, getattr(theirs, name)), name
@@ -123,21 +158,6 @@ def test_a_scale_wider_values_and_the_strides_of_sdpas_result():
         return y, y.stride()
 
     assert compare(strided, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
-
-
-def layers(q, k, v, mask, n=3):
-    for _ in range(n):
-        q = sdpa(q, k, v, attn_mask=mask).sin()
-    return q
-
-
-def checkpointed(q, k, v, mask):
-    def block(q):
-        return sdpa(q, k, v, attn_mask=mask).sin()
-
-    for _ in range(3):
-        q = checkpoint(block, q, use_reentrant=False)
-    return block(q)
 
 
 def test_lists_are_handed_to_checkpointed_layers():
@@ -228,6 +248,15 @@ def test_what_has_no_gradient_in_eager_stays(reason):
     assert len(harness.run(INFERENCE[reason], *qkv, mask=MASKS["random"]())) == 2
     assert reason in reasons(harness)
     assert not harness.counts["block_mask"]
+
+
+def test_other_symbolic_sizes_stay():
+    """A batch of any size; and keys that the mask has, with queries that it has not."""
+    stays("block_mask at scaled_dot_product_attention: its size is symbolic", attend, *inputs(),
+          MASKS["random"](), dynamic=True)  # fmt: skip
+    qkv, mask = inputs(), MASKS["keys only"]()
+    torch._dynamo.mark_dynamic(qkv[0], 2)
+    stays("it is broadcast to a symbolic size", attend, *qkv, mask)
 
 
 def test_empty_tensors_stay():
