@@ -27,6 +27,7 @@ after the repetition may change the repeated tensor, or gradients or autocast ar
 the call.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ from coda_inductor.graph.edit import Put, evaluate, run
 from coda_inductor.graph.layout import seen
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import called, kind, op_name
-from coda_inductor.graph.sizes import alike, same
+from coda_inductor.graph.sizes import alike, hint, same
 from coda_inductor.graph.walk import chain
 from coda_inductor.matching import Body, Hazards, bodies, writes_to
 from coda_inductor.program.dtypes import HALF
@@ -222,33 +223,41 @@ def grouped(
 
 def _repetition(repeated: Any) -> _Repetition | None:
     """The source of ``repeated``; None if ``repeated`` is not a repetition of each head n times."""
-    full = fake(repeated).shape
+    full: Any = fake(repeated).shape
+    symbols = [n for n in full if not isinstance(n, int)]
+    if not isinstance(full[1], int) or not all(n.node.has_hint() for n in symbols):
+        return None
     views = chain(repeated, lambda n: kind(n) in _MOVES or op_name(n) == "getitem")
     for i, node in enumerate(views[1:], 1):
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             continue
-        static = all(isinstance(size, int) for size in tensor.shape)
-        if not static or tensor.numel() >= full.numel():
-            continue
         for swapped in (False, True):
-            b, _, t, d = (tensor.transpose(1, 2) if swapped else tensor).shape
-            fits = (b, t, d) == (full[0], full[2], full[3])
+            shape: Any = (tensor.transpose(1, 2) if swapped else tensor).shape
+            fewer = isinstance(shape[1], int) and shape[1] < full[1]
+            fits = fewer and same((shape[0], *shape[2:]), (full[0], *full[2:]))
             if fits and _repeats(views[:i], tensor.shape, swapped, full):
                 return node, swapped, views[:i]
     return None
 
 
 def _repeats(views: list[Node], shape: torch.Size, swapped: bool, full: torch.Size) -> bool:
-    """Do ``views`` (last first) repeat heads? They run on indices of a tensor."""
+    """Do ``views`` (last first) repeat heads? They run on indices of a tensor, whose symbolic sizes
+    are those that torch saw first: that the result has the full shape holds for all."""
     # One batch entry and one value per head would suffice, but the views have literal sizes.
     with unset_fake_temporarily():
-        indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
+        sizes = [hint(size) for size in shape]
+        indices = torch.arange(math.prod(sizes), dtype=torch.int32).reshape(sizes)
         result: Any = indices
         for node in reversed(views):
-            if len(node.all_input_nodes) > 1:
+            inputs = [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
+            if len(inputs) > 1:
                 return False
-            args = torch.fx.node.map_arg((node.args, node.kwargs), lambda _, made=result: made)
+
+            def value(source: Node, made: Any = result) -> Any:
+                return made if isinstance(fake(source), torch.Tensor) else hint(fake(source))
+
+            args = torch.fx.node.map_arg((node.args, node.kwargs), value)
             result = run(node.target, *args)
         base = indices.transpose(1, 2) if swapped else indices
         n = full[1] // base.shape[1]

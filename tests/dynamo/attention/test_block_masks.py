@@ -101,7 +101,12 @@ def test_any_mask_and_lengths_that_no_block_divides():
     assert not calls(harness, sdpa)
 
 
-@pytest.mark.parametrize("function", [attend, checkpointed])
+def regrouped(q, k, v, mask):
+    k, v = (t[:, :, None].expand(2, 2, 2, *t.shape[2:]).reshape(2, 4, *t.shape[2:]) for t in (k, v))
+    return sdpa(torch.cat([q, q], 1), k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("function", [attend, checkpointed, regrouped])
 def test_one_graph_for_all_lengths(function):
     """The lists and FlexAttention ask the mask for its lengths. (A mask of one block is compiled
     again.)"""
@@ -116,7 +121,8 @@ def test_one_graph_for_all_lengths(function):
         have, want = compiled(*ours[1]), function(*theirs[1])
         assert_same((have, differentiate(have, ours)), (want, differentiate(want, theirs)))
     assert harness.graphs == 1
-    assert counters["coda"]["block_mask"] == (1 if function is attend else 4)
+    assert counters["coda"]["block_mask"] == (4 if function is checkpointed else 1)
+    assert counters["coda"]["grouped_heads"] == (function is regrouped)
 
 
 LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_")
