@@ -19,7 +19,8 @@ as in SDPA's kernels except cuDNN's for boolean masks (which then ignore the mas
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
 
-The numbers of queries and keys may be symbolic, if the mask has both: it is asked at each call.
+The batch and the numbers of queries and keys may be symbolic, if they are sizes of the mask, which
+is asked for them at each call.
 
 Refuses: dropout; a mask for each head; masks of numbers, which are added (ALiBi; 0 and -inf too);
 other symbolic sizes; a mask that is changed in place after its creation; a region that is called
@@ -152,14 +153,15 @@ def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
 
 
 def _symbolic(query: Any, key: Any, val: Any, mask: Any) -> Refusal | None:
-    """The numbers of queries and keys may be symbols, if the mask has both."""
-    lengths, ends = (query.shape[-2], key.shape[-2]), mask.shape[-2:]
-    others = [n for t in (query, key, val, mask) for n in t.shape[:-2]]
-    others += [t.shape[-1] for t in (query, key, val)]
-    symbols = [n for n in (*lengths, *ends) if not isinstance(n, int)]
-    if not all(isinstance(n, int) for n in others) or not all(n.node.has_hint() for n in symbols):
+    """Heads and their values must be numbers; the batch and the numbers of queries and keys may be
+    symbols, if they are sizes of the mask."""
+    numbers = [n for t in (query, key, val) for n in (t.shape[-1], *t.shape[-3:-2])]
+    sizes, own = (*query.shape[:-3], query.shape[-2], key.shape[-2]), mask.shape
+    own = (*own[:-3], *own[-2:])  # without heads
+    symbols = [n for n in (*sizes, *mask.shape) if not isinstance(n, int)]
+    if not all(isinstance(n, int) for n in numbers) or not all(n.node.has_hint() for n in symbols):
         return refuse("mask-size", "its size is symbolic")
-    if symbols and not same(ends, lengths):
+    if symbols and not (same(own, sizes) or same(own, (1, *sizes[1:])) or same(own, sizes[1:])):
         return refuse("mask-size", "it is broadcast to a symbolic size")
     return None
 
@@ -171,7 +173,9 @@ def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
         return refuse("mask-small", "a tensor of it is empty")
     if widened(result, query, key):
         return refuse("mask-shape", "its scores are broadcast to the mask")
-    if key.shape[:3] != val.shape[:3] or len(key) != len(query) or query.shape[1] % key.shape[1]:
+    if key.shape[:3] != val.shape[:3] or key.shape[0] != query.shape[0]:
+        return refuse("mask-shape", "its tensors are broadcast to each other")
+    if query.shape[1] % key.shape[1]:
         return refuse("mask-shape", "its tensors are broadcast to each other")
     widths = query.shape[-1], val.shape[-1]
     if any(width not in _HEADS for width in widths):
@@ -192,14 +196,14 @@ def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refus
     if tensor.dim() >= 3 and tensor.shape[-3] > 1 and not same(tensor.stride(-3), 0):
         return refuse("mask-heads", "each head has its own mask")
     site = _Site(call, body, home, mask)
-    if math.prod(site.lengths) * (len(tensor) if tensor.dim() == 4 else 1) >= INDICES:
+    if math.prod((*site.lengths, *tensor.shape[:-3])) >= INDICES:
         return refuse("mask-form", f"it has more than {INDICES} elements")
     return site
 
 
 def _too_small(group: list[_Site], record: Record) -> Refusal | None:
     queries, keys = map(hint, group[0].lengths)
-    heads = sum(math.prod(fake(site.arguments["query"]).shape[:2]) for site in group)
+    heads = sum(math.prod(map(hint, fake(site.arguments["query"]).shape[:2])) for site in group)
     if record.options.gate == "always":
         return None
     if min(queries, keys) >= SHORTEST and heads * queries * keys >= LEAST:
@@ -216,8 +220,8 @@ def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
         before = before.next
     put = Put(mask, before)
     plane = put.traced(lambda mask: _plane(mask, fake(group[0].mask), lengths), mask)
-    batch = len(fake(plane)) if fake(plane).dim() == 3 else 1
-    lists = put.traced(lambda plane: block_lists(plane, batch), plane)
+    batched = fake(plane).dim() == 3
+    lists = put.traced(lambda plane: block_lists(plane, batched), plane)
     for site in group:
         inside = [_hand(node, site.home, site.body, inputs) for node in (plane, *lists)]
         arguments = site.arguments
@@ -240,8 +244,7 @@ def _plane(mask: Any, tensor: Any, lengths: tuple[Any, Any]) -> Any:
         once = once.narrow(dim, 0, 1) if repeated else once
     once = once.contiguous()
     once = once.as_strided(once.shape, once.stride())
-    sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    batched = sizes[0] > 1 and not same(tensor.stride(0), 0)
-    # A symbolic length is the mask's own.
-    wide = once.expand(*sizes[:2], *(n if isinstance(n, int) else -1 for n in lengths))
+    sizes = (1,) * (4 - tensor.dim()) + (*tensor.shape[:-2], *lengths)
+    batched = not same(sizes[0], 1) and not same(tensor.stride(0), 0)
+    wide = once.expand([n if isinstance(n, int) else -1 for n in sizes])  # symbols are the mask's
     return wide[:, 0] if batched else wide[0, 0]

@@ -57,19 +57,19 @@ _PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
           "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
 
 
-def block_lists(plane: Tensor, batch: int) -> tuple[Tensor, ...]:
+def block_lists(plane: Tensor, batched: bool) -> tuple[Tensor, ...]:
     """The blocks of a boolean mask that are not empty.
 
     Args:
-        plane: the mask, (queries, keys), or (batch, queries, keys). Both may be symbolic.
-        batch: the number of masks; 1 for the first form.
+        plane: the mask, (queries, keys), or (batch, queries, keys). All may be symbolic.
+        batched: has it the second form? Otherwise the batch is 1.
 
     Returns 8 int32 tensors: for mixed blocks and then for full ones, the number in each row of
     blocks, (batch, 1, rows), and their columns, (batch, 1, rows, columns): a permutation of all
     columns that begins with them, in ascending order. Then the same with rows and columns
     exchanged.
     """
-    queries, keys = plane.size(-2), plane.size(-1)
+    batch, queries, keys = plane.size(0) if batched else 1, plane.size(-2), plane.size(-1)
     rows, columns = ((n + BLOCK - 1) // BLOCK for n in (queries, keys))
     padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
     tiles = padded.reshape(batch, rows, BLOCK, columns, BLOCK)

@@ -102,20 +102,20 @@ def test_any_mask_and_lengths_that_no_block_divides():
 
 
 def regrouped(q, k, v, mask):
-    k, v = (t[:, :, None].expand(2, 2, 2, *t.shape[2:]).reshape(2, 4, *t.shape[2:]) for t in (k, v))
+    b, h, *rest = k.shape
+    k, v = (t[:, :, None].expand(b, h, 2, *rest).reshape(b, 2 * h, *rest) for t in (k, v))
     return sdpa(torch.cat([q, q], 1), k, v, attn_mask=mask)
 
 
 @pytest.mark.parametrize("function", [attend, checkpointed, regrouped])
 def test_one_graph_for_all_lengths(function):
-    """The lists and FlexAttention ask the mask for its lengths. (A mask of one block is compiled
-    again.)"""
+    """And for all batches: the mask is asked. (One of a single block is compiled again.)"""
     harness = Harness(gate="always")
     compiled = torch.compile(function, backend=harness)
     counters.clear()
-    for t in (T, 200, 131):
-        given = *inputs(t=t), torch.rand(2, 1, t, t) > 0.5
-        for tensor, dims in zip(given, (2, 2, 2, (2, 3)), strict=True):
+    for batch, t in ((2, T), (3, 200), (4, 131)):
+        given = *inputs(t=t, batch=batch), torch.rand(batch, 1, t, t) > 0.5
+        for tensor, dims in zip(given, (*[(0, 2)] * 3, (0, 2, 3)), strict=True):
             torch._dynamo.mark_dynamic(tensor, dims)
         ours, theirs = copy.deepcopy((function, given)), copy.deepcopy((function, given))
         have, want = compiled(*ours[1]), function(*theirs[1])
@@ -134,7 +134,7 @@ def test_the_lists_are_those_of_torch(mask, t):
     """``create_block_mask`` of the same mask; contiguous, as kernels read them."""
     whole = torch.zeros(2, t, t, dtype=torch.bool)
     whole[:, :T, :T] = MASKS[mask]()[..., :, :].reshape(-1, *MASKS[mask]().shape[-2:])
-    lists = block_lists(whole, 2)
+    lists = block_lists(whole, True)
     theirs = create_block_mask(lambda b, h, i, j: whole[b, i, j], 2, None, t, t, device="cpu")
     for name, ours in zip(LISTS, lists, strict=True):
         assert torch.equal(ours, getattr(theirs, name)), name
@@ -257,7 +257,7 @@ def test_what_has_no_gradient_in_eager_stays(reason):
 
 
 def test_other_symbolic_sizes_stay():
-    """A batch of any size; and keys that the mask has, with queries that it has not."""
+    """Heads of any size; and keys that the mask has, with queries that it has not."""
     stays("block_mask at scaled_dot_product_attention: its size is symbolic", attend, *inputs(),
           MASKS["random"](), dynamic=True)  # fmt: skip
     qkv, mask = inputs(), MASKS["keys only"]()
