@@ -9,6 +9,7 @@ the earliest first: it is recomputed last, when the others' tensors are gone.
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -68,7 +69,7 @@ class Chain:
     def __init__(self, stash: Stash, gpu: Gpu):
         install()
         self.stash, self.gpu = stash, gpu
-        self._times: dict[Node, float] = {}
+        self._time = functools.cache(lambda node: milliseconds(node, gpu))
         kinds: dict[object, list[Group]] = {}
         for group in groups(stash):
             kinds.setdefault(group.kind, []).append(group)
@@ -131,13 +132,10 @@ class Chain:
 
     def _ms(self, nodes: Collection[Node], tensors: Iterable[Node]) -> float:
         """The time of ``nodes``, and of passes over the elementwise ones among ``tensors``."""
-        for node in (heavies := list(filter(heavy, nodes))):
-            if node not in self._times:
-                self._times[node] = milliseconds(node, self.gpu)
         # Not of tensors that heavy nodes compute without an elementwise pass.
         light = (n for n in tensors if n in nodes and not heavy(n))
         passes = 2 * bytes_of(*(n for n in light if not any(map(heavy, n.all_input_nodes[:1]))))
-        return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
+        return sum(map(self._time, filter(heavy, nodes))) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
         """The level of each group of each kind, if ``done`` layers have moved to the next point."""
