@@ -106,7 +106,7 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
         return outputs
     try:
         entry.launch(as_, bs, operands, outputs)
-        entry.prepare(as_, bs, operands)
+        entry.prepare(as_, bs, operands, outputs)
     except Exception as error:  # of this call: what no later one can do, ``entry`` knows
         expected = isinstance(error, (UnpairableError, KernelError))
         cause = str(error) if expected else repr(error)
