@@ -11,7 +11,6 @@ scores for the backward pass, and a loss has no gradient.
 
 import contextlib
 import copy
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from coda_inductor import compat
 from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
@@ -32,6 +31,7 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
 from coda_inductor.lowering.described import unfused
+from coda_inductor.memory.candidates import maker
 from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -69,13 +69,8 @@ def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanati
 
 def _saved_bytes(parts: Traced) -> int:
     """Each tensor counts once. Inputs, which exist anyway, do not."""
-    roots = {base(node, _is_view) for node in parts.saved}
+    roots = {base(node, lambda n: may_view(maker(n))) for node in parts.saved}
     return sum(bytes_of(root) for root in roots if root.op != "placeholder")
-
-
-def _is_view(node: Node) -> bool:
-    """Is ``node`` a view, or an item of a view's results?"""
-    return may_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str]:
