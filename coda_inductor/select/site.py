@@ -11,7 +11,7 @@ from torch import Tensor
 from coda_inductor.arch import HOPPER, Arch
 from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop.readings import reading_of
-from coda_inductor.mainloop.readings.plain import Majors, Plain
+from coda_inductor.mainloop.readings.plain import Plain
 from coda_inductor.mainloop.tensors import a_major, b_major
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
@@ -74,11 +74,6 @@ class Site:
     def ks(self) -> tuple[int, ...]:
         """K of each product in the accumulator."""
         return self.copied or (self.k // self.terms,) * self.terms
-
-    @property
-    def majors(self) -> Majors:
-        """The dimensions of A and B with stride 1."""
-        return self.a_major, self.b_major
 
     @functools.cached_property
     def reading(self) -> Plain:
