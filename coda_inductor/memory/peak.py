@@ -21,6 +21,7 @@ from coda_inductor.compat import functorch_config
 from coda_inductor.graph.nodes import aten, bytes_of, is_cast
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.vocabulary import REDUCTIONS
+from coda_inductor.graph.walk import closure
 from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
 from coda_inductor.memory.costs import workspace
 
@@ -52,12 +53,8 @@ class Timeline:
             if n not in stash.forward or not any(u in stash.backward for u in stash.readers(n))
         }
         #: Of the backward pass, but from forward values alone: computed right before its reader.
-        self._lazy = {n: None for n in stash.backward if n.op == "call_function"}
-        for node in stash.backward:
-            if is_tangent(node) or any(
-                n in stash.backward and n not in self._lazy for n in node.all_input_nodes
-            ):
-                self._lazy.pop(node, None)
+        given = [n for n in stash.backward if n.op != "call_function"]  # gradients of outputs
+        self._lazy = stash.backward.keys() - closure(given, lambda n: n.users)
         self._halves = {alone: result for result, alone in stash.halves.items()}
         self._read_cache: dict[Node, tuple[Node, ...]] = {}
         self._stored: dict[Node, bool] = {}
