@@ -107,11 +107,10 @@ class _Backend:
         differentiate_frozen(gm.graph, record)  # torch alone has no gradient of it to compare with
         gm.recompile()
         stock = trace(gm, inputs)
-        everything = EVERYTHING in self.options.disable
-        traced = stock if everything else dry_run(gm, inputs, record)
-        if everything or not record.enabled("fuse"):
-            name = EVERYTHING if everything else "fuse"
-            why = refuse("disabled", f"options['disable'] names {name!r}")
+        off = [name for name in (EVERYTHING, "fuse") if not record.enabled(name)]
+        traced = stock if EVERYTHING in off else dry_run(gm, inputs, record)
+        if off:
+            why = refuse("disabled", f"options['disable'] names {off[0]!r}")
             scope, choice = Scope(traced.whole), replace(UNFUSED, refusal=why)
             gemms = [node for node in traced.whole.nodes if node.target in TRACED]
             record.report.sites += [replace(unfused(n, scope), choice=choice) for n in gemms]
