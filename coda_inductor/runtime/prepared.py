@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.cuda import current_device  # on which outputs are allocated
 
 from coda_inductor.arch import arch_of
 from coda_inductor.compat import empty_strided_cuda
@@ -116,8 +117,3 @@ def _is_direct(operand: Operand, x: Tensor, a: Tensor) -> bool:
     if operand.spec.staged:
         return readable(x)
     return x.dim() == 0 or (x.stride(-1) == 1 and x.is_contiguous())
-
-
-def current_device() -> int:
-    """The CUDA device that outputs are allocated on."""
-    return torch.cuda.current_device()
