@@ -180,7 +180,8 @@ def mark(
             node.replace_all_uses_with(alone)
     peaks = timeline.peak(drop), timeline.peak(drop, held=True)
     graph.eliminate_dead_code()  # halves that nothing reads
-    report = MemoryReport(choice.kept, choice.before, len(drop.nodes), choice.ms, *peaks)
+    before = bytes_of(*stash.tensors)
+    report = MemoryReport(choice.kept, before, len(drop.nodes), choice.ms, *peaks)
     record.report.memory = report
     logger.info("%s: memory: %s", record.name, report)
 

@@ -40,13 +40,11 @@ class Choice:
     Attributes:
         drop: the tensors that are computed again.
         kept: bytes that the forward pass leaves, inputs of the graph apart.
-        before: the same bytes without recomputation.
         ms: the additional time: kernels that run again, and passes over elementwise results.
     """
 
     drop: Drop
     kept: int
-    before: int
     ms: float
 
 
@@ -90,7 +88,8 @@ class Chain:
         for members, levels in zip(self.kinds, self._levels(*self.states[i].key), strict=True):
             for group, level in zip(members, levels, strict=True):
                 drop |= group.levels[level]
-        return self.choice(drop)
+        kept = bytes_of(*self.stash.tensors) - bytes_of(*drop.nodes) + bytes_of(*drop.proxies)
+        return Choice(drop, kept, self._ms(self.stash.rerun(drop.nodes, drop), drop.nodes))
 
     def first(self, fits: Callable[[Choice], bool]) -> int | None:
         """The index of the first choice that ``fits``; None if none does."""
@@ -123,12 +122,6 @@ class Chain:
             least = value
         self.states = rest
         return least
-
-    def choice(self, drop: Drop) -> Choice:
-        """The choice to free ``drop``."""
-        total = bytes_of(*self.stash.tensors)
-        kept = total - bytes_of(*drop.nodes) + bytes_of(*drop.proxies)
-        return Choice(drop, kept, total, self._ms(self.stash.rerun(drop.nodes, drop), drop.nodes))
 
     def _ms(self, nodes: Collection[Node], tensors: Iterable[Node]) -> float:
         """The time of ``nodes``, and of passes over the elementwise ones among ``tensors``."""
