@@ -82,9 +82,6 @@ class Pair(Plain):
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
         return (PairedWeights, *super().mixins(program, variant))
 
-    def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
-        return [(as_[0], b) for b in bs]
-
 
 def _layout(b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the operand, transposed, whose first weight is ``b``."""
