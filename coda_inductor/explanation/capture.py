@@ -170,11 +170,14 @@ def _capture(
 def _undisturbed() -> Iterator[None]:
     """A context that restores random state, compile caches, and torch's handling of errors."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    # Dynamo's memory of sizes has a private name (torch 2.11 to 2.15). If it were the user's, a
+    # size seen here might become dynamic in the next compile of the same code.
+    sizes = copy.deepcopy(getattr(compat.pgo, "_CODE_STATE", None))
     with (
         torch.random.fork_rng(devices),
         compat.dynamo_config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
         compat.functorch_config.patch(enable_autograd_cache=False),
-        _own_sizes(),
+        mock.patch.object(compat.pgo, "_CODE_STATE", sizes, create=True),
         _meta_as_cpu(),
     ):
         yield
@@ -209,11 +212,3 @@ def _on_meta(value: torch.Tensor) -> torch.Tensor:
     sizes, strides = (tuple(map(hint, each)) for each in (value.shape, value.stride()))
     like = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
     return like.requires_grad_(value.requires_grad).clone()  # no leaf: it may be changed in place
-
-
-def _own_sizes() -> contextlib.AbstractContextManager[Any]:
-    """Give Dynamo a separate memory of sizes, by a private name of torch (2.11 to 2.13). Without
-    it, a size seen here may become dynamic in the user's next compile of the same code."""
-    if not hasattr(compat.pgo, "_CODE_STATE"):
-        return contextlib.nullcontext()
-    return mock.patch.object(compat.pgo, "_CODE_STATE", copy.deepcopy(compat.pgo._CODE_STATE))
