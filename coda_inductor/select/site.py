@@ -14,7 +14,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.readings.plain import Plain
 from coda_inductor.mainloop.tensors import a_major, b_major
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.refusal import Refusal
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import UNFUSED, Choice
 
 _META = torch.device("meta")
@@ -85,7 +85,8 @@ class Site:
         """The reason why it cannot be a kernel, or None."""
         from coda_inductor.select.legality import unsupported
 
-        return unsupported(self)
+        why = unsupported(self)
+        return None if why is None else refuse(*why, failure=True)
 
 
 #: The fields of a site that concern one compilation only.
