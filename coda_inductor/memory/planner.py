@@ -152,10 +152,9 @@ class Chain:
     def _states(self) -> Iterator[_Point]:
         """All points, and the mixes of neighboring ones."""
         saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
-        for i, here in enumerate(self.points):
+        for i, (here, after) in enumerate(itertools.pairwise([*self.points, self.points[-1]])):
             steps = self._changing_layers(i)
-            last = i + 1 == len(self.points)
-            slope = 0.0 if last else (self.points[i + 1].ms - here.ms) / steps
+            slope = (after.ms - here.ms) / steps
             for done in range(steps):
                 levels = self._levels(i, done)
                 total = sum(by[n] for by, ns in zip(saved, levels, strict=True) for n in ns)
