@@ -226,8 +226,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError):
         _log.warning("this torch has no %s: %s", private.path, private.without)
         value = _unusable(private) if private.replacement is None else private.replacement
-    if name != "joint_custom_pre_pass":  # a setting, which may change
-        globals()[name] = value
+    globals()[name] = value
     return value
 
 
