@@ -5,8 +5,8 @@ A name is private if a part of its path starts with an underscore; QuACK promise
 all of its names are. Torch's are imported from here only (``from coda_inductor.compat import
 tree_map``), and each is looked up at its first use. A missing name costs a feature, which its entry
 names, and one warning, never a failed import; without an *essential* one the backend hands every
-graph to Inductor unchanged (:func:`lacking`). Only ``mainloop`` uses names of QuACK and CuTeDSL. It
-is imported after ``mainloop.availability`` has seen each of them in the libraries' files.
+graph to Inductor unchanged (:func:`missing_names`). Only ``mainloop`` uses names of QuACK and
+CuTeDSL; it is imported after ``mainloop.availability`` has seen each of them in their files.
 """
 
 import contextlib
@@ -226,8 +226,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError):
         _log.warning("this torch has no %s: %s", private.path, private.without)
         value = _unusable(private) if private.replacement is None else private.replacement
-    if name != "joint_custom_pre_pass":  # a setting, which may change
-        globals()[name] = value
+    globals()[name] = value
     return value
 
 

@@ -22,6 +22,7 @@ from coda_inductor.falls import cause
 from coda_inductor.graph.edit import separate_results
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.read import op_name
+from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.graph.walk import closure
 from coda_inductor.log import logger, warn_once
 
@@ -66,8 +67,7 @@ def compiler(
     """
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        original = Graph()  # Inductor's passes change the graph in place
-        original.output(original.graph_copy(gm.graph, {}))
+        original = snapshot(gm.graph)  # Inductor's passes change the graph in place
         try:
             # In torch's cache, one failure would become permanent.
             with _no_caches() if failed() else nullcontext():

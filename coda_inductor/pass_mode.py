@@ -24,6 +24,7 @@ import functools
 import inspect
 import itertools
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -243,9 +244,5 @@ def _is_nested() -> bool:
     """Is the graph a part of another graph, which Inductor will pass to us next? Only the call
     stack shows it, because Inductor visits nested graphs with a recursive function."""
     code = getattr(compat.recursive_pre_grad_passes, "__code__", None)
-    frame = inspect.currentframe()
-    depth = 0
-    while frame is not None:
-        depth += frame.f_code is code
-        frame = frame.f_back
-    return depth > 1
+    frames = traceback.walk_stack(inspect.currentframe())
+    return sum(frame.f_code is code for frame, _ in frames) > 1

@@ -355,5 +355,4 @@ def _state(passes: Sequence[Pass], graph: Graph, record: Record) -> tuple[Any, .
 
 
 def _owner(graph: Graph) -> GraphModule:
-    module = graph.owning_module
-    return module if module is not None else GraphModule({}, graph)
+    return graph.owning_module or GraphModule({}, graph)

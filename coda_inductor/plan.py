@@ -131,7 +131,8 @@ class Plan:
         if not self.on_kernels(device):
             return None
         if (why := QUACK.missing(self.device or device)) is not None:
-            return why.failing() if self.options.strict else why  # runtime.notice warns once
+            # With ``strict`` the user asks for something impossible; else ``notice`` warns once.
+            return replace(why, failure=True) if self.options.strict else why
         # First: only where something is fused are operands laid out for kernels (by FP8's casts).
         return self.too_small or self.no_kernels
 

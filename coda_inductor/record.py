@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 #: Attributes that passes write, besides the report.
 _NOTES = ("fired", "stopped", "wrappers", "limit", "failed")
 
-#: Maps a compiled function to the function that is called instead.
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 @dataclass
 class Record:
@@ -54,7 +51,7 @@ class Record:
         fired: how often each rewrite fired, by the name of its counter.
         stopped: names in ``options["disable"]`` that prevented a rewrite.
         changed: passes that changed the graph, in order, without those that are needed.
-        wrappers: functions around the compiled graph, the first one innermost.
+        wrappers: functions from the compiled graph to what is called instead, innermost first.
         room: the bytes that the option ``memory`` leaves a step if it is a peak, or None.
         limit: the ``memory.limit.Limit`` of the joint graph that is compiled now, or None.
         inputs: how many inputs Dynamo's graph has.
@@ -78,7 +75,7 @@ class Record:
     fired: Counter[str] = field(default_factory=Counter)
     stopped: set[str] = field(default_factory=set)
     changed: dict[str, None] = field(default_factory=dict)
-    wrappers: list[Wrapper] = field(default_factory=list)
+    wrappers: list[Callable[..., Any]] = field(default_factory=list)
     room: int | None = None
     limit: Any = None
     inputs: int = 0

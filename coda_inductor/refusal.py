@@ -60,10 +60,6 @@ class Refusal:
         """The same cause for a larger unit: ``text`` with this refusal's text instead of ``{}``."""
         return replace(self, text=text.replace("{}", self.text))
 
-    def failing(self) -> Refusal:
-        """The same refusal as a failure, because the user asked for something impossible."""
-        return replace(self, failure=True)
-
     def excused(self) -> Refusal:
         """The same refusal, but not as a failure, because nothing is lost."""
         return replace(self, failure=False)

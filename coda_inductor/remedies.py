@@ -131,9 +131,6 @@ _DO = {
     ),
 }  # fmt: skip
 
-#: The remedy of limits of the project and properties of the model.
-NOTHING = "Nothing to do."
-
 #: Why there is nothing to do -> for which codes.
 _NOTHING = {
     "Nothing to do: it would take longer. options={'gate': 'always'} fuses anyway; another batch "
@@ -144,7 +141,8 @@ _NOTHING = {
     "look for an op after the GEMM that is not elementwise, or a graph break.": (
         "norm-input-no-gemm",
     ),
-    NOTHING: (
+    # limits of the project, and properties of the model
+    "Nothing to do.": (
         "async-tensor-parallel", "collective", "heads-tile", "idiom-form", "kernel-form",
         "mask-device", "mask-form", "no-gain",
         "no-gemm", "no-neighbours", "norm-experts", "not-on-tile", "operand-depends",

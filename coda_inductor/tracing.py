@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor import compat
 from coda_inductor.graph.edit import separate_results
+from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.joint import rewrite
 from coda_inductor.memory.partition import Partitioner
 from coda_inductor.pipeline import on_dynamo
@@ -65,8 +66,7 @@ def trace(
         if passes is not None:
             passes(part.graph)
             part.recompile()
-        traced.whole = Graph()
-        traced.whole.output(traced.whole.graph_copy(part.graph, {}))
+        traced.whole = snapshot(part.graph)
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         traced.training = True

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of graphs that torch takes from its cache, where our passes do not run again.
 
-Torch's cache keeps compiled code only. So the report of a graph is a file of ours, in ``reports/``
-of the cache folder, and its name a hash of what torch compiles. A graph without a file has no
-report.
+Torch's cache keeps compiled code only. So the report of a graph is a file of ours, pickled, in
+``reports/`` of the cache folder, and its name a hash of what torch compiles. A graph without a file
+has no report.
 """
 
 import contextlib
 import gzip
 import hashlib
-import json
-from collections import Counter
+import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ from coda_inductor.cache_dir import cache_dirs, folder, write
 from coda_inductor.compat import functorch_config
 from coda_inductor.log import count, logger
 from coda_inductor.matching import bodies
-from coda_inductor.program import EpilogueProgram
 from coda_inductor.record import Record
-from coda_inductor.refusal import Refusal
-from coda_inductor.report import Choice, GraphReport, MemoryReport, SiteReport
+from coda_inductor.report import GraphReport
 from coda_inductor.report import record as keep_report
 
 FOLDER = "reports"
@@ -61,7 +59,7 @@ def finish(name: str | None, record: Record) -> None:
         if name is not None and not record.rewritten:
             report = _read(name)
         elif name is not None and not record.failed:
-            _write(folder(FOLDER) / f"{name}.json.gz", record.report)
+            _write(folder(FOLDER) / f"{name}.pickle.gz", record.report)
     except Exception:  # a damaged file, a full disk
         logger.debug("no report %s", name, exc_info=True)
     if record.rewritten:
@@ -85,9 +83,17 @@ def _signature(value: Any) -> Any:
     return type(value).__name__, value.dtype, value.device, value.requires_grad, layout
 
 
+def _plain(report: GraphReport) -> GraphReport:
+    """``report`` for another process: symbolic sizes are texts."""
+    sites = []
+    for site in report.sites:
+        shape: Any = tuple(n if isinstance(n, int) else str(n) for n in site.shape)
+        sites.append(replace(site, shape=shape))
+    return replace(report, sites=sites, from_cache=True)
+
+
 def _write(path: Path, report: GraphReport) -> None:
-    text = json.dumps(vars(report) | {"from_cache": True}, default=_plain)
-    data = gzip.compress(text.encode(), mtime=0)
+    data = gzip.compress(pickle.dumps(_plain(report)), mtime=0)
     if len(data) <= _MOST_BYTES:
         write(path, data)
     files = list(path.parent.glob("*.gz"))
@@ -96,37 +102,9 @@ def _write(path: Path, report: GraphReport) -> None:
             old.unlink(missing_ok=True)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, EpilogueProgram):
-        return value.to_json()
-    known = isinstance(value, (SiteReport, Choice, Refusal, MemoryReport))
-    return vars(value) if known else str(value)  # a symbolic size
-
-
 def _read(name: str) -> GraphReport | None:
     for base in filter(None, cache_dirs()):
         with contextlib.suppress(FileNotFoundError):
-            data = (base / FOLDER / f"{name}.json.gz").read_bytes()
-            return _report(json.loads(gzip.decompress(data)))
+            data = gzip.decompress((base / FOLDER / f"{name}.pickle.gz").read_bytes())
+            return pickle.loads(data)  # noqa: S301 (of a folder whose kernels are run, too)
     return None
-
-
-def _report(row: dict[str, Any]) -> GraphReport:
-    memory = row["memory"] and MemoryReport(**row["memory"])
-    lists = {
-        "sites": [_site(site) for site in row["sites"]],
-        "refusals": [Refusal(**refusal) for refusal in row["refusals"]],
-    }
-    return GraphReport(**row | lists | {"memory": memory, "fired": Counter(row["fired"])})
-
-
-def _site(row: dict[str, Any]) -> SiteReport:
-    choice, program = row["choice"], row["program"]
-    refusal = choice["refusal"] and Refusal(**choice["refusal"])
-    tuples = {name: tuple(row[name]) for name in ("shape", "patterns", "absorbed")}
-    rest = {
-        "choice": Choice(**choice | {"refusal": refusal}),
-        "program": program and EpilogueProgram.from_json(program),
-        "stops": tuple(Refusal(**stop) for stop in row["stops"]),
-    }
-    return SiteReport(**row | tuples | rest)

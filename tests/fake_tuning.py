@@ -12,7 +12,6 @@ import torch
 from measured import HOPPER, figures
 
 from coda_inductor.lowering import driver
-from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.figures import key_of, to_row
 from coda_inductor.select.measurements import Measurements
 from coda_inductor.select.site import site_from
@@ -82,9 +81,9 @@ class Process:
     def ask(self, message: dict[str, Any], deadline: float) -> dict[str, Any]:
         self.machine.said.append((self.number, message))
         if time.monotonic() > deadline:
-            self._dies(LateError())
+            self._dies(TimeoutError())
         if self.machine.takes_no_process:
-            self._dies(EndedError("all CUDA-capable devices are busy"))
+            self._dies(ChildProcessError("all CUDA-capable devices are busy"))
         if (answer := self.machine.answers(message)) is not None:
             return answer
         if "configs" not in message:

@@ -33,7 +33,7 @@ def counts(monkeypatch):
         monkeypatch.setattr(home, attribute, counting)
 
     count("begun", Site, "of")
-    count("legality", legality, "_unsupported")
+    count("legality", legality, "unsupported")
     for home in (driver, pair, table):
         count("regions", home, "grow")
     return counted

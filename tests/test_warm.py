@@ -42,7 +42,7 @@ def test_what_is_written_is_read(folder_of_reports):
     report.memory = MemoryReport(1, 2, 3, 4.5, 6, 7)
     harness.record.refuse("rms_norm", "norm", report.sites[-1].refusal)
     assert any(site.program for site in report.sites)
-    warm._write(folder_of_reports / "a.json.gz", report)
+    warm._write(folder_of_reports / "a.pickle.gz", report)
     read = warm._read("a")
     assert read.from_cache
     assert read.table().replace("from torch's compile cache, as it was compiled\n", "") == (
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(folder_of_reports):
 
 def test_a_damaged_file_is_no_report(folder_of_reports, monkeypatch):
     """In a folder that is only read, too."""
-    warm._write(path := folder_of_reports / "a.json.gz", RECORD.report)
+    warm._write(path := folder_of_reports / "a.pickle.gz", RECORD.report)
     monkeypatch.setattr(warm, "cache_dirs", lambda: (folder_of_reports, cache_dirs()[0]))
     assert warm._read("a") == RECORD.report
     before = len(reports())
@@ -69,11 +69,11 @@ def test_a_damaged_file_is_no_report(folder_of_reports, monkeypatch):
 def test_files_are_not_kept_without_bound(folder_of_reports, monkeypatch):
     monkeypatch.setattr(warm, "_MOST_FILES", 20)
     for number in range(21):
-        path = folder_of_reports / f"{number}.json.gz"
+        path = folder_of_reports / f"{number}.pickle.gz"
         warm._write(path, RECORD.report)
         os.utime(path, (number, number))
     left = {path.name for path in folder_of_reports.iterdir()}
-    assert left == {f"{number}.json.gz" for number in range(2, 21)}
+    assert left == {f"{number}.pickle.gz" for number in range(2, 21)}
 
 
 def test_other_graphs_inputs_options_and_modes_are_other_names():
@@ -111,7 +111,7 @@ def test_only_what_is_new_is_counted_and_what_failed_is_not_kept(folder_of_repor
     warm.finish("a", found)
     assert torch._dynamo.utils.counters["coda"] == {"swiglu": 2, "residual": 1}
     warm.finish("b", dataclasses.replace(done, failed=True))
-    for error in (OSError("No space left on device"), TypeError("not JSON")):
+    for error in (OSError("No space left on device"), TypeError("cannot pickle")):
         monkeypatch.setattr(warm, "write", Mock(side_effect=error))
         warm.finish("b", done)
         assert warm.write.called

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from coda_inductor.codegen.render import render
-from coda_inductor.compat import counters
 from coda_inductor.errors import OptionError, PatternError
 from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
@@ -177,7 +176,8 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
 def _fired(pattern: Pattern, trial: "Trial") -> tuple[str, str]:
     """(outcome, the ops that GEMMs absorbed). The rewrite of an op may have conditions that its
     example, with one GEMM on either side, does not meet. That is reported, but is not a failure."""
-    counted = {key: times for key, times in trial.counts.items() if key.startswith(pattern.name)}
+    fired = trial.record.report.fired
+    counted = {key: times for key, times in fired.items() if key.startswith(pattern.name)}
     text = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
     missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
     text += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
@@ -269,9 +269,8 @@ class Trial:
     Attributes:
         results, eager: the output and the gradients, with our passes and without.
         raised: how often the pattern's op was put into Dynamo's graph.
-        counts: the counters of the passes.
         left: the pattern's aten ops that no GEMM absorbed.
-        record: has the report, of GEMMs and near misses.
+        record: has the report, of GEMMs, near misses and the counts of rewrites.
     """
 
     def __init__(self, pattern: Pattern, path: str, disable: tuple[str, ...]):
@@ -279,7 +278,6 @@ class Trial:
         self.left: list[str] = []
         self.results: list[Tensor] = []
         self.eager: list[Tensor] = []
-        self.counts: dict[str, int] = {}
         options = {"strict": True, "patterns": [path], "disable": list(disable)}
         self.record = Record(parse(None, options), "check")
 
@@ -314,9 +312,7 @@ def try_out(
     x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
     trial = Trial(pattern, path, disable)
     torch.compiler.reset()
-    counters["coda"].clear()
     trial.results = step(torch.compile(model, backend=trial), model, x, dy)
-    trial.counts = dict(counters["coda"])
     trial.eager = step(model, model, x, dy)
     return trial
 

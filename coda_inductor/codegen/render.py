@@ -91,15 +91,11 @@ def _across(step: Step) -> str:
 
 def _step(step: Step) -> str:
     args = [_argument(arg) for arg in step.args]
-    call = OPERATORS.get(step.op, f"coda_math.{function_of(step.op)}({', '.join(args)})")
+    function = "absolute" if step.op == "abs" else step.op  # no name of Python's own
+    call = OPERATORS.get(step.op, f"coda_math.{function}({', '.join(args)})")
     line = f"{step.name} = {call.format(*args)}"
     origin = _clean(step.origin).replace("\n", " ").strip()
     return f"{line}  # {origin}" if origin else line
-
-
-def function_of(op: str) -> str:
-    """The function of ``mainloop.math`` for an op without an operator."""
-    return "absolute" if op == "abs" else op
 
 
 def _argument(arg: str | float) -> str:

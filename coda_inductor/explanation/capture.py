@@ -11,7 +11,6 @@ scores for the backward pass, and a loss has no gradient.
 
 import contextlib
 import copy
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from coda_inductor import compat
 from coda_inductor.dynamo.frozen_fp8 import differentiate_frozen
@@ -32,6 +31,7 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
 from coda_inductor.lowering.described import unfused
+from coda_inductor.memory.candidates import maker
 from coda_inductor.options import EVERYTHING, Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -69,13 +69,8 @@ def build(name: str, graphs: list[Captured], breaks: str, gpu: Gpu) -> Explanati
 
 def _saved_bytes(parts: Traced) -> int:
     """Each tensor counts once. Inputs, which exist anyway, do not."""
-    roots = {base(node, _is_view) for node in parts.saved}
+    roots = {base(node, lambda n: may_view(maker(n))) for node in parts.saved}
     return sum(bytes_of(root) for root in roots if root.op != "placeholder")
-
-
-def _is_view(node: Node) -> bool:
-    """Is ``node`` a view, or an item of a view's results?"""
-    return may_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str]:
@@ -112,11 +107,10 @@ class _Backend:
         differentiate_frozen(gm.graph, record)  # torch alone has no gradient of it to compare with
         gm.recompile()
         stock = trace(gm, inputs)
-        everything = EVERYTHING in self.options.disable
-        traced = stock if everything else dry_run(gm, inputs, record)
-        if everything or not record.enabled("fuse"):
-            name = EVERYTHING if everything else "fuse"
-            why = refuse("disabled", f"options['disable'] names {name!r}")
+        off = [name for name in (EVERYTHING, "fuse") if not record.enabled(name)]
+        traced = stock if EVERYTHING in off else dry_run(gm, inputs, record)
+        if off:
+            why = refuse("disabled", f"options['disable'] names {off[0]!r}")
             scope, choice = Scope(traced.whole), replace(UNFUSED, refusal=why)
             gemms = [node for node in traced.whole.nodes if node.target in TRACED]
             record.report.sites += [replace(unfused(n, scope), choice=choice) for n in gemms]
@@ -176,11 +170,14 @@ def _capture(
 def _undisturbed() -> Iterator[None]:
     """A context that restores random state, compile caches, and torch's handling of errors."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    # Dynamo's memory of sizes has a private name (torch 2.11 to 2.15). If it were the user's, a
+    # size seen here might become dynamic in the next compile of the same code.
+    sizes = copy.deepcopy(getattr(compat.pgo, "_CODE_STATE", None))
     with (
         torch.random.fork_rng(devices),
         compat.dynamo_config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
         compat.functorch_config.patch(enable_autograd_cache=False),
-        _own_sizes(),
+        mock.patch.object(compat.pgo, "_CODE_STATE", sizes, create=True),
         _meta_as_cpu(),
     ):
         yield
@@ -215,11 +212,3 @@ def _on_meta(value: torch.Tensor) -> torch.Tensor:
     sizes, strides = (tuple(map(hint, each)) for each in (value.shape, value.stride()))
     like = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
     return like.requires_grad_(value.requires_grad).clone()  # no leaf: it may be changed in place
-
-
-def _own_sizes() -> contextlib.AbstractContextManager[Any]:
-    """Give Dynamo a separate memory of sizes, by a private name of torch (2.11 to 2.13). Without
-    it, a size seen here may become dynamic in the user's next compile of the same code."""
-    if not hasattr(compat.pgo, "_CODE_STATE"):
-        return contextlib.nullcontext()
-    return mock.patch.object(compat.pgo, "_CODE_STATE", copy.deepcopy(compat.pgo._CODE_STATE))

@@ -24,21 +24,8 @@ from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import TOO_HEAVY, heaviest
 from coda_inductor.fuse.sums import find_sum
 from coda_inductor.graph.collectives import overlap
-from coda_inductor.graph.gemms import (
-    GEMMS,
-    gemm_inputs,
-    low_rank,
-    producer,
-    routes_of,
-)
-from coda_inductor.graph.nodes import (
-    elementwise,
-    fake,
-    is_cast,
-    is_transpose,
-    locate,
-    renames,
-)
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs, low_rank, producer, routes_of
+from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, locate, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
@@ -65,7 +52,6 @@ from coda_inductor.semantic.define import CROSSING
 
 #: Grows one region, given the nodes that must stay outside; None if there is no such region.
 Builder = Callable[[dict[Node, Refusal]], Region | None]
-_Fused = tuple[list[Node], set[tuple[str, str]], list[SiteReport]]
 #: How often a graph is planned again after sites were measured.
 _REPLANS = 4
 #: Ops that an epilogue may absorb.
@@ -82,21 +68,22 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
     Raises:
         FallbackError: with ``options["strict"]``, instead of any fallback caused by a failure.
     """
-    calls, fired, sites = _fuse_measured(graph, record)
-    for site in sites:
+    plans = _fuse_measured(graph, record)
+    for site in (plan.report for plan in plans.values()):
         record.report.sites.append(site)
         logger.debug(
             "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
             f" ({site.reason})" if site.reason else "",
         )  # fmt: skip
     if not record.dry:
-        lower(graph, calls, record)
+        lower(graph, [call for call, plan in plans.items() if plan.fused], record)
     graph.eliminate_dead_code()
+    fired = {occurrence for plan in plans.values() for occurrence in plan.patterns}
     for name, times in Counter(name for name, _ in fired).items():
         record.fire(name, times)
 
 
-def _fuse_measured(graph: Graph, record: Record) -> _Fused:
+def _fuse_measured(graph: Graph, record: Record) -> dict[Node, "_SitePlan"]:
     """Fuse with the best plan. With ``tune`` "always", sites are measured and the graph is planned
     again: GEMMs of a pair that loses become sites of their own. Else the command ``tune`` gets
     them."""
@@ -121,14 +108,12 @@ def _fuse_measured(graph: Graph, record: Record) -> _Fused:
     return result
 
 
-def _fuse_all(graph: Graph, record: Record) -> tuple[_Fused, list[Site]]:
-    """Fuse all GEMMs. Returns all calls, (pattern, occurrence) of each absorbed idiom, and a report
-    for every GEMM; and the sites whose choice a measurement could change.
+def _fuse_all(graph: Graph, record: Record) -> tuple[dict[Node, "_SitePlan"], list[Site]]:
+    """Fuse all GEMMs. Returns the plan of each, by its call, or by its own node if it is not fused;
+    and the sites whose choice a measurement could change.
     """
-    fired: set[tuple[str, str]] = set()
-    calls: list[Node] = []
+    plans: dict[Node, _SitePlan] = {}
     done: set[Node] = set()
-    sites: list[SiteReport] = []
     planner = _Planner(graph, record)
     # A low-rank product takes as long as its stores, so shared work goes to the other product.
     for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
@@ -139,13 +124,11 @@ def _fuse_all(graph: Graph, record: Record) -> tuple[_Fused, list[Site]]:
         if plan.fused is not None:
             region, site = plan.fused
             done |= set(region.anchors)
-            fired |= plan.patterns
             call = emit(region, site, strict=record.options.strict)
-            calls.append(call)
             planner.scope.refresh()
         call.meta[SITE] = plan.report
-        sites.append(plan.report)
-    return (calls, fired, sites), planner.unmeasured
+        plans[call] = plan
+    return plans, planner.unmeasured
 
 
 @dataclass(frozen=True)

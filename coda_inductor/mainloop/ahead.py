@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-import quack.cache
+import quack.cache.jit
 import quack.gemm_runtime.host
 from quack.cache.async_compile import _pool_initializer
 
@@ -26,7 +26,9 @@ def cache_folder() -> str | None:
 
 def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
     """The path of a kernel's file; ``how`` is passed to ``mod.kernel_name``."""
-    file = store.kernel_path(kernel_name(program, config, *how))
+    cache = quack.cache.jit
+    folder = Path(cache.get_cache_path()) / cache._compute_source_fingerprint()
+    file = folder / f"{kernel_name(program, config, *how)}.o"
     return file if file.exists() else store.read_only(file) or file
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the gradient of a slice of the logits in Triton, in one pass over the slice."""
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -50,7 +48,7 @@ def dlogits(
     if m:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         grid = (m, triton.cdiv(columns, _BLOCK))
-        with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
+        with torch.cuda.device(rows.get_device()):  # none for a tensor on a CPU
             _dlogits_kernel[grid](
                 rows, lse.contiguous(), target.contiguous(), scale,
                 scale if dlse is None else dlse.contiguous(), dentropy, rows_entropy, out,

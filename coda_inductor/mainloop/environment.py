@@ -59,10 +59,9 @@ def environment() -> tuple[str, ...]:
 def label() -> str:
     """The environment as a folder's name, without options:
     ``x86_64-quack0.6.5-cutlass4.8.1-cu12``."""
-    parts = [platform.machine() or "machine"]
-    for short, name in (("quack", "quack-kernels"), ("cutlass", "nvidia-cutlass-dsl")):
-        parts.append(f"{short}{version(name)}")
-    return "-".join([*parts, *(v.split()[0].rsplit("-", 1)[1] for v in _variants() if "cu1" in v)])
+    cuda = [v.split()[0].rsplit("-", 1)[1] for v in _variants() if "cu1" in v]
+    versions = f"quack{version(QUACK.package)}", f"cutlass{version(CUTEDSL.package)}"
+    return "-".join([platform.machine() or "machine", *versions, *cuda])
 
 
 def _variants() -> list[str]:

@@ -150,12 +150,10 @@ def grouped_wgrad(
     """As ``semantic.experts.grouped_wgrad``, in 16 bits. Each part of ``bs`` is a launch that
     writes its columns of the result, in either layout."""
     out = wgrad_result(a, bs, offsets, turned)
-    start = 0
+    widths = [b.shape[1] for b in bs]
     with torch.cuda.device(a.device):
-        for b in bs:
-            n = b.shape[1]
-            _gradient(a, rows, b, offsets, out[:, :, start : start + n], columns(n))
-            start += n
+        for b, n, part in zip(bs, widths, out.split(widths, -1), strict=True):
+            _gradient(a, rows, b, offsets, part, columns(n))
     return out
 
 

@@ -15,7 +15,6 @@ addresses that are multiples of 16 bytes) are a key, with which a later launch g
 compiled kernel.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -210,7 +209,7 @@ def _launch(
     rest = (m, k, matrix.stride(0), *kinds, *flags, *sizes)
     blocks = triton.cdiv(m, sizes[0]) * triton.cdiv(k, sizes[-1]), 1, 1
     args = (matrix, *(matrix if v is None else v for v in dense), *results)
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with torch.cuda.device(x.get_device()):  # none for a tensor on a CPU
         compiled = kernel[blocks](*args, *rest, num_warps=warps)
     if matrix is not x or any(a is not b for a, b in zip(dense, vectors, strict=True)):
         return  # copied, and the next one must be copied too

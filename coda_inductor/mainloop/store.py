@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import quack.cache
 import quack.cache.jit
@@ -24,9 +23,6 @@ from coda_inductor.cache_dir import folder, prewarmed, private_dir, share, writa
 from coda_inductor.locks import lock_file
 from coda_inductor.mainloop.environment import label
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _quacks_key_to_hash = quack.cache.jit._key_to_hash
 _name = contextvars.ContextVar("name", default="")
 
@@ -34,7 +30,7 @@ _name = contextvars.ContextVar("name", default="")
 def use() -> None:
     """Let QuACK use this folder, our names and our locks. Call it once, before the first kernel.
     Raises OSError if the folder cannot be created."""
-    quack.cache.jit.FileLock = KernelLock
+    quack.cache.jit.FileLock = kernel_lock
     quack.cache.jit._key_to_hash = lambda key: _name.get() or _quacks_key_to_hash(key)
     path = folder("kernels", label())
     if not writable(path):  # created by another user of a shared cache
@@ -54,12 +50,6 @@ def named(name: str) -> Iterator[None]:
         _name.reset(token)
 
 
-def kernel_path(name: str) -> Path:
-    """The path of a kernel with this name, for this version of QuACK's sources."""
-    cache = quack.cache.jit
-    return Path(cache.get_cache_path()) / cache._compute_source_fingerprint() / f"{name}.o"
-
-
 def read_only(kernel: Path) -> Path | None:
     """The file of ``kernel`` in the read-only folder, or None."""
     if (base := prewarmed()) is None:
@@ -68,25 +58,18 @@ def read_only(kernel: Path) -> Path | None:
     return file if file.exists() else None
 
 
-class KernelLock:
-    """Replaces QuACK's lock of one kernel, held while the kernel is loaded, or compiled and stored.
-    Always exclusive: loading takes milliseconds. Raises RuntimeError, as QuACK expects, if another
-    process holds it for too long."""
-
-    def __init__(self, lock_path: Path, exclusive: bool, timeout: float = 15):
-        self._kernel, self._timeout = lock_path.with_suffix(".o"), timeout
-        self._copies = exclusive
-        self._held = contextlib.ExitStack()
-
-    def __enter__(self) -> "Self":
-        share(self._kernel.parent)
-        if not self._held.enter_context(lock_file(self._kernel, self._timeout)):
-            raise RuntimeError(f"another process is compiling {self._kernel}")
+@contextlib.contextmanager
+def kernel_lock(lock_path: Path, exclusive: bool, timeout: float = 15) -> Iterator[None]:
+    """Replaces QuACK's lock of one kernel, held while the kernel is loaded, or compiled and stored
+    (``exclusive``). Always exclusive: loading takes milliseconds. Raises RuntimeError, as QuACK
+    expects, if another process holds it for too long."""
+    kernel = lock_path.with_suffix(".o")
+    share(kernel.parent)
+    with lock_file(kernel, timeout) as held:
+        if not held:
+            raise RuntimeError(f"another process is compiling {kernel}")
         with contextlib.suppress(OSError):
-            missing = self._copies and not self._kernel.exists()
-            if missing and (source := read_only(self._kernel)) is not None:
-                write(self._kernel, source.read_bytes())
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._held.close()
+            missing = exclusive and not kernel.exists()
+            if missing and (source := read_only(kernel)) is not None:
+                write(kernel, source.read_bytes())
+        yield

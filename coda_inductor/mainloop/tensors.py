@@ -29,21 +29,23 @@ class UnpairableError(ValueError):
 
 
 def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
-    """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it. TMA requires
-    stride 1 in the last dimension (with ``either_major``, in one of them), and multiples of 16
-    bytes for the pointer and the other stride."""
+    """``x`` itself, (rows, columns) or (E, rows, columns), if TMA can read it, else a contiguous
+    copy of it. TMA requires stride 1 in the last dimension (with ``either_major``, in one of the
+    last two), and multiples of 16 bytes for the pointer and the other strides."""
     if x.data_ptr() % ALIGN == 0 and readable(x, either_major):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def readable(x: Tensor, either_major: bool = False) -> bool:
-    """Can TMA read ``x`` (rows, columns), apart from its pointer? See :func:`tma_matrix`."""
-    rows, columns = x.stride()
+    """Can TMA read ``x``, apart from its pointer? See :func:`tma_matrix`. Fake tensors suffice."""
+    *batches, rows, columns = x.stride()
     step = ALIGN // x.element_size()
-    if columns == 1 and rows >= x.shape[1] and rows % step == 0:
+    if any(stride % step for stride in batches):
+        return False
+    if columns == 1 and rows >= x.shape[-1] and rows % step == 0:
         return True
-    return either_major and rows == 1 and columns >= x.shape[0] and columns % step == 0
+    return either_major and rows == 1 and columns >= x.shape[-2] and columns % step == 0
 
 
 def vector(x: Tensor) -> Tensor:

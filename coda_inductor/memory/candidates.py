@@ -21,7 +21,7 @@ from coda_inductor.compat import HigherOrderOperator, OpOverload, schema, to_cop
 from coda_inductor.graph.aliases import old_values
 from coda_inductor.graph.nodes import aten, bytes_of, elementwise, fake, may_view, prims
 from coda_inductor.graph.read import read
-from coda_inductor.graph.walk import closure
+from coda_inductor.graph.walk import closure, readers
 
 #: Ops without the tag of pointwise ops that still cost nothing of their own.
 _LIGHT = frozenset(
@@ -43,8 +43,6 @@ _NAMESPACES = ("aten", "prims", "coda_inductor")
 
 def heavy(node: Node) -> bool:
     """Does ``node`` run as a kernel of its own?"""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
     if not isinstance(node.target, (OpOverload, HigherOrderOperator)):
         return False
     return not (elementwise(node) or may_view(node) or node.target in _LIGHT)
@@ -141,8 +139,7 @@ class Stash:
 
     def readers(self, node: Node) -> list[Node]:
         """The readers of ``node`` and of its views."""
-        names = closure([node], lambda n: [u for u in n.users if owner(u) is owner(node)])
-        return [u for n in names for u in n.users if u not in names]
+        return readers(node, lambda n: owner(n) is owner(node))[1]
 
     def rerun(self, start: Iterable[Node], drop: Drop) -> dict[Node, None]:
         """The forward nodes that run again under ``drop`` to compute ``start``."""

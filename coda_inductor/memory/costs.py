@@ -45,11 +45,8 @@ def _gemm_epilogue(as_, bs, *_: Any, **__: Any) -> int:
     """FLOP of ``coda_inductor::gemm_epilogue`` from shapes: as_[j] (M, K_j), bs[j] (K_j, N) or
     (E, K_j, N), one A for both halves of a pair, one B for all rows of an expert."""
     terms = max(len(as_), len(bs))
-    total = 0
-    for j in range(terms):
-        a, b = as_[min(j, len(as_) - 1)], bs[min(j, len(bs) - 1)]
-        total += 2 * a[-2] * a[-1] * b[-1]
-    return total
+    pairs = zip([*as_] * (terms // len(as_)), [*bs] * (terms // len(bs)), strict=True)
+    return sum(2 * a[-2] * a[-1] * b[-1] for a, b in pairs)
 
 
 def _head_gradients(_dloss, logits, *others: Any, **__: Any) -> int:

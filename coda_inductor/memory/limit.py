@@ -74,8 +74,7 @@ def limit(graph: Graph, setting: float | str | None, room: int | None) -> Limit 
         return None
     before = snapshot(graph)
     decompose(before)
-    owner = graph.owning_module
-    module = GraphModule({} if owner is None else owner, before)
+    module = GraphModule(graph.owning_module or {}, before)
     for node in marks if selective or setting is not None else ():
         node.meta["recompute"] = None
     if isinstance(setting, float):

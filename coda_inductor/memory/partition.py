@@ -53,10 +53,6 @@ def installed() -> bool:
     return isinstance(getattr(compat.inductor_config, "custom_partitioner_fn", None), Partitioner)
 
 
-class _Pickle(tuple):
-    """The pickled form of a :class:`Partitioner`: its key."""
-
-
 class Partitioner(compat.CustomPartitionerFn):
     """Our partitioner, see the module docstring.
 
@@ -72,7 +68,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return self  # as a pass
 
     def __reduce__(self) -> Any:
-        return _Pickle, ((self.uuid(),),)  # some releases of torch pickle settings into their keys
+        return tuple, ((self.uuid(),),)  # some releases of torch pickle settings into their keys
 
     def uuid(self) -> Any:
         return self.key()
@@ -184,7 +180,8 @@ def mark(
             node.replace_all_uses_with(alone)
     peaks = timeline.peak(drop), timeline.peak(drop, held=True)
     graph.eliminate_dead_code()  # halves that nothing reads
-    report = MemoryReport(choice.kept, choice.before, len(drop.nodes), choice.ms, *peaks)
+    before = bytes_of(*stash.tensors)
+    report = MemoryReport(choice.kept, before, len(drop.nodes), choice.ms, *peaks)
     record.report.memory = report
     logger.info("%s: memory: %s", record.name, report)
 

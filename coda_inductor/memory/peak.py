@@ -21,6 +21,7 @@ from coda_inductor.compat import functorch_config
 from coda_inductor.graph.nodes import aten, bytes_of, is_cast
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.vocabulary import REDUCTIONS
+from coda_inductor.graph.walk import closure
 from coda_inductor.memory.candidates import Drop, Stash, heavy, maker, owner
 from coda_inductor.memory.costs import workspace
 
@@ -52,15 +53,11 @@ class Timeline:
             if n not in stash.forward or not any(u in stash.backward for u in stash.readers(n))
         }
         #: Of the backward pass, but from forward values alone: computed right before its reader.
-        self._lazy = {n: None for n in stash.backward if n.op == "call_function"}
-        for node in stash.backward:
-            if is_tangent(node) or any(
-                n in stash.backward and n not in self._lazy for n in node.all_input_nodes
-            ):
-                self._lazy.pop(node, None)
+        given = [n for n in stash.backward if n.op != "call_function"]  # gradients of outputs
+        self._lazy = stash.backward.keys() - closure(given, lambda n: n.users)
         self._halves = {alone: result for result, alone in stash.halves.items()}
         self._read_cache: dict[Node, tuple[Node, ...]] = {}
-        self._stored: dict[Node, bool] = {}
+        self._stored = {n for n in (*stash.forward, *stash.backward) if self._is_stored(n)}
 
     def peak(self, drop: Drop, *, held: bool = False) -> int:
         """The peak of memory in bytes, beyond the graph's inputs, under ``drop``. ``held``: the
@@ -135,21 +132,19 @@ class Timeline:
 
     def _runs(self, node: Node) -> bool:
         """Is ``node`` the result of a kernel?"""
-        return node.target is not operator.getitem and self._is_stored(node)
+        return node.target is not operator.getitem and node in self._stored
 
     def _is_stored(self, node: Node) -> bool:
         if is_tangent(node):
             return True
         if node.op != "call_function" or owner(node) is not node:
             return False
-        if node not in self._stored:
-            self._stored[node] = (
-                heavy(maker(node))
-                or node in self.stash.tensors
-                or node in self.results
-                or any(heavy(n) and not _inlined(node, n) for n in self.stash.readers(node))
-            )
-        return self._stored[node]
+        return (
+            heavy(maker(node))
+            or node in self.stash.tensors
+            or node in self.results
+            or any(heavy(n) and not _inlined(node, n) for n in self.stash.readers(node))
+        )
 
     def _reads(self, node: Node) -> tuple[Node, ...]:
         """The stored values that the kernel of ``node`` reads, except inputs of the graph."""
@@ -159,7 +154,7 @@ class Timeline:
             visited = set(todo)
             while todo:
                 top = todo.pop()
-                if self._is_stored(top):
+                if top in self._stored:
                     values[top] = None
                 else:
                     new = {owner(n) for n in top.all_input_nodes} - visited

@@ -9,6 +9,7 @@ the earliest first: it is recomputed last, when the others' tensors are gone.
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -39,13 +40,11 @@ class Choice:
     Attributes:
         drop: the tensors that are computed again.
         kept: bytes that the forward pass leaves, inputs of the graph apart.
-        before: the same bytes without recomputation.
         ms: the additional time: kernels that run again, and passes over elementwise results.
     """
 
     drop: Drop
     kept: int
-    before: int
     ms: float
 
 
@@ -68,7 +67,7 @@ class Chain:
     def __init__(self, stash: Stash, gpu: Gpu):
         install()
         self.stash, self.gpu = stash, gpu
-        self._times: dict[Node, float] = {}
+        self._time = functools.cache(lambda node: milliseconds(node, gpu))
         kinds: dict[object, list[Group]] = {}
         for group in groups(stash):
             kinds.setdefault(group.kind, []).append(group)
@@ -89,7 +88,8 @@ class Chain:
         for members, levels in zip(self.kinds, self._levels(*self.states[i].key), strict=True):
             for group, level in zip(members, levels, strict=True):
                 drop |= group.levels[level]
-        return self.choice(drop)
+        kept = bytes_of(*self.stash.tensors) - bytes_of(*drop.nodes) + bytes_of(*drop.proxies)
+        return Choice(drop, kept, self._ms(self.stash.rerun(drop.nodes, drop), drop.nodes))
 
     def first(self, fits: Callable[[Choice], bool]) -> int | None:
         """The index of the first choice that ``fits``; None if none does."""
@@ -123,21 +123,12 @@ class Chain:
         self.states = rest
         return least
 
-    def choice(self, drop: Drop) -> Choice:
-        """The choice to free ``drop``."""
-        total = bytes_of(*self.stash.tensors)
-        kept = total - bytes_of(*drop.nodes) + bytes_of(*drop.proxies)
-        return Choice(drop, kept, total, self._ms(self.stash.rerun(drop.nodes, drop), drop.nodes))
-
     def _ms(self, nodes: Collection[Node], tensors: Iterable[Node]) -> float:
         """The time of ``nodes``, and of passes over the elementwise ones among ``tensors``."""
-        for node in (heavies := list(filter(heavy, nodes))):
-            if node not in self._times:
-                self._times[node] = milliseconds(node, self.gpu)
         # Not of tensors that heavy nodes compute without an elementwise pass.
         light = (n for n in tensors if n in nodes and not heavy(n))
         passes = 2 * bytes_of(*(n for n in light if not any(map(heavy, n.all_input_nodes[:1]))))
-        return sum(self._times[n] for n in heavies) + passes / self.gpu.bytes_per_us / 1000
+        return sum(map(self._time, filter(heavy, nodes))) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
         """The level of each group of each kind, if ``done`` layers have moved to the next point."""
@@ -161,10 +152,9 @@ class Chain:
     def _states(self) -> Iterator[_Point]:
         """All points, and the mixes of neighboring ones."""
         saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
-        for i, here in enumerate(self.points):
+        for i, (here, after) in enumerate(itertools.pairwise([*self.points, self.points[-1]])):
             steps = self._changing_layers(i)
-            last = i + 1 == len(self.points)
-            slope = 0.0 if last else (self.points[i + 1].ms - here.ms) / steps
+            slope = (after.ms - here.ms) / steps
             for done in range(steps):
                 levels = self._levels(i, done)
                 total = sum(by[n] for by, ns in zip(saved, levels, strict=True) for n in ns)

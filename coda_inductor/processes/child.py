@@ -30,14 +30,6 @@ _NOT_ITS = ("TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG")
 _NEEDED = ("torch", "sympy")
 
 
-class EndedError(Exception):
-    """A child ended without an answer; the text is its last line, or its exit status."""
-
-
-class LateError(Exception):
-    """A child did not answer in time, and was killed."""
-
-
 class Child:
     """A process that runs ``main(connection, *arguments)`` of ``module``. ``environment``:
     variables in addition to this process's. ``connection``: the connection to it, for other uses
@@ -65,7 +57,8 @@ class Child:
 
     def ask(self, message: Any, deadline: float) -> Any:
         """The child's answer to ``message``, by ``deadline`` (of ``time.monotonic``). Raises
-        EndedError or LateError if there is no answer, and the process has ended."""
+        ChildProcessError if it ended without an answer, with its last line or its exit status, and
+        TimeoutError if it did not answer in time, and was killed."""
         self._send(message)
         return self.answer(deadline)
 
@@ -75,9 +68,9 @@ class Child:
             if self.connection.poll(max(0.0, deadline - time.monotonic())):
                 return self.connection.recv()
         except (EOFError, OSError, ValueError):  # it ended, or sent invalid data
-            raise EndedError(self.end()) from None
+            raise ChildProcessError(self.end()) from None
         self.end()
-        raise LateError
+        raise TimeoutError
 
     def end(self) -> str:
         """Kill the child and all that it has started, unless it has ended. Returns its last line,

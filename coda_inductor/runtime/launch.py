@@ -49,7 +49,9 @@ class Kernel:
         prepared = self._prepared.get(call_key(as_, bs, operands))
         return None if prepared is None else prepared(as_, bs, operands)
 
-    def prepare(self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> None:
+    def prepare(
+        self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         """Prepare calls like this one, which has been launched."""
         key = call_key(as_, bs, operands)
         if key in self._prepared:
@@ -58,7 +60,7 @@ class Kernel:
             self._prepared.clear()
 
         try:
-            prepared = prepare(self, as_, bs, operands)
+            prepared = prepare(self, as_, bs, operands, outputs)
         except UnpairableError:  # this one was copied; the next may not be
             return
         except Exception as error:  # it still runs, some microseconds slower

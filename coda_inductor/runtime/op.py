@@ -30,7 +30,6 @@ from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.program.ir import LEAST_PART
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.launch import kernel
-from coda_inductor.select import legality
 from coda_inductor.select.config import Config
 from coda_inductor.select.site import Site
 from coda_inductor.semantic.define import LIB, opaque
@@ -106,7 +105,7 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
         return outputs
     try:
         entry.launch(as_, bs, operands, outputs)
-        entry.prepare(as_, bs, operands)
+        entry.prepare(as_, bs, operands, outputs)
     except Exception as error:  # of this call: what no later one can do, ``entry`` knows
         expected = isinstance(error, (UnpairableError, KernelError))
         cause = str(error) if expected else repr(error)
@@ -127,7 +126,7 @@ def _unsupported(
         return refuse("kernel-dtype", text, failure=True)
     left, right = majors
     site = Site(parsed, 0, n, k, terms, a_major=left, b_major=right, arch=arch_of(device))
-    return availability.kernel_stack(device) or legality.unsupported(site)
+    return availability.kernel_stack(device) or site.refusal
 
 
 def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=None):

@@ -25,7 +25,7 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import say_once
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.processes.child import Child, EndedError, LateError
+from coda_inductor.processes.child import Child
 from coda_inductor.runtime.compiler import KernelRequest, machine_arch, parts
 
 _MODULE = "coda_inductor.runtime.compiler"
@@ -204,10 +204,10 @@ def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None
                     break  # it was shut down
                 worker = worker or _new_worker()
             return worker.ask(message, time.monotonic() + _LIMIT), worker
-        except (EndedError, LateError) as ended:
+        except (ChildProcessError, TimeoutError) as ended:
             _end(worker)
             worker = None
-            if isinstance(ended, LateError):
+            if isinstance(ended, TimeoutError):
                 break
             words = f"a compile worker died: {ended}"
         except Exception as error:

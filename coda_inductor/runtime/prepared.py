@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.cuda import current_device  # on which outputs are allocated
 
 from coda_inductor.arch import arch_of
 from coda_inductor.compat import empty_strided_cuda
 from coda_inductor.mainloop.tensors import UnpairableError, readable
-from coda_inductor.program import Operand, Store
+from coda_inductor.program import Operand, Reduce
 
 if TYPE_CHECKING:
     from coda_inductor.runtime.launch import Kernel
@@ -41,16 +42,25 @@ def call_key(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Ten
 
 
 def prepare(
-    kernel: "Kernel", as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]
-) -> Prepared | None:
-    """The launch for all calls like this one, which has run; None if a tensor is copied or cast.
-    Raises UnpairableError if operands of this call were copied; a similar call's may not be."""
+    kernel: "Kernel", as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> Prepared | None:  # fmt: skip
+    """The launch for all calls like this one, which has run and computed ``outputs``; None if a
+    tensor is copied or cast. Raises UnpairableError if operands of this call were copied; a similar
+    call's may not be."""
     from coda_inductor.mainloop.plan import ready
 
     program, a = kernel.program, as_[0]
-    shapes = _outputs(program, kernel.config, a, program.columns(bs))
-    if shapes is None or not all(map(_is_direct, program.operands, operands, [a] * len(operands))):
+    by_tile = [isinstance(x, Reduce) and x.axis == "col" for x in program.outputs]
+    if program.paired and any(by_tile):  # copied after the launch
         return None
+    if not all(map(_is_direct, program.operands, operands, [a] * len(operands))):
+        return None
+    tile_m = kernel.config.cta_tile_m(arch_of(a.device))
+    # Of each output: the rows of a tile, if each tile has one row of it, or 0; columns; dtype.
+    layouts = [
+        (tile_m * tiled, x.shape[1], x.dtype) for tiled, x in zip(by_tile, outputs, strict=True)
+    ]
     reading = kernel.reading(len(as_))
     read = reading.in_place(as_, bs)
     if read is None:
@@ -86,7 +96,7 @@ def prepare(
             return None
         outputs = [
             empty_strided_cuda((-(-m // rows) if rows else m, n), (n, 1), dtype)
-            for rows, n, dtype in shapes
+            for rows, n, dtype in layouts
         ]
         c_tensor, d_tensor = None if c is None else operands[c], None if d is None else outputs[d]
         values = [*operands, *outputs, *distances, None]
@@ -100,23 +110,6 @@ def prepare(
     return call
 
 
-def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None:
-    """(rows of a tile or 0, columns, dtype) of each output. Its shape is (M, columns), or with rows
-    of a tile (tiles, columns). None if an output is copied after the launch."""
-    tile_n = config.tile_n // len(program.accs)
-    layouts = []
-    for spec in program.outputs:
-        if isinstance(spec, Store):
-            layouts.append((0, n, getattr(torch, spec.dtype)))
-        elif spec.axis == "row":
-            layouts.append((0, -(-n // tile_n), torch.float32))
-        elif program.paired:
-            return None
-        else:
-            layouts.append((config.cta_tile_m(arch_of(a.device)), n, torch.float32))
-    return layouts
-
-
 def _is_direct(operand: Operand, x: Tensor, a: Tensor) -> bool:
     """Does the kernel take ``x`` unchanged, at any address?"""
     if x.device != a.device or x.dtype != getattr(torch, operand.kernel_dtype):
@@ -124,8 +117,3 @@ def _is_direct(operand: Operand, x: Tensor, a: Tensor) -> bool:
     if operand.spec.staged:
         return readable(x)
     return x.dim() == 0 or (x.stride(-1) == 1 and x.is_contiguous())
-
-
-def current_device() -> int:
-    """The CUDA device that outputs are allocated on."""
-    return torch.cuda.current_device()

@@ -24,12 +24,6 @@ def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
     return None
 
 
-def unsupported(site: Site) -> Refusal | None:
-    """The reason why ``site`` cannot be a kernel, or None."""
-    why = _unsupported(site)
-    return None if why is None else refuse(*why, failure=True)
-
-
 def _heads(site: Site) -> tuple[str, str] | None:
     """(code, text) of a reason that concerns heads, or None."""
     program, arch, head = site.program, site.arch, site.program.head
@@ -45,8 +39,8 @@ def _heads(site: Site) -> tuple[str, str] | None:
     return None
 
 
-def _unsupported(site: Site) -> tuple[str, str] | None:
-    """(code, text) of a reason, or None."""
+def unsupported(site: Site) -> tuple[str, str] | None:
+    """(code, text) of the reason why ``site`` cannot be a kernel, or None: ``Site.refusal``."""
     program, n, k = site.program, site.n, site.k
     if program.a_dtype not in (*HALF_NAMES, *FP8):
         dtype = program.a_dtype

@@ -11,10 +11,10 @@ from torch import Tensor
 from coda_inductor.arch import HOPPER, Arch
 from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop.readings import reading_of
-from coda_inductor.mainloop.readings.plain import Majors, Plain
+from coda_inductor.mainloop.readings.plain import Plain
 from coda_inductor.mainloop.tensors import a_major, b_major
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.refusal import Refusal
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import UNFUSED, Choice
 
 _META = torch.device("meta")
@@ -75,11 +75,6 @@ class Site:
         """K of each product in the accumulator."""
         return self.copied or (self.k // self.terms,) * self.terms
 
-    @property
-    def majors(self) -> Majors:
-        """The dimensions of A and B with stride 1."""
-        return self.a_major, self.b_major
-
     @functools.cached_property
     def reading(self) -> Plain:
         """The kernel's reading of A and B."""
@@ -90,7 +85,8 @@ class Site:
         """The reason why it cannot be a kernel, or None."""
         from coda_inductor.select.legality import unsupported
 
-        return unsupported(self)
+        why = unsupported(self)
+        return None if why is None else refuse(*why, failure=True)
 
 
 #: The fields of a site that concern one compilation only.

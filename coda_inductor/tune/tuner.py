@@ -16,7 +16,7 @@ import torch
 
 from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
-from coda_inductor.processes.child import Child, EndedError, LateError
+from coda_inductor.processes.child import Child
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.compiler import KernelRequest
 from coda_inductor.runtime.launch import requests
@@ -175,9 +175,9 @@ class Tuner:
                 answer = process.answer(limit)
             self._answered.add(process)
             return answer
-        except EndedError as error:
+        except ChildProcessError as error:
             dead = DeadError(f"ends its process: {error}", trying)
-        except LateError:
+        except TimeoutError:
             dead = DeadError("hangs", trying) if limit < deadline else DeadError("no time left")
         del self._processes[thread]
         if process not in self._answered and time.monotonic() < deadline:

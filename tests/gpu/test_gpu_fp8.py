@@ -12,14 +12,13 @@ from programs import fp8, inputs
 
 from coda_inductor.program import Store, reference
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.legality import unsupported
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import tensors
 
 pytestmark = NEEDS_KERNELS
 
 N, K = 272, 208  # ragged for every tile: multiples of 16
-NAMES = [name for name, program in fp8().items() if unsupported(Site(program, N, N, K)) is None]
+NAMES = [name for name, program in fp8().items() if Site(program, N, N, K).refusal is None]
 
 
 def check(program, as_, bs, operands, config=None):

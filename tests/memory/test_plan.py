@@ -122,7 +122,7 @@ class Steps(planner.Chain):
                        for at, ((point, done), peak) in enumerate(peaks.items())]  # fmt: skip
 
     def __getitem__(self, at):
-        return planner.Choice(self.states[at].key[2], 0, 0, 0.0)
+        return planner.Choice(self.states[at].key[2], 0, 0.0)
 
 
 def test_what_takes_more_time_has_a_lower_peak():

@@ -16,7 +16,7 @@ import torch
 from processes import alive, told, until
 
 import coda_inductor
-from coda_inductor.processes.child import Child, EndedError, LateError
+from coda_inductor.processes.child import Child
 
 FOR_EVER = "time.sleep(1e6)"
 
@@ -60,10 +60,10 @@ def test_it_answers(start):
 ])  # fmt: skip
 def test_its_last_words_are_the_reason(do, said, start):
     process = start()
-    with pytest.raises(EndedError, match=said):
+    with pytest.raises(ChildProcessError, match=said):
         ask(process, do)
     assert not alive(process.pid)
-    with pytest.raises(EndedError):  # nor does it answer another question
+    with pytest.raises(ChildProcessError):  # nor does it answer another question
         ask(process, "say(ready=True)")
 
 
@@ -73,7 +73,7 @@ def test_to_end_waits_for_nothing(late, start):
     process = start()
     ask(process, "signal.signal(15, signal.SIG_IGN); say()")
     if late:
-        with pytest.raises(LateError):
+        with pytest.raises(TimeoutError):
             ask(process, FOR_EVER, 0.5)
     else:
         os.kill(process.pid, signal.SIGSTOP)

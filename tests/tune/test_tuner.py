@@ -10,7 +10,6 @@ from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
 from coda_inductor import locks
-from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.choice import candidates
 from coda_inductor.select.figures import key_of, signature
 from coda_inductor.select.measurements import Measurements
@@ -97,7 +96,8 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "why"), [(LateError(), "hangs"), (EndedError("fault"), "ends its process: fault")]
+    ("error", "why"),
+    [(TimeoutError(), "hangs"), (ChildProcessError("fault"), "ends its process: fault")],
 )
 def test_a_candidate_that_ends_its_process_ends_nothing_else(error, why, machine, tmp_path):
     good, bad, other = wanted()
@@ -110,7 +110,7 @@ def test_a_candidate_that_ends_its_process_ends_nothing_else(error, why, machine
     tries = [(number, m["configs"]) for number, m in machine.said if "configs" in m]
     assert [configs for _, configs in tries] == [wanted(), [good, other]]
     assert all(tuner._PATIENCE - 1 < seconds < tuner._PATIENCE for seconds in machine.waited)
-    machine.dies, ended = dict.fromkeys(wanted(OTHER), LateError()), len(machine.ended)
+    machine.dies, ended = dict.fromkeys(wanted(OTHER), TimeoutError()), len(machine.ended)
     mine = machine.tuner(tmp_path, seconds=tuner._PATIENCE / 2)  # which accuses no candidate
     assert not mine.measure([OTHER])
     assert mine.store.find(OTHER) is None

@@ -31,7 +31,8 @@ class Fp8(Plain):
 
     def refuses(self, site: Any) -> Why:
         program, terms = site.program, len(site.ks)
-        for name, major, other in zip(("left", "right"), site.majors, "MN", strict=True):
+        sides = ("left", site.a_major, "M"), ("right", site.b_major, "N")
+        for name, major, other in sides:
             if major != "k":
                 text = f"its {name} operand is contiguous along {other}: FP8 needs contiguous K"
                 return "fp8-layout", text

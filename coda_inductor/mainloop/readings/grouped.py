@@ -18,7 +18,7 @@ from torch import Tensor
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import Factors, Factory, Plain, Read, Tensors, Why
-from coda_inductor.mainloop.tensors import ALIGN, readable, tma_matrix
+from coda_inductor.mainloop.tensors import readable, tma_matrix
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.grouped import grouped_product
 
@@ -47,11 +47,8 @@ class Grouped(Plain):
     def left(self, a: Tensor) -> Tensor:
         return tma_matrix(a)
 
-    def right(self, b: Tensor) -> Tensor:
-        return b if b.data_ptr() % ALIGN == 0 and _readable(b) else b.contiguous()
-
     def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
-        fits = readable(as_[0]) and all(map(_readable, bs))
+        fits = readable(as_[0]) and all(readable(b, either_major=True) for b in bs)
         return self.reads(as_, bs) if fits else None
 
     def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
@@ -102,8 +99,3 @@ class GroupedJoin(Grouped, Join):
     """A sum of two grouped terms, each (M, f) times (E, f, N), with A's rows in place."""
 
     in_place = Join.in_place
-
-
-def _readable(b: Tensor) -> bool:
-    """Can TMA read ``b`` (E, K, N), whatever its pointer?"""
-    return readable(b[0], either_major=True) and b.stride(0) % (ALIGN // b.element_size()) == 0

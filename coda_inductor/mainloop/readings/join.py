@@ -19,7 +19,7 @@ import contextlib
 import torch
 
 from coda_inductor.mainloop.readings.plain import Binding, Plain, Read, Tensors
-from coda_inductor.mainloop.tensors import DELTA_DIVISOR, UnpairableError, distance
+from coda_inductor.mainloop.tensors import DELTA_DIVISOR, UnpairableError, distance, readable
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF
 
@@ -73,20 +73,13 @@ def joinable(as_: Tensors, bs: Tensors) -> bool:
     if len(as_) != 2:
         return False
     (a0, a1), (b0, b1) = as_, bs
-    (k, n), dtype = b0.shape[-2:], a0.dtype
-    if b0.shape != b1.shape or k % _STEP:
+    if b0.shape != b1.shape or b0.shape[-2] % _STEP:
         return False
-    if dtype not in HALF or any(x.dtype != dtype for x in (a1, b0, b1)):
+    if a0.dtype not in HALF or any(x.dtype != a0.dtype for x in (a1, b0, b1)):
         return False
-    rows, unit = a0.stride()
-    if a0.stride() != a1.stride() or unit != 1 or rows % 8 or rows < k:
+    if a0.stride() != a1.stride() or b0.stride() != b1.stride():
         return False
-    *batches, unit, rows = b0.stride()
-    length = k
-    if rows == 1:  # N-major
-        unit, rows, length = rows, unit, n
-    aligned = not any(stride % 8 for stride in (*batches, rows))
-    return b0.stride() == b1.stride() and unit == 1 and rows >= length and aligned
+    return readable(a0) and readable(b0, either_major=True)
 
 
 class JoinedTerms:  # a mixin for QuACK kernel classes

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.mainloop.readings.plain import Binding, Plain, Read, Tensors, Why
-from coda_inductor.mainloop.tensors import ALIGN, UnpairableError, distance
+from coda_inductor.mainloop.tensors import UnpairableError, distance, readable
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF_NAMES
 
@@ -82,9 +82,6 @@ class Pair(Plain):
     def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
         return (PairedWeights, *super().mixins(program, variant))
 
-    def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
-        return [(as_[0], b) for b in bs]
-
 
 def _layout(b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the operand, transposed, whose first weight is ``b``."""
@@ -109,9 +106,7 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     K, N), and K-major. Raises UnpairableError, which names a condition that fails."""
     if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
-    step = ALIGN // b0.element_size()
-    *batches, unit, row = b0.stride()
-    if unit != 1 or row < b0.shape[-2] or any(stride % step for stride in (*batches, row)):
+    if not readable(b0.mT):
         raise UnpairableError("the paired weights are not K-major with 16-byte rows")
     return distance(b0, b1, _LABEL)
 

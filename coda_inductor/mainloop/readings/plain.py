@@ -125,12 +125,8 @@ class Plain:
         self, program: EpilogueProgram, as_: Tensors, bs: Tensors, operands: Tensors
     ) -> Callable[[], list[Tensor]]:
         """A function that computes only the products, as an unfused graph does."""
-        factors = self.factors(as_, bs)
+        factors = [*zip([*as_] * len(program.accs), bs, strict=True)]  # a pair has one A
         return lambda: [self.product(program, a, b) for a, b in factors]
-
-    def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
-        """The two factors of each product in an unfused graph."""
-        return list(zip(as_, bs, strict=True))
 
     def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
         """The product that cuBLAS computes."""
