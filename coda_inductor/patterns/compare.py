@@ -16,7 +16,7 @@ from coda_inductor.compat import disable_current_modes
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.sides import against_op, check_readable, fitting, gradient_tuple
+from coda_inductor.patterns.sides import against_op, check_readable, gradient_tuple
 from coda_inductor.semantic.define import parameters
 
 #: (shape of the tensors of a meaning, standard deviation): functions may change for small or large
@@ -89,11 +89,8 @@ class _Comparison:
             self._agree(f"gradient with respect to {name}", a, b, {"dy": dy, **args})
 
     def _op(self, _shape: tuple[int, ...]) -> None:
-        for idiom in self.pattern.idioms:
-            for example in fitting(self.pattern, idiom):
-                args = {n: self._like(example[n]) for n in parameters(idiom)}
-                left, right = against_op(self.pattern, idiom, args)
-                self._agree(f"{idiom.__name__} = {self.pattern.name}", left, right, args)
+        for idiom, args, left, right in against_op(self.pattern, lambda _, *of: self._tensor(*of)):
+            self._agree(f"{idiom.__name__} = {self.pattern.name}", left, right, args)
 
     def _call(self, function: Callable[..., Any], args: Values) -> Any:
         try:
@@ -128,10 +125,3 @@ class _Comparison:
         """A tensor of normal values. In one draw half are zero, where conditions often change."""
         drawn = self.scale * torch.randn(shape, dtype=dtype, generator=self.chance)
         return drawn * (torch.rand(shape, generator=self.chance) < 0.5) if self.zeros else drawn
-
-    def _like(self, example: Any) -> Any:
-        """The value for a parameter: drawn for a tensor; integers and numbers unchanged."""
-        if isinstance(example, Tensor):
-            real = example.is_floating_point() or example.is_complex()
-            return self._tensor(example.shape, example.dtype) if real else example
-        return self._tensor(example) if isinstance(example, (tuple, list)) else example
