@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node, symbolic_trace
 
-from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import same_strides
@@ -175,14 +174,10 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) 
     """A BlockMask as this version of torch converts it to a tuple."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-    with unset_fake_temporarily():
-        parts: dict[str, Any] = {
-            name: torch.zeros((1,) * (3 + part % 2), dtype=torch.int32, device="cpu")
-            for part, name in enumerate(_PARTS)
-        }
-        lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
-        sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
-    nodes = {id(parts[name]): node for name, node in zip(_PARTS, lists, strict=True)}
+    parts: dict[str, Any] = {name: fake(node) for name, node in zip(_PARTS, lists, strict=True)}
+    lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
+    sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
+    nodes = {id(fake(node)): node for node in lists}
     return (*(nodes.get(id(part), part) for part in sample[:-1]), mask_mod)
 
 
