@@ -92,9 +92,6 @@ class Put:
     def add(self, left: Node, right: Any) -> Node:
         return self(aten.add.Tensor, left, right)
 
-    def sub(self, left: Node, right: Any) -> Node:
-        return self(aten.sub.Tensor, left, right)
-
     def mul(self, left: Node, right: Any) -> Node:
         return self(aten.mul.Tensor, left, right)
 
@@ -196,11 +193,9 @@ def separate_results(graph: Graph) -> None:
     """Give each result that ``graph`` returns again a tensor of its own, to run op by op. Autograd
     marks tensors, not positions: ``[y.detach(), y]``, made one tensor, would have no gradient."""
     output = graph.output_node()
-    results: dict[int, Any] = dict(enumerate(output.args[0]))
-    seen: set[Node] = set()
-    for i, result in results.items():
-        if isinstance(result, Node) and isinstance(fake(result), torch.Tensor):
-            again = result in seen
-            seen.add(result)
-            results[i] = Put(result, output)(aten.alias.default, result) if again else result
-    output.args = (tuple(results.values()),)
+    results: list[Any] = []
+    for result in output.args[0]:
+        tensor = isinstance(result, Node) and isinstance(fake(result), torch.Tensor)
+        again = tensor and result in results
+        results.append(Put(result, output)(aten.alias.default, result) if again else result)
+    output.args = (tuple(results),)
