@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import disable_current_modes
-from coda_inductor.errors import PatternError
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.sides import against_op, check_readable, gradient_tuple
@@ -57,7 +56,8 @@ class _Comparison:
             check(shape)
         for claim, finite in self.finite.items():
             if not finite:
-                self._refuse(f"{claim}: neither side is a real number at any point that was tried")
+                why = "neither side is a real number at any point that was tried"
+                raise self.pattern.error(f"{claim}: {why}")
 
     def _meaning(self, shape: tuple[int, ...]) -> None:
         pattern, meaning = self.pattern, self.pattern.meaning
@@ -96,10 +96,8 @@ class _Comparison:
         try:
             return function(**args)
         except Exception as error:
-            raise PatternError(
-                f"pattern {self.pattern.name}: {function.__name__} cannot be run on tensors: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            why = f"{function.__name__} cannot be run on tensors: {type(error).__name__}: {error}"
+            raise self.pattern.error(why) from error
 
     def _agree(self, claim: str, x: Any, y: Any, args: Values) -> None:
         """Raise if two results differ where both are finite."""
@@ -107,7 +105,8 @@ class _Comparison:
             f"{k} {tuple(v.shape) if isinstance(v, Tensor) else v}" for k, v in args.items()
         )
         if x.shape != y.shape:
-            self._refuse(f"{claim}: {tuple(x.shape)} against {tuple(y.shape)} on inputs {on}")
+            why = f"{tuple(x.shape)} against {tuple(y.shape)} on inputs {on}"
+            raise self.pattern.error(f"{claim}: {why}")
         finite = x.isfinite() & y.isfinite()
         self.finite[claim] = self.finite.get(claim, False) or bool(finite.any())
         a, b = x[finite], y[finite]
@@ -116,10 +115,7 @@ class _Comparison:
         if (excess > 0).any():
             i = int(excess.argmax())
             text = f"{a[i].item():.9g} against {b[i].item():.9g}, {gap[i].item():.3g} apart"
-            self._refuse(f"{claim}: the results differ: {text}, on inputs {on}")
-
-    def _refuse(self, why: str) -> None:
-        raise PatternError(f"pattern {self.pattern.name}: {why}")
+            raise self.pattern.error(f"{claim}: the results differ: {text}, on inputs {on}")
 
     def _tensor(self, shape: Any, dtype: torch.dtype = torch.float64) -> Tensor:
         """A tensor of normal values. In one draw half are zero, where conditions often change."""

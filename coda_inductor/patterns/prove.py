@@ -16,7 +16,6 @@ from typing import Any
 
 import sympy
 
-from coda_inductor.errors import PatternError
 from coda_inductor.patterns.equal import difference
 from coda_inductor.patterns.exact import Exact, expression
 from coda_inductor.patterns.meaning import Signature
@@ -49,7 +48,7 @@ def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> lis
         step(claim.name)
         rest = difference(claim.left, claim.right, kinks=claim.kinks)
         if rest is not None:
-            raise PatternError(f"pattern {pattern.name}: {claim.name}: {rest}")
+            raise pattern.error(f"{claim.name}: {rest}")
         proven.append(claim.name)
     return proven
 

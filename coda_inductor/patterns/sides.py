@@ -37,25 +37,22 @@ def check_readable(pattern: Pattern) -> None:
         _check_matchable(function, pattern)
     if pattern.meaning is None:
         if pattern.op not in DEFINITIONS:
-            raise PatternError(
-                f"pattern {pattern.name}: {pattern.op} is not a semantic op of coda_inductor"
-            )
+            raise pattern.error(f"{pattern.op} is not a semantic op of coda_inductor")
         if not pattern.examples:
-            raise PatternError(
-                f"pattern {pattern.name}: nothing to prove. Set example, so that the idioms are "
-                "compared with the definition of the op"
+            raise pattern.error(
+                "nothing to prove. Set example, so that the idioms are compared with the "
+                "definition of the op"
             )
         return
     names = Signature(pattern.meaning).names
     for idiom in pattern.idioms:
         if {*parameters(idiom)} != {*names}:
-            raise PatternError(
-                f"pattern {pattern.name}: idiom {idiom.__name__} takes "
-                f"{', '.join(parameters(idiom))}; the meaning {pattern.meaning.__name__} takes "
-                f"{', '.join(names)}"
+            raise pattern.error(
+                f"idiom {idiom.__name__} takes {', '.join(parameters(idiom))}; the meaning "
+                f"{pattern.meaning.__name__} takes {', '.join(names)}"
             )
     if pattern.gradient is not None and len(parameters(pattern.gradient)) != 1 + len(names):
-        raise PatternError(f"pattern {pattern.name}: gradient takes dy and then {', '.join(names)}")
+        raise pattern.error(f"gradient takes dy and then {', '.join(names)}")
 
 
 def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
@@ -68,10 +65,9 @@ def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
     tensors = Signature(pattern.meaning).tensors
     gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
     if len(gradients) != len(tensors):
-        raise PatternError(
-            f"pattern {pattern.name}: gradient returns {len(gradients)} values, but must return "
-            f"one for each of {', '.join(tensors)}"
-        )
+        each = ", ".join(tensors)
+        why = f"gradient returns {len(gradients)} values, but must return one for each of {each}"
+        raise pattern.error(why)
     return tuple(gradients)
 
 
@@ -90,10 +86,8 @@ def against_op(
             right = right if pattern.result is None else right[pattern.result]
             left = _Idiom(torch.fx.symbolic_trace(idiom)).run(*inputs.values())
             if left.shape != right.shape:
-                raise PatternError(
-                    f"pattern {pattern.name}: {idiom.__name__} is {tuple(left.shape)}, and "
-                    f"{pattern.op} {tuple(right.shape)}"
-                )
+                have, want = tuple(left.shape), tuple(right.shape)
+                raise pattern.error(f"{idiom.__name__} is {have}, and {pattern.op} {want}")
             yield idiom, inputs, left, right
 
 
@@ -111,11 +105,8 @@ def _fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, A
     names = set(parameters(idiom))
     examples = [e for e in pattern.examples if names <= set(e)]
     if not examples:
-        missing = names - set(pattern.examples[0])
-        raise PatternError(
-            f"pattern {pattern.name}: example has no {', '.join(sorted(missing))}, which idiom "
-            f"{idiom.__name__} takes"
-        )
+        missing = ", ".join(sorted(names - set(pattern.examples[0])))
+        raise pattern.error(f"example has no {missing}, which idiom {idiom.__name__} takes")
     fewest = min(map(len, examples))
     return [e for e in examples if len(e) == fewest]
 
