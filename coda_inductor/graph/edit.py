@@ -47,11 +47,8 @@ def evaluate(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
 
 def fake_mode(args: Sequence[Any]) -> Any:
     """The mode that recorded the value of any node in ``args``, or None."""
-    for arg in tree_leaves(args):
-        mode = getattr(fake(arg), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
+    modes = (getattr(fake(arg), "fake_mode", None) for arg in tree_leaves(args))
+    return next(filter(None, modes), None)
 
 
 class Put:

@@ -18,6 +18,7 @@ from coda_inductor.compat import storage
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import Call, called, kind, read
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain
 
 
 def item(call: Call) -> Call | None:
@@ -32,15 +33,11 @@ def item(call: Call) -> Call | None:
         if not isinstance(cut, slice):
             return None
         return call.to("columns", input=source, **_columns(cut.start or 0, cut.stop, cut.step or 1))
-    through: list[Node] = []
-    while isinstance(part, Tensor):
-        whole, above = fake(source), read(source)
+    sources = chain(source, lambda n: kind(n) in ("names", "parts"))
+    for i, above in enumerate(sources if isinstance(part, Tensor) else ()):
+        whole = fake(above)
         if isinstance(whole, Tensor) and (span := _span(part, whole)) is not None:
-            return call.to("columns", *through, input=source, **span)
-        if above is None or kind(source) not in ("names", "parts"):
-            break
-        through.append(source)
-        source = above["input"]
+            return call.to("columns", *sources[:i], input=above, **span)
     return None
 
 
