@@ -42,7 +42,14 @@ def evaluate(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
     dispatcher = enable_python_dispatcher if DYNAMO in like.meta else contextlib.nullcontext
     with mode, dispatcher():
         target = getattr(target, "fake", target)
-        return run(target, map_arg(args, fake), map_arg(kwargs, fake))
+        return run(target, map_arg(args, _recorded), map_arg(kwargs, _recorded))
+
+
+def _recorded(node: Node) -> Any:
+    """The recorded value of ``node``, or the graph that it names, for an operator that takes it."""
+    if node.op == "get_attr" and fake(node) is None:
+        return getattr(node.graph.owning_module, str(node.target))
+    return fake(node)
 
 
 def fake_mode(args: Sequence[Any]) -> Any:

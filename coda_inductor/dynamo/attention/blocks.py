@@ -120,9 +120,9 @@ def attend(
         plane: the mask, (Tq, Tk) or (B, Tq, Tk), bool.
         lists: ``block_lists`` of it.
     """
-    graph, tensor = call.graph, fake(call)
+    put, tensor = Put(call), fake(call)
     # As autocast casts them for SDPA.
-    query, key, val = (Put(call).cast(t, tensor.dtype) for t in tensors)
+    query, key, val = (put.cast(t, tensor.dtype) for t in tensors)
     queries, keys = fake(query).shape[-2], fake(key).shape[-2]
     score_mod = _function(call, _score_mod)
     mask_mod = _function(call, _mask_mod_b if fake(plane).dim() == 3 else _mask_mod)
@@ -132,21 +132,9 @@ def attend(
         1 / math.sqrt(fake(query).shape[-1]) if scale is None else scale,
         OPTIONS | (WIDTH_64 if widths == {64} else {}), (), (plane,),
     )  # fmt: skip
-    with graph.inserting_before(call):
-        flex = graph.call_function(torch.ops.higher_order.flex_attention, args)
-        result = graph.call_function(operator.getitem, (flex, 0))
-    with tensor.fake_mode, torch.no_grad():
-        sample = flex.target(*torch.fx.node.map_arg(args, _recorded))
-    flex.meta = {**call.meta, "example_value": sample}
-    result.meta = {**call.meta, "example_value": sample[0]}
-    return _strided(result, tensor, call)
-
-
-def _recorded(node: Node) -> Any:
-    """The recorded value of a tensor node, or the graph that a function's node names."""
-    if node.op == "get_attr" and fake(node) is None:
-        return getattr(node.graph.owning_module, str(node.target))
-    return fake(node)
+    with torch.no_grad():
+        flex = put(torch.ops.higher_order.flex_attention, *args)
+    return _strided(put(operator.getitem, flex, 0), tensor, call)
 
 
 def _function(call: Node, function: Callable[..., Any]) -> Node:
