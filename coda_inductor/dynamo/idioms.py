@@ -161,9 +161,7 @@ def _widens(node: Node) -> bool:
 
 
 def _fake(arg: object) -> object:
-    if isinstance(arg, Flat):
-        return fake(arg.node).reshape(-1)
-    return fake(arg) if isinstance(arg, Node) else arg
+    return fake(arg.node).reshape(-1) if isinstance(arg, Flat) else fake(arg)
 
 
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:

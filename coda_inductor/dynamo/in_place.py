@@ -26,13 +26,12 @@ ops that autocast would run in float32.
 import operator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator, OpOverloadPacket
-from coda_inductor.graph.edit import run
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.edit import evaluate
+from coda_inductor.graph.nodes import fake, plain
 from coda_inductor.graph.read import is_torch, read
 from coda_inductor.graph.sizes import same_layout
 from coda_inductor.matching import bodies, changes_mode, memory
@@ -107,13 +106,9 @@ def _owned(target: Node) -> bool:
 
 def _same_result(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
     """Is the result of ``call`` like the result of ``node``, its first argument?"""
-    want = fake(node)
-    mode = getattr(want, "fake_mode", None)
-    if not isinstance(want, torch.Tensor) or mode is None:
+    (want,) = plain(node) or (None,)
+    if want is None or any(fake(n) is None for n in node.all_input_nodes):
         return False
     if node.target in _WIDENED and want.element_size() < 4:
         return False
-    if any(fake(n) is None for n in node.all_input_nodes):
-        return False
-    with mode:
-        return same_layout(run(*torch.fx.node.map_arg(call, fake)), want)
+    return same_layout(evaluate(*call, like=node), want)

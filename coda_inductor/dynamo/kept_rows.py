@@ -71,11 +71,10 @@ def _keep(node: Node, hazards: Hazards) -> None:
     for step in slices:
         x = put(operator.getitem, x, step.args[1])
     new = put(F.linear, x, weight, bias)
-    for old, step in zip(steps[:0:-1], steps[-2::-1], strict=True):
-        if step in slices:
-            continue
-        given = map_arg((step.args, step.kwargs), lambda n, o=old, y=new: y if n is o else n)
-        new = put(step.target, *given[0], **given[1])
+    for step in reversed(steps[:-1]):
+        if step not in slices:
+            args, kwargs = map_arg((step.args, step.kwargs), lambda _, source=new: source)
+            new = put(step.target, *args, **kwargs)
     move(node, new)
 
 

@@ -216,30 +216,26 @@ def _classes_second(node: Node) -> Node | None:
 def _without_last_row(loss: Call) -> tuple[Node | None, tuple[Node, ...]]:
     """The logits (B, T, V) and the nodes between them and the loss, first the slice, if the loss
     reads all rows except the last of each sequence; (None, ()) for others."""
-    node: Node = loss["input"]
-    chain: tuple[Node, ...] = ()
-    rows, target = fake(node), fake(loss["target"])
-    if rows.dim() != 2 or target.dim() != 1:
+    rows, target = fake(loss["input"]), fake(loss["target"])
+    *after, cut = chain(loss["input"], _is_copy)
+    source = next(iter(cut.all_input_nodes), None)
+    (logits,) = plain(source) or (None,)
+    if rows.dim() != 2 or target.dim() != 1 or logits is None or logits.dim() != 3:
         return None, ()
-    while len(node.users) == 1 and node.all_input_nodes:
-        chain, source = (node, *chain), node.all_input_nodes[0]
-        (logits,) = plain(source) or (None,)
-        if logits is not None and logits.dim() == 3 and is_view(node, logits[:, :-1]):
-            static = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
-            matrix = static and rows.shape[1] == logits.shape[2]
-            # Infinite logits in unread rows would give NaNs in the gradient.
-            overflows = fake(base(source, is_cast)).dtype == torch.float16
-            return (source, chain) if matrix and not overflows else (None, ())
-        copies = kind(node) in ("casts", "copies") and _is_copy(source, node)
-        if not copies and kind(node) != "names":
-            break
-        node = source
-    return None, ()
+    if any(len(n.users) != 1 for n in (*after, cut)) or not is_view(cut, logits[:, :-1]):
+        return None, ()
+    static = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
+    matrix = static and rows.shape[1] == logits.shape[2]
+    # Infinite logits in unread rows would give NaNs in the gradient.
+    overflows = fake(base(source, is_cast)).dtype == torch.float16
+    return (source, (cut, *reversed(after))) if matrix and not overflows else (None, ())
 
 
-def _is_copy(source: Node, copy: Node) -> bool:
-    """Does ``copy`` have the values of ``source``, without loss, on the same device?"""
-    before, after = fake(source), fake(copy)
+def _is_copy(node: Node) -> bool:
+    """Has ``node`` the values of its input, without loss, on the same device?"""
+    if kind(node) not in ("casts", "copies"):
+        return kind(node) == "names"
+    before, after = fake(node.all_input_nodes[0]), fake(node)
     tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if not tensors or before.device != after.device or not before.is_floating_point():
         return False

@@ -11,7 +11,7 @@ from coda_inductor.graph.nodes import elementwise, fake, renames, row_major
 from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base
 from coda_inductor.program.dtypes import WIDTHS, dtype_name
-from coda_inductor.program.ops import STORE_DTYPES
+from coda_inductor.program.ops import OPERAND_DTYPES
 from coda_inductor.refusal import Refusal, refuse
 
 MAX_STORES = 3
@@ -42,7 +42,7 @@ def unstorable(
         return all(elementwise(u) and not renames(u) and sure(u) for u in users)
 
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
-        if not isinstance(value, str) or dtype_name(fake(node).dtype) not in STORE_DTYPES:
+        if not isinstance(value, str) or dtype_name(fake(node).dtype) not in OPERAND_DTYPES:
             text = "its result is read outside and is not a floating tile"
             return {_owner(node, region): refuse("kernel-form", text)}
         if not row_major(fake(node)):

@@ -61,7 +61,6 @@ class Tile:
         self.anchor = region.anchors[0]
         self.m, self.n, _ = region.shape
         self.origin = ""
-        self.reductions: dict[tuple, Reduce] = {}
         #: Absorbed nodes that do not depend on the products.
         self.extras: list[Node] = []
         #: Each node that was considered, with the state before; for a node, its first place there.
@@ -119,7 +118,7 @@ class Tile:
         """The lists and dictionaries of the region's state. They grow only at their ends."""
         region = self.region
         lists = region.values, region.copies, region.operands, region.steps
-        return *lists, region.reduces, region.refusals, self.reductions, self.extras
+        return *lists, region.reduces, region.refusals, self.extras
 
     def _state(self) -> Any:
         return [len(part) for part in self._parts()], self.region.heads
@@ -256,8 +255,8 @@ class Tile:
             if lse is None or (lse.value, lse.combine) != (value, "logsumexp"):
                 return refuse("not-on-tile", "the log-sum-exp that it takes is not on the tile")
         key = (value, axis, REDUCTIONS[node.target])
-        reduce = Reduce(f"part{len(self.reductions)}", *key)
-        self.region.reduces[node] = self.reductions.setdefault(key, reduce)
+        known = {(r.value, r.axis, r.combine): r for r in self.region.reduces.values()}
+        self.region.reduces[node] = known.get(key) or Reduce(f"part{len(known)}", *key)
         return None
 
     def _value(self, node: Node) -> Value | None:

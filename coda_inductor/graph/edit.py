@@ -42,16 +42,20 @@ def evaluate(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
     dispatcher = enable_python_dispatcher if DYNAMO in like.meta else contextlib.nullcontext
     with mode, dispatcher():
         target = getattr(target, "fake", target)
-        return run(target, map_arg(args, fake), map_arg(kwargs, fake))
+        return run(target, map_arg(args, _recorded), map_arg(kwargs, _recorded))
+
+
+def _recorded(node: Node) -> Any:
+    """The recorded value of ``node``, or the graph that it names, for an operator that takes it."""
+    if node.op == "get_attr" and fake(node) is None:
+        return getattr(node.graph.owning_module, str(node.target))
+    return fake(node)
 
 
 def fake_mode(args: Sequence[Any]) -> Any:
     """The mode that recorded the value of any node in ``args``, or None."""
-    for arg in tree_leaves(args):
-        mode = getattr(fake(arg), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
+    modes = (getattr(fake(arg), "fake_mode", None) for arg in tree_leaves(args))
+    return next(filter(None, modes), None)
 
 
 class Put:
@@ -91,9 +95,6 @@ class Put:
 
     def add(self, left: Node, right: Any) -> Node:
         return self(aten.add.Tensor, left, right)
-
-    def sub(self, left: Node, right: Any) -> Node:
-        return self(aten.sub.Tensor, left, right)
 
     def mul(self, left: Node, right: Any) -> Node:
         return self(aten.mul.Tensor, left, right)
@@ -196,11 +197,9 @@ def separate_results(graph: Graph) -> None:
     """Give each result that ``graph`` returns again a tensor of its own, to run op by op. Autograd
     marks tensors, not positions: ``[y.detach(), y]``, made one tensor, would have no gradient."""
     output = graph.output_node()
-    results: dict[int, Any] = dict(enumerate(output.args[0]))
-    seen: set[Node] = set()
-    for i, result in results.items():
-        if isinstance(result, Node) and isinstance(fake(result), torch.Tensor):
-            again = result in seen
-            seen.add(result)
-            results[i] = Put(result, output)(aten.alias.default, result) if again else result
-    output.args = (tuple(results.values()),)
+    results: list[Any] = []
+    for result in output.args[0]:
+        tensor = isinstance(result, Node) and isinstance(fake(result), torch.Tensor)
+        again = tensor and result in results
+        results.append(Put(result, output)(aten.alias.default, result) if again else result)
+    output.args = (tuple(results),)

@@ -173,8 +173,7 @@ def is_cast(node: Any) -> bool:
 
 def renames_or_casts(node: Any) -> bool:
     """Does ``node`` only rename its input, or change its dtype?"""
-    node_kind = kind(node)
-    return node_kind in _NAMES or (node_kind == "casts" and is_cast(node))
+    return renames(node) or is_cast(node)
 
 
 def is_transpose(node: Any) -> bool:

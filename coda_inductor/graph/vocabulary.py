@@ -3,10 +3,10 @@
 
 Each row maps an op to a function ``(emit, *args) -> value`` of its arguments, in its schema's order
 and with all defaults: ``emit(op, *args)`` appends a step and returns its name; an argument is the
-name of a value or a Python number.
+name of a value or a Python number. Inductor traces every graph with its decompositions, so that
+activations (silu, gelu, hardtanh) and ``clamp`` are simpler ops here.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +32,6 @@ def _sub(emit: Emit, x: Value, y: Value, alpha: Value = 1) -> Value:
     return emit("sub", x, y if alpha == 1 else emit("mul", y, alpha))
 
 
-def _clamp(emit: Emit, x: Value, low: Value | None = None, high: Value | None = None) -> Value:
-    x = x if low is None else emit("maximum", x, low)
-    return x if high is None else emit("minimum", x, high)
-
-
 def _pow(emit: Emit, x: Value, exponent: Value) -> Value | None:
     if exponent == 1:
         return x
@@ -46,17 +41,6 @@ def _pow(emit: Emit, x: Value, exponent: Value) -> Value | None:
         return emit("mul", emit("mul", x, x), x)
     simple = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     return emit(simple[exponent], x) if exponent in simple else None
-
-
-def _gelu(emit: Emit, x: Value, approximate: str = "none") -> Value:
-    """GELU: Hendrycks and Gimpel, arXiv 1606.08415, section 2."""
-    if approximate == "tanh":
-        cubic = emit("mul", emit("mul", emit("mul", x, x), x), 0.044715)
-        inner = emit("mul", emit("add", x, cubic), math.sqrt(2 / math.pi))
-        phi = emit("tanh", inner)
-    else:
-        phi = emit("erf", emit("mul", x, math.sqrt(0.5)))
-    return emit("mul", emit("mul", x, 0.5), emit("add", phi, 1.0))
 
 
 def _where(emit: Emit, condition: Value, x: Value, y: Value) -> Value:
@@ -86,20 +70,14 @@ _COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 
 _ARITHMETIC = {
     aten.add: _add, aten.sub: _sub, aten.mul: _plain("mul"), aten.div: _plain("div"),
-    aten.rsub: lambda emit, x, y, alpha=1: _sub(emit, y, x, alpha),
 }  # fmt: skip
 
 LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     **{packet.Tensor: lowering for packet, lowering in _ARITHMETIC.items()},
     **{packet.Scalar: lowering for packet, lowering in _ARITHMETIC.items()},
-    aten.clamp.default: _clamp,
-    aten.clamp_min.default: _clamp,
-    aten.clamp_max.default: lambda emit, x, high: _clamp(emit, x, None, high),
-    aten.hardtanh.default: lambda emit, x, low=-1.0, high=1.0: _clamp(emit, x, low, high),
+    aten.clamp_min.default: _plain("maximum"),
+    aten.clamp_max.default: _plain("minimum"),
     aten.pow.Tensor_Scalar: _pow,
-    aten.square.default: lambda emit, x: emit("mul", x, x),
-    aten.silu.default: lambda emit, x: emit("mul", x, emit("sigmoid", x)),
-    aten.gelu.default: _gelu,
     aten.where.self: _where,
     aten.logical_and.default: _logical("logical_and", decides=False),
     aten.logical_or.default: _logical("logical_or", decides=True),

@@ -18,6 +18,7 @@ from coda_inductor.compat import storage
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.read import Call, called, kind, read
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain
 
 
 def item(call: Call) -> Call | None:
@@ -31,21 +32,14 @@ def item(call: Call) -> Call | None:
         cut = index[-1]
         if not isinstance(cut, slice):
             return None
-        return call.to("columns", input=source, **_columns(cut.start or 0, cut.stop, cut.step or 1))
-    through: list[Node] = []
-    while isinstance(part, Tensor):
-        whole, above = fake(source), read(source)
+        start, step = cut.start or 0, cut.step or 1
+        return call.to("columns", input=source, start=start, stop=cut.stop, step=step)
+    sources = chain(source, lambda n: kind(n) in ("names", "parts"))
+    for i, above in enumerate(sources if isinstance(part, Tensor) else ()):
+        whole = fake(above)
         if isinstance(whole, Tensor) and (span := _span(part, whole)) is not None:
-            return call.to("columns", *through, input=source, **span)
-        if above is None or kind(source) not in ("names", "parts"):
-            break
-        through.append(source)
-        source = above["input"]
+            return call.to("columns", *sources[:i], input=above, **span)
     return None
-
-
-def _columns(start: Any, stop: Any, step: Any) -> dict[str, Any]:
-    return {"start": start, "stop": stop, "step": step}
 
 
 def _span(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
@@ -72,7 +66,7 @@ def _span(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
         return None
     last = start + step * (n - 1)
     ends = last + step >= width and (start or step > 1)
-    return _columns(start, None if ends else last + 1, step)
+    return {"start": start, "stop": None if ends else last + 1, "step": step}
 
 
 def join(call: Call) -> Call | None:

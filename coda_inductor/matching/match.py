@@ -42,7 +42,6 @@ class Idiom:
     """An idiom that is traced. ``function`` takes tensors and literals and returns one tensor."""
 
     def __init__(self, function: Callable[..., Any]):
-        self.name = function.__name__
         graph = torch.fx.symbolic_trace(function).graph
         self.root: Node = graph.output_node().args[0]
         self.parameters = {n: n.target for n in graph.nodes if n.op == "placeholder"}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import disable_current_modes
-from coda_inductor.errors import PatternError
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.sides import against_op, check_readable, fitting, gradient_tuple
+from coda_inductor.patterns.sides import against_op, check_readable, gradient_tuple
 from coda_inductor.semantic.define import parameters
 
 #: (shape of the tensors of a meaning, standard deviation): functions may change for small or large
@@ -57,7 +56,8 @@ class _Comparison:
             check(shape)
         for claim, finite in self.finite.items():
             if not finite:
-                self._refuse(f"{claim}: neither side is a real number at any point that was tried")
+                why = "neither side is a real number at any point that was tried"
+                raise self.pattern.error(f"{claim}: {why}")
 
     def _meaning(self, shape: tuple[int, ...]) -> None:
         pattern, meaning = self.pattern, self.pattern.meaning
@@ -89,20 +89,15 @@ class _Comparison:
             self._agree(f"gradient with respect to {name}", a, b, {"dy": dy, **args})
 
     def _op(self, _shape: tuple[int, ...]) -> None:
-        for idiom in self.pattern.idioms:
-            for example in fitting(self.pattern, idiom):
-                args = {n: self._like(example[n]) for n in parameters(idiom)}
-                left, right = against_op(self.pattern, idiom, args)
-                self._agree(f"{idiom.__name__} = {self.pattern.name}", left, right, args)
+        for idiom, args, left, right in against_op(self.pattern, lambda _, *of: self._tensor(*of)):
+            self._agree(f"{idiom.__name__} = {self.pattern.name}", left, right, args)
 
     def _call(self, function: Callable[..., Any], args: Values) -> Any:
         try:
             return function(**args)
         except Exception as error:
-            raise PatternError(
-                f"pattern {self.pattern.name}: {function.__name__} cannot be run on tensors: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            why = f"{function.__name__} cannot be run on tensors: {type(error).__name__}: {error}"
+            raise self.pattern.error(why) from error
 
     def _agree(self, claim: str, x: Any, y: Any, args: Values) -> None:
         """Raise if two results differ where both are finite."""
@@ -110,7 +105,8 @@ class _Comparison:
             f"{k} {tuple(v.shape) if isinstance(v, Tensor) else v}" for k, v in args.items()
         )
         if x.shape != y.shape:
-            self._refuse(f"{claim}: {tuple(x.shape)} against {tuple(y.shape)} on inputs {on}")
+            why = f"{tuple(x.shape)} against {tuple(y.shape)} on inputs {on}"
+            raise self.pattern.error(f"{claim}: {why}")
         finite = x.isfinite() & y.isfinite()
         self.finite[claim] = self.finite.get(claim, False) or bool(finite.any())
         a, b = x[finite], y[finite]
@@ -119,19 +115,9 @@ class _Comparison:
         if (excess > 0).any():
             i = int(excess.argmax())
             text = f"{a[i].item():.9g} against {b[i].item():.9g}, {gap[i].item():.3g} apart"
-            self._refuse(f"{claim}: the results differ: {text}, on inputs {on}")
-
-    def _refuse(self, why: str) -> None:
-        raise PatternError(f"pattern {self.pattern.name}: {why}")
+            raise self.pattern.error(f"{claim}: the results differ: {text}, on inputs {on}")
 
     def _tensor(self, shape: Any, dtype: torch.dtype = torch.float64) -> Tensor:
         """A tensor of normal values. In one draw half are zero, where conditions often change."""
         drawn = self.scale * torch.randn(shape, dtype=dtype, generator=self.chance)
         return drawn * (torch.rand(shape, generator=self.chance) < 0.5) if self.zeros else drawn
-
-    def _like(self, example: Any) -> Any:
-        """The value for a parameter: drawn for a tensor; integers and numbers unchanged."""
-        if isinstance(example, Tensor):
-            real = example.is_floating_point() or example.is_complex()
-            return self._tensor(example.shape, example.dtype) if real else example
-        return self._tensor(example) if isinstance(example, (tuple, list)) else example

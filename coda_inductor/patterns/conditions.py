@@ -2,7 +2,6 @@
 """Side conditions that several patterns share, and the numbers that they need."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,7 +14,7 @@ from coda_inductor.refusal import Refusal, refuse
 def number(match: Match, name: str) -> float:
     """The number bound to ``name``, which is ``constant``. With dynamic shapes Dynamo records a
     symbol for a float; reading its value adds a guard, so that another value has another graph."""
-    return float(_recorded(match.bound[name]))
+    return float(fake(match.bound[name]))
 
 
 def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | None]:
@@ -24,7 +23,7 @@ def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | Non
 
     def condition(match: Match) -> Refusal | None:
         for name in filter(match.bound.__contains__, names):
-            bound = _recorded(match.bound[name])
+            bound = fake(match.bound[name])
             symbol = isinstance(bound, (torch.SymFloat, torch.SymInt)) and bound.node.has_hint()
             literal = isinstance(bound, (int, float, str)) or (none and bound is None)
             if not symbol and not literal:
@@ -66,7 +65,3 @@ def row(match: Match, name: str) -> Node | Flat | None:
     bound = match.bound.get(name)
     vector = fake(bound)
     return Flat(bound) if isinstance(vector, torch.Tensor) and vector.dim() > 1 else bound
-
-
-def _recorded(bound: Any) -> Any:
-    return fake(bound) if isinstance(bound, Node) else bound

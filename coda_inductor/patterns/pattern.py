@@ -60,16 +60,18 @@ class Pattern:
         if not str(self.name).isidentifier():
             raise PatternError(f"pattern name {self.name!r} must be an identifier, like my_gate")
         if (self.op is None) == (self.meaning is None):
-            raise PatternError(
-                f"pattern {self.name}: set either meaning (a torch function) or op (a semantic op)"
-            )
+            raise self.error("set either meaning (a torch function) or op (a semantic op)")
         for name in ("idioms", "conditions"):
             if not isinstance(getattr(self, name), (tuple, list)):
-                raise PatternError(f"pattern {self.name}: {name} must be a tuple, like (first,)")
+                raise self.error(f"{name} must be a tuple, like (first,)")
         if self.meaning is not None:
             self._define()
         elif self.arguments is None or not self.idioms:
-            raise PatternError(f"pattern {self.name}: with op, set idioms and arguments too")
+            raise self.error("with op, set idioms and arguments too")
+
+    def error(self, why: str) -> PatternError:
+        """The error of a pattern file: ``why``, with the name of the pattern."""
+        return PatternError(f"pattern {self.name}: {why}")
 
     @classmethod
     def norm(
@@ -114,7 +116,7 @@ class Pattern:
         """Derive the op, its arguments and conditions from the meaning."""
         assert self.meaning is not None
         if self.arguments is not None or self.result is not None:
-            raise PatternError(f"pattern {self.name}: arguments and result go with op, not meaning")
+            raise self.error("arguments and result go with op, not meaning")
         signature = Signature(self.meaning)
         derived = {
             "idioms": tuple(self.idioms) or (self.meaning,),

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-from torch import Tensor
 
-from coda_inductor.errors import PatternError
 from coda_inductor.patterns.equal import difference
 from coda_inductor.patterns.exact import Exact, expression
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.sides import against_op, check_readable, fitting, gradient_tuple
+from coda_inductor.patterns.sides import against_op, check_readable, gradient_tuple
 from coda_inductor.semantic.define import parameters
 
 
@@ -50,7 +48,7 @@ def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> lis
         step(claim.name)
         rest = difference(claim.left, claim.right, kinks=claim.kinks)
         if rest is not None:
-            raise PatternError(f"pattern {pattern.name}: {claim.name}: {rest}")
+            raise pattern.error(f"{claim.name}: {rest}")
         proven.append(claim.name)
     return proven
 
@@ -88,16 +86,5 @@ def _claims_of_meaning(pattern: Pattern) -> Iterator[Claim]:
 
 def _claims_of_op(pattern: Pattern) -> Iterator[Claim]:
     """Claims that each idiom equals the op's definition, on symbols for the examples' tensors."""
-    for idiom in pattern.idioms:
-        for example in fitting(pattern, idiom):
-            inputs = {name: _symbols(name, example[name]) for name in parameters(idiom)}
-            left, right = against_op(pattern, idiom, inputs)
-            yield Claim(f"{idiom.__name__} = {pattern.op}", left.elements, right.elements)
-
-
-def _symbols(name: str, example: Any) -> Any:
-    """The value for a parameter: symbols for a floating tensor; integers and numbers unchanged."""
-    if isinstance(example, Tensor):
-        whole = not example.is_floating_point() and not example.is_complex()
-        return example if whole else Exact.symbols(name, example.shape, example.dtype)
-    return Exact.symbols(name, example) if isinstance(example, (tuple, list)) else example
+    for idiom, _, left, right in against_op(pattern, Exact.symbols):
+        yield Claim(f"{idiom.__name__} = {pattern.op}", left.elements, right.elements)

@@ -4,7 +4,7 @@
 Both are plain torch functions. ``compare`` runs them on numbers, ``prove`` on symbols.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,25 +37,22 @@ def check_readable(pattern: Pattern) -> None:
         _check_matchable(function, pattern)
     if pattern.meaning is None:
         if pattern.op not in DEFINITIONS:
-            raise PatternError(
-                f"pattern {pattern.name}: {pattern.op} is not a semantic op of coda_inductor"
-            )
+            raise pattern.error(f"{pattern.op} is not a semantic op of coda_inductor")
         if not pattern.examples:
-            raise PatternError(
-                f"pattern {pattern.name}: nothing to prove. Set example, so that the idioms are "
-                "compared with the definition of the op"
+            raise pattern.error(
+                "nothing to prove. Set example, so that the idioms are compared with the "
+                "definition of the op"
             )
         return
     names = Signature(pattern.meaning).names
     for idiom in pattern.idioms:
         if {*parameters(idiom)} != {*names}:
-            raise PatternError(
-                f"pattern {pattern.name}: idiom {idiom.__name__} takes "
-                f"{', '.join(parameters(idiom))}; the meaning {pattern.meaning.__name__} takes "
-                f"{', '.join(names)}"
+            raise pattern.error(
+                f"idiom {idiom.__name__} takes {', '.join(parameters(idiom))}; the meaning "
+                f"{pattern.meaning.__name__} takes {', '.join(names)}"
             )
     if pattern.gradient is not None and len(parameters(pattern.gradient)) != 1 + len(names):
-        raise PatternError(f"pattern {pattern.name}: gradient takes dy and then {', '.join(names)}")
+        raise pattern.error(f"gradient takes dy and then {', '.join(names)}")
 
 
 def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
@@ -68,40 +65,48 @@ def gradient_tuple(pattern: Pattern, gradients: Any) -> tuple[Any, ...]:
     tensors = Signature(pattern.meaning).tensors
     gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
     if len(gradients) != len(tensors):
-        raise PatternError(
-            f"pattern {pattern.name}: gradient returns {len(gradients)} values, but must return "
-            f"one for each of {', '.join(tensors)}"
-        )
+        each = ", ".join(tensors)
+        why = f"gradient returns {len(gradients)} values, but must return one for each of {each}"
+        raise pattern.error(why)
     return tuple(gradients)
 
 
 def against_op(
-    pattern: Pattern, idiom: Callable[..., Any], inputs: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """(result of the idiom, result of the op) for values of the idiom's parameters."""
-    match, nodes = stand_in(inputs)
-    arguments = [inputs[nodes[a]] if isinstance(a, Node) else a for a in pattern.arguments(match)]
-    right = DEFINITIONS[pattern.op].function(*arguments)
-    right = right if pattern.result is None else right[pattern.result]
-    left = _Idiom(torch.fx.symbolic_trace(idiom)).run(*inputs.values())
-    if left.shape != right.shape:
-        raise PatternError(
-            f"pattern {pattern.name}: {idiom.__name__} is {tuple(left.shape)}, and {pattern.op} "
-            f"{tuple(right.shape)}"
-        )
-    return left, right
+    pattern: Pattern, new: Callable[[str, Sequence[int], torch.dtype], Any]
+) -> Iterator[tuple[Callable[..., Any], dict[str, Any], Any, Any]]:
+    """(idiom, values of its parameters, result of the idiom, result of the op) for the examples of
+    each idiom. ``new`` makes a tensor for a parameter, given its name, a shape and a dtype."""
+    for idiom in pattern.idioms:
+        for example in _fitting(pattern, idiom):
+            inputs = {name: _input(name, example[name], new) for name in parameters(idiom)}
+            match, nodes = _stand_in(inputs)
+            arguments = pattern.arguments(match)
+            arguments = [inputs[nodes[a]] if isinstance(a, Node) else a for a in arguments]
+            right = DEFINITIONS[pattern.op].function(*arguments)
+            right = right if pattern.result is None else right[pattern.result]
+            left = _Idiom(torch.fx.symbolic_trace(idiom)).run(*inputs.values())
+            if left.shape != right.shape:
+                have, want = tuple(left.shape), tuple(right.shape)
+                raise pattern.error(f"{idiom.__name__} is {have}, and {pattern.op} {want}")
+            yield idiom, inputs, left, right
 
 
-def fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
+def _input(name: str, example: Any, new: Callable[..., Any]) -> Any:
+    """The value for a parameter: new for a floating tensor; integers and numbers unchanged."""
+    if isinstance(example, Tensor):
+        real = example.is_floating_point() or example.is_complex()
+        return new(name, example.shape, example.dtype) if real else example
+    is_shape = isinstance(example, (tuple, list))
+    return new(name, example, torch.float64) if is_shape else example
+
+
+def _fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
     """The examples with all parameters of ``idiom`` and the fewest other parameters."""
     names = set(parameters(idiom))
     examples = [e for e in pattern.examples if names <= set(e)]
     if not examples:
-        missing = names - set(pattern.examples[0])
-        raise PatternError(
-            f"pattern {pattern.name}: example has no {', '.join(sorted(missing))}, which idiom "
-            f"{idiom.__name__} takes"
-        )
+        missing = ", ".join(sorted(names - set(pattern.examples[0])))
+        raise pattern.error(f"example has no {missing}, which idiom {idiom.__name__} takes")
     fewest = min(map(len, examples))
     return [e for e in examples if len(e) == fewest]
 
@@ -117,7 +122,7 @@ class _Idiom(torch.fx.Interpreter):
         return torch.rms_norm(normalized_shape=kwargs["input"].shape[-1:], **kwargs)
 
 
-def stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
+def _stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
     """A match that binds each parameter to its number, or to a node with the shape and dtype of its
     tensor. Returns the match and the parameter of each node."""
     graph, nodes, bound = Graph(), {}, dict(inputs)

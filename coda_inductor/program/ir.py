@@ -35,6 +35,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 from coda_inductor.program.operands import ROUTES, Operand
 
@@ -195,13 +196,10 @@ class EpilogueProgram:
     def from_json(text: str) -> "EpilogueProgram":
         """Inverse of :meth:`to_json`."""
         body = json.loads(text)
-        if body.get("format") != _FORMAT:
-            from coda_inductor.errors import ProgramError
-
+        if (found := body.pop("format", None)) != _FORMAT:
             raise ProgramError(
-                f"program format {body.get('format')!r} is not {_FORMAT}: it was serialized by "
-                "another version of coda_inductor; clear torch's compile cache "
-                "(TORCHINDUCTOR_CACHE_DIR)"
+                f"program format {found!r} is not {_FORMAT}: it was serialized by another version "
+                "of coda_inductor; clear torch's compile cache (TORCHINDUCTOR_CACHE_DIR)"
             )
         lists: dict[str, Any] = {
             "accs": tuple(body["accs"]),
@@ -212,7 +210,7 @@ class EpilogueProgram:
             "stores": tuple(Store(*s) for s in body["stores"]),
             "reduces": tuple(Reduce(*r) for r in body["reduces"]),
         }
-        return EpilogueProgram(**{k: v for k, v in body.items() if k != "format"} | lists)
+        return EpilogueProgram(**body | lists)
 
     def _as_text(self, start: dict[str, object]) -> str:
         body = start | ({"head": self.head} if self.head else {})

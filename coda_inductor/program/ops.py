@@ -58,10 +58,8 @@ OPS: dict[str, OpSpec] = {
 # To the precision of a store, and back.
 OPS |= {f"round_{dtype_name(dtype)}": _to_nearest(dtype) for dtype in HALF}
 
-#: dtypes that an epilogue's operand may have. Values are always computed in float32 (float64 for
-#: float64 GEMMs).
+#: dtypes that an epilogue's operands and stores may have. Values are always computed in float32
+#: (float64 for float64 GEMMs).
 OPERAND_DTYPES = ("float64", "float32", "bfloat16", "float16")
 #: dtypes that A and B may have: one of the above for both, or FP8, in which they may differ.
 GEMM_DTYPES = (*OPERAND_DTYPES, *FP8)
-#: dtypes a store may have.
-STORE_DTYPES = OPERAND_DTYPES

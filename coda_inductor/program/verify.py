@@ -9,7 +9,7 @@ from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
 from coda_inductor.program.ir import COMBINES, OF_ROWS, EpilogueProgram
 from coda_inductor.program.operands import KINDS
-from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
+from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS
 from coda_inductor.program.statistics import inconsistent
 
 #: Names a generated kernel uses for itself.
@@ -131,7 +131,7 @@ def _outputs(program: EpilogueProgram, numbers: set[str], names: set[str]) -> It
         if output.value not in numbers:
             yield f"output {output.name!r}: {output.value!r} is not a number here"
     for store in program.stores:
-        if store.dtype not in STORE_DTYPES:
+        if store.dtype not in OPERAND_DTYPES:
             yield f"store {store.name!r}: dtype {store.dtype!r} is not legal"
     lses = [reduce.value for reduce in program.reduces if reduce.combine == "logsumexp"]
     for reduce in program.reduces:

@@ -23,6 +23,8 @@ nearly zero; others of which a row's log-sum-exp is subtracted; and values that 
 equality, as in the gradient of a maximum (``x == x.amax(-1)``).
 """
 
+from collections.abc import Container, Iterable
+
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import stable_topological_sort
@@ -46,22 +48,20 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
     first = next((n for n in graph.nodes if n in scope.graded and not is_tangent(n)), None)
     if first is None:
         return
-    read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
+    forward = [n for n in graph.nodes if n in scope.forward]
+    read = [n for n in forward if _backward_readers(n, scope)]
     for node in graph.nodes:
         if node.target is row_logsumexp:
             logits = node.all_input_nodes[0]
             source(logits).meta[NO_RECOMPUTE] = logits.meta[NO_RECOMPUTE] = True
-    bases = _Bases({source(n) for n in read})
-    for node in graph.nodes:  # inputs first, so that nothing recurses once a node
-        if node in scope.forward:
-            bases.bases(node)
+    derivable = _derivable(forward, {source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:
-        if bases.derivable(node):
+        if node in derivable:
             for user in _backward_readers(node, scope):
                 if _compares(user, scope):
                     continue
-                user.replace_input_with(node, _copy(graph, node, bases, copies, first))
+                user.replace_input_with(node, _copy(graph, node, derivable, copies, first))
     stable_topological_sort(graph)  # readers that need no tangent may be before the copies
 
 
@@ -79,38 +79,24 @@ def _compares(node: Node, scope: Scope) -> bool:
     )
 
 
-class _Bases:
-    """The tensors that a forward value is computed from and the backward pass reads."""
-
-    def __init__(self, read: set[Node]):
-        self.read = read
-        self.cache: dict[Node, frozenset[Node] | None] = {}
-
-    def derivable(self, node: Node) -> bool:
-        """Should ``node`` be computed from other tensors that the backward pass has?"""
-        return self._inputs(node) is not None
-
-    def _inputs(self, node: Node) -> frozenset[Node] | None:
-        """The tensors that ``node`` would be computed from. None if it should not be recomputed, or
-        if they are more than the backward pass should read."""
+def _derivable(nodes: Iterable[Node], read: set[Node]) -> set[Node]:
+    """Which of ``nodes``, inputs first, should be computed from other tensors that the backward
+    pass has (``read``), and from no more than it should read."""
+    derivable: set[Node] = set()
+    bases: dict[Node, frozenset[Node] | None] = {}  # the tensors that each is computed from, if any
+    for node in nodes:
         computed = node.target in LOWERINGS or renames_or_casts(node)
-        if not computed or _is_vector(node) or node.meta.get(NO_RECOMPUTE):
-            return None
-        inputs = [self.bases(n) for n in node.all_input_nodes]
-        if not inputs or any(f is None for f in inputs):
-            return None
-        union = frozenset().union(*(f for f in inputs if f is not None))
-        return union if len(union) <= _MOST_TENSORS else None
-
-    def bases(self, node: Node) -> frozenset[Node] | None:
-        """The tensors to compute ``node``, which others need, from; it may be read too. Or None."""
-        if node not in self.cache:
-            result = frozenset[Node]() if _is_vector(node) else self._inputs(node)
-            # Not every input: it may be changed in place before the backward pass.
-            if result is None and source(node) in self.read:
-                result = frozenset({node})
-            self.cache[node] = result
-        return self.cache[node]
+        needed = [bases[n] for n in node.all_input_nodes]
+        union = frozenset[Node]().union(*filter(None, needed))
+        known = needed and None not in needed and len(union) <= _MOST_TENSORS
+        if _is_vector(node):
+            bases[node] = frozenset()
+        elif computed and known and not node.meta.get(NO_RECOMPUTE):
+            derivable.add(node)
+            bases[node] = union
+        else:  # Not every input: it may be changed in place before the backward pass.
+            bases[node] = frozenset({node}) if source(node) in read else None
+    return derivable
 
 
 def _is_vector(node: Node) -> bool:
@@ -119,12 +105,15 @@ def _is_vector(node: Node) -> bool:
     return hasattr(value, "shape") and (len(value.shape) < 2 or value.shape[-1] == 1)
 
 
-def _copy(graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node) -> Node:
-    """Compute ``node`` again before ``before``, from its bases. Returns the copy."""
-    nodes = closure([node], lambda n: [i for i in n.all_input_nodes if bases.derivable(i)])
+def _copy(
+    graph: Graph, node: Node, derivable: Container[Node], copies: dict[Node, Node], before: Node
+) -> Node:
+    """Compute ``node`` again before ``before``, and all ``derivable`` nodes that it is computed
+    from. Returns the copy."""
+    nodes = closure([node], lambda n: [i for i in n.all_input_nodes if i in derivable])
     for origin in sorted(nodes.keys() - copies.keys()):
         with graph.inserting_before(before):
-            new = graph.node_copy(origin, lambda n: copies.get(n, n) if bases.derivable(n) else n)
+            new = graph.node_copy(origin, lambda n: copies.get(n, n) if n in derivable else n)
         tags = ("recompute", "ac_graph_id", "partitioner_tag")
         new.meta = {key: value for key, value in origin.meta.items() if key not in tags}
         if "partitioner_tag" in before.meta:

@@ -230,12 +230,12 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     known = _RESULTS.get(key)  # another thread may clear them at any time
     if known is not None:
-        return _copy(known)
+        return tree_map(_empty, known)
     result = function(*args)
     with contextlib.suppress(UncertainError):
         if len(_RESULTS) >= _MOST_RESULTS:
             _RESULTS.clear()
-        _RESULTS[key] = _new(result)
+        _RESULTS[key] = tree_map(_new, result)
     return result
 
 
@@ -260,17 +260,13 @@ def _shape(x: Tensor) -> _Shape:
     return _Shape((sizes, strides, offset, x.dtype, x.device, x.requires_grad))
 
 
-def _new(result: Any) -> Any:
-    """``result`` as properties for new tensors. They have no gradient."""
-    if isinstance(result, (list, tuple)):
-        return tuple(map(_new, result))
+def _new(result: Any) -> _Shape:
+    """The properties of ``result``, a new tensor without gradient."""
     if not isinstance(result, Tensor) or result.storage_offset() != 0 or result.requires_grad:
         raise UncertainError
     return _shape(result)
 
 
-def _copy(value: Any) -> Any:
-    if not isinstance(value, _Shape):
-        return tuple(map(_copy, value))
-    sizes, strides, _, dtype, device, _ = value
+def _empty(shape: _Shape) -> Tensor:
+    sizes, strides, _, dtype, device, _ = shape
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device)

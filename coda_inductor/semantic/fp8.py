@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from coda_inductor.compat import scaled_mm as multiply
 from coda_inductor.semantic.define import compose, define
-from coda_inductor.semantic.fp8_casts import TURN
+from coda_inductor.semantic.fp8_casts import TURN, saturated
 
 #: The dtypes that Hopper's tensor cores multiply.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -58,8 +58,7 @@ def quantize_by(
 ) -> tuple[Tensor, Tensor]:
     """``quantize`` for float32 ``wide`` with maxima ``amax``; and the scale."""
     scale = scale_of(amax, dtype, power_of_two, divides)
-    limit = torch.finfo(dtype).max
-    return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
+    return saturated(wide / scale if divides else wide * scale, dtype), scale
 
 
 def quantize_by_rows(

@@ -22,6 +22,12 @@ TILE = 128
 _NONE = torch.float8_e4m3fn
 
 
+def saturated(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """``wide`` in the FP8 ``dtype``, clamped to its finite values (inf too; NaN stays)."""
+    limit = torch.finfo(dtype).max
+    return wide.clamp(min=-limit, max=limit).to(dtype)
+
+
 def fp8_cast(
     x: Tensor,
     factor: Tensor | None,
@@ -56,11 +62,10 @@ def fp8_cast(
     if weight is not None:
         wide = wide * weight.to(torch.float32)
     q, qt = cast_results(x, factor, scale, dtype, scale_t, dtype_t)
-    for result, by in ((q, scale), (qt.t(), scale_t)):
-        if by is not None:
-            largest = torch.finfo(result.dtype).max
-            scaled = wide / by if divide else wide * by
-            result.copy_(scaled.clamp(min=-largest, max=largest))
+    if scale is not None:
+        q = saturated(wide / scale if divide else wide * scale, q.dtype).contiguous()
+    if scale_t is not None:
+        qt = saturated(wide / scale_t if divide else wide * scale_t, qt.dtype).t().contiguous()
     return q, qt
 
 

@@ -70,35 +70,6 @@ def cross_entropy_backward(
     return (weight[:, None] * (p - away)).to(logits.dtype).reshape(logits.shape)
 
 
-@define(results="loss lse number", gradient=cross_entropy_backward, wrt=("logits",))
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of ``logits`` (..., V), M rows in all, with class indices ``target`` (M,).
-
-    A row's loss is ``lse - logits[target]``, with smoothing s ``lse - (1 - s) logits[target] - s
-    mean(logits)``, and 0 where the target is ``ignore_index``. Returns the loss in ``out_dtype``:
-    (M,) for reduction "none", else () for "sum" and "mean" (over rows that are not ignored, NaN if
-    there are none); then lse (M,) and the number of rows that count, (), both in the compute dtype.
-    A row with +inf has no softmax: as in torch its loss and gradient, hence also its lse, are NaN.
-    Source: the definition of ``torch.nn.CrossEntropyLoss``.
-    """
-    return _cross_entropy(
-        _gathered, logits, target, ignore_index, label_smoothing, reduction, out_dtype
-    )
-
-
-def compared_cross_entropy(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`cross_entropy_definition`; targets are found by reading all logits, which need not
-    be in memory then."""
-    return _cross_entropy(_compared, *args)
-
-
 def _gathered(rows: Tensor, index: Tensor, _dtype: torch.dtype) -> Tensor:
     return rows.gather(1, index[:, None])[:, 0]
 
@@ -111,15 +82,25 @@ def _compared(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(away < 0.5, rows.to(dtype), 0.0).sum(1)
 
 
-def _cross_entropy(
-    pick: Callable[..., Tensor],
+def cross_entropy_definition(
     logits: Tensor,
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
     out_dtype: torch.dtype,
+    *,
+    pick: Callable[..., Tensor] = _gathered,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of ``logits`` (..., V), M rows in all, with class indices ``target`` (M,).
+
+    A row's loss is ``lse - logits[target]``, with smoothing s ``lse - (1 - s) logits[target] - s
+    mean(logits)``, and 0 where the target is ``ignore_index``. Returns the loss in ``out_dtype``:
+    (M,) for reduction "none", else () for "sum" and "mean" (over rows that are not ignored, NaN if
+    there are none); then lse (M,) and the number of rows that count, (), both in the compute dtype.
+    A row with +inf has no softmax: as in torch its loss and gradient, hence also its lse, are NaN.
+    Source: the definition of ``torch.nn.CrossEntropyLoss``.
+    """
     rows = logits.reshape(-1, logits.shape[-1])
     lse = row_logsumexp(rows)
     lse = torch.where(lse == math.inf, math.nan, lse)
@@ -136,6 +117,20 @@ def _cross_entropy(
     if reduction == "mean":
         loss = loss / number
     return loss.to(out_dtype), lse, number
+
+
+cross_entropy = define(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, "
+    "str reduction, ScalarType out_dtype) -> (Tensor loss, Tensor lse, Tensor number)",
+    gradient=cross_entropy_backward,
+    wrt=("logits",),
+)(cross_entropy_definition)
+
+
+def compared_cross_entropy(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`cross_entropy_definition`; targets are found by reading all logits, which need not
+    be in memory then."""
+    return cross_entropy_definition(*args, pick=_compared)
 
 
 @define()

@@ -41,19 +41,15 @@ NORMS: dict[OpOverload, Norm] = {}
 
 
 def _gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    statistics: Sequence[Tensor],
-    needs: Sequence[bool],
+    dy: Tensor, x: Tensor, weight: Tensor | None, scale: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
     """The gradients dx and dweight of a norm, each shaped like its input and in its dtype.
-    ``statistics``: the scale and the bend.
+    ``others``: the bend, if any, and ``needs``.
 
     With ``n = x * scale`` and ``p = dy * weight``: ``dx = scale * (p - n * mean(p * n) * bend)``
     and ``dweight = sum(dy * n)`` over all rows. Gradients that ``needs`` excludes are empty.
     """
-    scale, *bends = statistics
+    *bends, needs = others
     wide = dy.to(scale.dtype)
     normalized = x.to(scale.dtype) * scale
     dx, dweight = x.new_empty(0), x.new_empty(0)
@@ -108,15 +104,11 @@ def define_norm(
 
     op_name, bend = op_name or name, ", Tensor bend" * bent
 
-    @define(
+    gradient = define(
         f"{op_name}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor scale{bend}, "
         "bool[] needs) -> (Tensor, Tensor)",
         name=f"{name}_backward", counted_by_rewrite=True,
-    )  # fmt: skip
-    def gradient(dy: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-        *statistics, needs = others
-        return _gradients(dy, x, weight, statistics, needs)
-
+    )(_gradients)  # fmt: skip
     op = define(
         f"{op_name}(Tensor x, Tensor? weight, {''.join(f'float {n}, ' for n in numbers)}"
         f"ScalarType out_dtype) -> (Tensor y, Tensor scale{bend})",

@@ -8,9 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.compat import storage
+from coda_inductor.compat import select_decomp_table, storage
 from coda_inductor.graph import splice as module
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.vocabulary import LOWERINGS
 
 
 def function(x, y, scale):
@@ -108,3 +109,17 @@ def test_a_result_that_is_returned_again_keeps_its_gradient():
     _, ours = Harness().train(function, x, w)
     have, want = (torch.autograd.grad(y.sin().sum(), (x, w)) for y in (ours, function(x, w)[1]))
     torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "hardtanh", "clamp", "square", "rsub"])
+def test_what_epilogues_need_no_step_for_is_decomposed(name):
+    """Of ``vocabulary``: Inductor's decompositions resolve these in each graph that it traces."""
+    numbers = {"rsub": (2.0,), "clamp": (-1.0, 1.0)}.get(name, ())
+    trace = make_fx(
+        lambda x: getattr(torch.ops.aten, name)(x, *numbers),
+        decomposition_table=select_decomp_table(),
+    )
+    traced = trace(torch.randn(3))
+    targets = {n.target for n in traced.graph.nodes if n.op == "call_function"}
+    assert targets <= LOWERINGS.keys()
+    assert name not in {target.overloadpacket.__name__ for target in targets}

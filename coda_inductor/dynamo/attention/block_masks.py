@@ -38,7 +38,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.attention.blocks import attend, block_lists
-from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
+from coda_inductor.dynamo.attention.calls import TENSORS, arguments_of, grouped, widened
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake, plain
 from coda_inductor.graph.sizes import hint, same
@@ -55,7 +55,6 @@ DEVICE, DTYPES = "cuda", HALF
 #: for the lists.
 LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
-_TENSORS = "query", "key", "value"
 #: The most elements of a mask: kernels count them in 32 bits.
 INDICES = 2**31
 
@@ -100,7 +99,7 @@ class _Site:
     @property
     def lengths(self) -> tuple[int, int]:
         """The numbers of queries and of keys."""
-        query, key, _ = (fake(self.arguments[name]) for name in _TENSORS)
+        query, key, _ = (fake(self.arguments[name]) for name in TENSORS)
         return query.shape[2], key.shape[2]
 
 
@@ -130,7 +129,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
 
 def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
     """The reason why FlexAttention cannot replace ``call``, for any mask, or None."""
-    tensors = plain(*(arguments[name] for name in (*_TENSORS, "attn_mask")), call)
+    tensors = plain(*(arguments[name] for name in (*TENSORS, "attn_mask")), call)
     scale = arguments["scale"]
     if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node, symbolic_trace
 
-from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint, same_strides
@@ -120,10 +119,10 @@ def attend(
         plane: the mask, (Tq, Tk) or (B, Tq, Tk), bool.
         lists: ``block_lists`` of it.
     """
-    graph, tensor = call.graph, fake(call)
+    put, tensor = Put(call), fake(call)
     # As autocast casts them for SDPA.
-    query, key, val = (Put(call).cast(t, tensor.dtype) for t in tensors)
-    queries, keys = (Put(call)("size", t, -2) for t in (query, key))
+    query, key, val = (put.cast(t, tensor.dtype) for t in tensors)
+    queries, keys = (put("size", t, -2) for t in (query, key))
     score_mod = _function(call, _score_mod)
     mask_mod = _function(call, _mask_mod_b if fake(plane).dim() == 3 else _mask_mod)
     widths = {fake(query).shape[-1], fake(val).shape[-1]}
@@ -132,21 +131,9 @@ def attend(
         1 / math.sqrt(fake(query).shape[-1]) if scale is None else scale,
         OPTIONS | (WIDTH_64 if widths == {64} else {}), (), (plane,),
     )  # fmt: skip
-    with graph.inserting_before(call):
-        flex = graph.call_function(torch.ops.higher_order.flex_attention, args)
-        result = graph.call_function(operator.getitem, (flex, 0))
-    with tensor.fake_mode, torch.no_grad():
-        sample = flex.target(*torch.fx.node.map_arg(args, _recorded))
-    flex.meta = {**call.meta, "example_value": sample}
-    result.meta = {**call.meta, "example_value": sample[0]}
-    return _strided(result, tensor, call)
-
-
-def _recorded(node: Node) -> Any:
-    """The recorded value of a tensor node, or the graph that a function's node names."""
-    if node.op == "get_attr" and fake(node) is None:
-        return getattr(node.graph.owning_module, str(node.target))
-    return fake(node)
+    with torch.no_grad():
+        flex = put(torch.ops.higher_order.flex_attention, *args)
+    return _strided(put(operator.getitem, flex, 0), tensor, call)
 
 
 def _function(call: Node, function: Callable[..., Any]) -> Node:
@@ -174,14 +161,10 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: Any, keys: Any) 
     """A BlockMask as this version of torch converts it to a tuple."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-    with unset_fake_temporarily():
-        parts: dict[str, Any] = {
-            name: torch.zeros((1,) * (3 + part % 2), dtype=torch.int32, device="cpu")
-            for part, name in enumerate(_PARTS)
-        }
-        lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
-        sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
-    nodes = {id(parts[name]): node for name, node in zip(_PARTS, lists, strict=True)}
+    parts: dict[str, Any] = {name: fake(node) for name, node in zip(_PARTS, lists, strict=True)}
+    lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
+    sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
+    nodes = {id(fake(node)): node for node in lists}
     return (*(nodes.get(id(part), part) for part in sample[:-1]), mask_mod)
 
 

@@ -56,7 +56,7 @@ Verdict = str | Refusal
 #: By mask and by the numbers of queries and keys, as texts, because SymInts have no hash.
 Verdicts = dict[tuple[Node, str, str], Verdict]
 
-_TENSORS = ("query", "key", "value")
+TENSORS = ("query", "key", "value")
 _MAX_HEAD = 256
 #: Kinds of ops that only rearrange or repeat the elements of one tensor.
 _MOVES = ("names", "turns", "repeats", "copies", "selects")
@@ -92,7 +92,7 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
         if _flash(arguments) and (heads := grouped(node, arguments, hazards, record)):
             arguments["key"], arguments["value"] = heads
             arguments["enable_gqa"] = True
-        node.args = tuple(arguments.pop(name) for name in _TENSORS)
+        node.args = tuple(arguments.pop(name) for name in TENSORS)
         node.kwargs = arguments
 
 
@@ -108,7 +108,7 @@ def _moved(call: Node, arguments: dict[str, Any]) -> Refusal | None:
 def arguments_of(node: Node) -> dict[str, Any] | None:
     """The arguments of an SDPA call, by name; None for others, or with fewer than 3 dimensions."""
     call = called(node, "scaled_dot_product_attention")
-    tensors = [] if call is None else [fake(call[name]) for name in _TENSORS]
+    tensors = [] if call is None else [fake(call[name]) for name in TENSORS]
     if call is None or not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors):
         return None
     return call.args
@@ -181,7 +181,7 @@ def _visible(mask: torch.Tensor) -> torch.Tensor | Refusal:
 
 def _flash(arguments: dict[str, Any]) -> bool:
     """Would SDPA run flash attention on these arguments, without grouping heads already?"""
-    query, key, val = (fake(arguments[name]) for name in _TENSORS)
+    query, key, val = (fake(arguments[name]) for name in TENSORS)
     return (
         arguments.get("attn_mask") is None
         and not arguments.get("enable_gqa")

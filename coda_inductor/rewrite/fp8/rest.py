@@ -19,7 +19,6 @@ epilogue took its maxima: one kernel of Inductor's then computes gradient, maxim
 """
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import replace_parts
@@ -30,7 +29,7 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import closure
 from coda_inductor.record import Record
 from coda_inductor.semantic.fp8 import scaled_mm
-from coda_inductor.semantic.fp8_casts import CAST
+from coda_inductor.semantic.fp8_casts import CAST, fp8_cast
 
 
 def finish_fp8(graph: Graph, record: Record) -> None:
@@ -44,8 +43,7 @@ def finish_fp8(graph: Graph, record: Record) -> None:
         args = arguments(node)
         plain = not args["divide"] and args["factor"] is None and args["scale_t"] is None
         if plain and args["weight"] is not None and _reads_maxima(args["scale"], args["x"]):
-            values = [args[name] for name in ("x", "weight", "scale", "dtype")]
-            replace_parts(node, [splice(node, _cast_rows, values)])
+            replace_parts(node, splice(node, fp8_cast, node.args))
 
 
 def _reads_maxima(scale: Node, x: Node) -> bool:
@@ -53,9 +51,3 @@ def _reads_maxima(scale: Node, x: Node) -> bool:
     small = closure([scale], lambda n: [] if n.target is aten.amax.default else n.all_input_nodes)
     reduced = [n.all_input_nodes[0] for n in small if n.target is aten.amax.default]
     return any(same(fake(wide).shape, fake(x).shape) for wide in reduced)
-
-
-def _cast_rows(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
-    wide = x.to(torch.float32) * weight.to(torch.float32) * scale
-    return wide.clamp(min=-limit, max=limit).to(dtype)

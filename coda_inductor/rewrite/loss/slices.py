@@ -165,7 +165,7 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
     exp(logits - b)``. It is ``a`` if b is a log-sum-exp of the logits too."""
     dtype = fake(lse).dtype
     a, b = (put.cast(put.reshape(n, [-1]), dtype) for n in (a, b))
-    return put.mul(a, put(aten.exp.default, put.sub(lse, b)))
+    return put.mul(a, put(aten.exp.default, put(aten.sub.Tensor, lse, b)))
 
 
 def _is_bias_gradient(node: Node, columns: Any) -> bool:

@@ -44,7 +44,9 @@ def defer_norms(graph: Graph, record: Record) -> None:
         if not record.enabled(name) or _quantized(norm):
             continue
         try:
-            result = _judge(norm, scope, record)
+            result = uses(norm, scope)
+            if isinstance(result, Uses):
+                result = _refusal(norm, result, scope, record) or result
         except Exception as error:  # analysis only: nothing has been changed yet
             logger.debug("analysing %s failed", norm.name, exc_info=True)
             result = failed(error)
@@ -67,14 +69,6 @@ def _quantized(norm: Node) -> bool:
 
     _, users = readers(norm, same)
     return any(user.target is quantize for user in users)
-
-
-def _judge(norm: Node, scope: Scope, record: Record) -> Uses | Refusal:
-    """The readers of ``norm``, or the reason why it stays."""
-    result = uses(norm, scope)
-    if isinstance(result, Refusal):
-        return result
-    return _refusal(norm, result, scope, record) or result
 
 
 def _refusal(norm: Node, result: Uses, scope: Scope, record: Record) -> Refusal | None:

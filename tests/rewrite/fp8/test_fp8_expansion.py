@@ -139,7 +139,7 @@ def test_maxima_of_a_concatenation_are_those_of_its_parts(dims, joined, in_epilo
 
     args = torch.randn(32, 64).bfloat16(), torch.randn(64, 192).bfloat16()
     args[0][3] = value
-    graph = aten_graph(function, *args)
+    graph = aten_graph(function, *args, decomposed=True)
     record = run_pass(expand_quantizations, graph, **ALL)
     ops = [node.target for node in graph.nodes]
     assert (quantize in ops) == (bool(dims) and not in_epilogue)
