@@ -9,7 +9,7 @@ pass has then run and cannot change. Every op of a graph, ours included, also ru
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,9 +26,7 @@ from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.graph.walk import closure
 from coda_inductor.log import logger, warn_once
 
-
-def _no_caches() -> AbstractContextManager[None]:
-    return inductor_config.patch(force_disable_caches=True)
+_no_caches = functools.partial(inductor_config.patch, force_disable_caches=True)
 
 
 def _share_draws(graph: Graph) -> None:

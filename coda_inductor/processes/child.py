@@ -35,9 +35,7 @@ class Child:
     variables in addition to this process's. ``connection``: the connection to it, for other uses
     than :meth:`ask`. Raises OSError if it cannot be started."""
 
-    def __init__(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None):
         local, remote = socket.socketpair()
         self.connection = Messages(local.detach())
         self._lock = threading.Lock()

@@ -250,14 +250,12 @@ def _repeats(views: list[Node], shape: torch.Size, swapped: bool, full: torch.Si
         indices = torch.arange(math.prod(sizes), dtype=torch.int32).reshape(sizes)
         result: Any = indices
         for node in reversed(views):
-            inputs = [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
-            if len(inputs) > 1:
+            inputs = node.all_input_nodes
+            values = {n: hint(fake(n)) for n in inputs if not isinstance(fake(n), torch.Tensor)}
+            if len(inputs) - len(values) > 1:
                 return False
-
-            def value(source: Node, made: Any = result) -> Any:
-                return made if isinstance(fake(source), torch.Tensor) else hint(fake(source))
-
-            args = torch.fx.node.map_arg((node.args, node.kwargs), value)
+            values |= dict.fromkeys(set(inputs) - values.keys(), result)
+            args = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             result = run(node.target, *args)
         base = indices.transpose(1, 2) if swapped else indices
         n = full[1] // base.shape[1]
