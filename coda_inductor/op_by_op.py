@@ -26,7 +26,9 @@ from coda_inductor.graph.snapshots import snapshot
 from coda_inductor.graph.walk import closure
 from coda_inductor.log import logger, warn_once
 
-_no_caches = functools.partial(inductor_config.patch, force_disable_caches=True)
+
+def _no_caches() -> Any:
+    return inductor_config.patch(force_disable_caches=True)
 
 
 def _share_draws(graph: Graph) -> None:

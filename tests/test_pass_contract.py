@@ -204,7 +204,7 @@ CASES = {
     ),
     "block_mask": Case(
         of.data_masked, ATTENTION, fired("block_mask"), "block_masks",
-        ("block_mask", "block_masks"), but={"any size": 0}, options={"gate": "always"},
+        ("block_mask", "block_masks"), options={"gate": "always"},
     ),
     "rotary": Case(of.rotary, ROTARY, fired("rotary"), "heads", ("rotary", "heads")),
     "tables": Case(

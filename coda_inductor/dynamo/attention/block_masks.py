@@ -130,13 +130,12 @@ def skip_blocks(graph: Graph, record: Record) -> None:
 def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
     """The reason why FlexAttention cannot replace ``call``, for any mask, or None."""
     tensors = plain(*(arguments[name] for name in (*TENSORS, "attn_mask")), call)
-    scale = arguments["scale"]
     if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")
     query, key, val, mask, result = tensors
     if (why := _symbolic(query, key, val, mask)) is not None:
         return why
-    if scale is not None and not isinstance(scale, (int, float)):
+    if not isinstance(arguments["scale"], int | float | None):
         return refuse("mask-size", "its scale is symbolic")
     if query.device.type != DEVICE or mask.device != query.device:
         return refuse("mask-device", f"on {query.device.type} FlexAttention has no backward pass")
