@@ -113,7 +113,7 @@ def test_one_graph_for_all_lengths(function):
     harness = Harness(gate="always")
     compiled = torch.compile(function, backend=harness)
     counters.clear()
-    for batch, t in ((2, T), (3, 200), (4, 131)):
+    for batch, t in ((2, T), (3, 200)):
         given = *inputs(t=t, batch=batch), torch.rand(batch, 1, t, t) > 0.5
         for tensor, dims in zip(given, (*[(0, 2)] * 3, (0, 2, 3)), strict=True):
             torch._dynamo.mark_dynamic(tensor, dims)
