@@ -238,8 +238,8 @@ def _plane(mask: Any, tensor: Any, lengths: tuple[Any, Any]) -> Any:
     compute what ``cat`` and ``pad`` become there. Repeated dimensions are not written."""
     once = mask
     for dim, size in enumerate(tensor.shape):
-        repeated = isinstance(size, int) and not tensor.stride(dim)
-        once = once.narrow(dim, 0, 1) if repeated else once
+        known = isinstance(size, int) or dim < tensor.dim() - 2  # a symbolic length would be lost
+        once = once.narrow(dim, 0, 1) if known and same(tensor.stride(dim), 0) else once
     once = once.contiguous()
     once = once.as_strided(once.shape, once.stride())
     sizes = (1,) * (4 - tensor.dim()) + (*tensor.shape[:-2], *lengths)
