@@ -176,6 +176,16 @@ def test_only_what_tma_cannot_read_is_copied():
         assert ready.data_ptr() != view.data_ptr()
         assert ready.stride() == (view.shape[1], 1)
         assert torch.equal(ready, view)
+    flat = torch.randn(3 * 33 * 64).to(torch.bfloat16)
+    experts = flat.view(3, 33, 64)[:, :32]
+    assert tma_matrix(experts) is experts
+    for view in (
+        flat[1 : 1 + 3 * 32 * 64].view(3, 32, 64),
+        flat.as_strided((3, 9, 64), (900, 64, 1)),
+    ):
+        ready = tma_matrix(view)  # its address, and the distance between two experts
+        assert ready.data_ptr() != view.data_ptr()
+        assert torch.equal(ready, view)
     row = x[0]
     assert vector(row) is row
     for view in (row[1:], x[:, 0], row[:1].expand(64)):
