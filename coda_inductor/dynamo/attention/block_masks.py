@@ -154,8 +154,8 @@ def _symbolic(query: Any, key: Any, val: Any, mask: Any) -> Refusal | None:
     """Heads and their values must be numbers; the batch and the numbers of queries and keys may be
     symbols, if they are sizes of the mask."""
     numbers = [n for t in (query, key, val) for n in (t.shape[-1], *t.shape[-3:-2])]
-    sizes, own = (*query.shape[:-3], query.shape[-2], key.shape[-2]), mask.shape
-    own = (*own[:-3], *own[-2:])  # without heads
+    sizes = (*query.shape[:-3], query.shape[-2], key.shape[-2])
+    own = (*mask.shape[:-3], *mask.shape[-2:])  # without heads
     symbols = [n for n in (*sizes, *mask.shape) if not isinstance(n, int)]
     if not all(isinstance(n, int) for n in numbers) or not all(n.node.has_hint() for n in symbols):
         return refuse("mask-size", "its size is symbolic")
@@ -171,9 +171,8 @@ def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
         return refuse("mask-small", "a tensor of it is empty")
     if widened(result, query, key):
         return refuse("mask-shape", "its scores are broadcast to the mask")
-    if key.shape[:3] != val.shape[:3] or key.shape[0] != query.shape[0]:
-        return refuse("mask-shape", "its tensors are broadcast to each other")
-    if query.shape[1] % key.shape[1]:
+    apart = key.shape[:3] != val.shape[:3] or key.shape[0] != query.shape[0]
+    if apart or query.shape[1] % key.shape[1]:
         return refuse("mask-shape", "its tensors are broadcast to each other")
     widths = query.shape[-1], val.shape[-1]
     if any(width not in _HEADS for width in widths):

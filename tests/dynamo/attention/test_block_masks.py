@@ -107,22 +107,42 @@ def regrouped(q, k, v, mask):
     return sdpa(torch.cat([q, q], 1), k, v, attn_mask=mask)
 
 
-@pytest.mark.parametrize("function", [attend, checkpointed, regrouped])
-def test_one_graph_for_all_lengths(function):
-    """And for all batches: the mask is asked. (One of a single block is compiled again.)"""
+def shared(q, k, v, mask):
+    return sdpa(q, k, v, attn_mask=mask[:1].expand_as(mask))
+
+
+def at_sizes(function, *sizes):
+    """A harness that has compiled ``function`` for each (batch, length), which are symbols."""
     harness = Harness(gate="always")
     compiled = torch.compile(function, backend=harness)
     counters.clear()
-    for batch, t in ((2, T), (3, 200)):
+    for batch, t in sizes:
         given = *inputs(t=t, batch=batch), torch.rand(batch, 1, t, t) > 0.5
         for tensor, dims in zip(given, (*[(0, 2)] * 3, (0, 2, 3)), strict=True):
             torch._dynamo.mark_dynamic(tensor, dims)
         ours, theirs = copy.deepcopy((function, given)), copy.deepcopy((function, given))
         have, want = compiled(*ours[1]), function(*theirs[1])
         assert_same((have, differentiate(have, ours)), (want, differentiate(want, theirs)))
+    return harness
+
+
+@pytest.mark.parametrize("function", [attend, checkpointed, regrouped, shared])
+def test_one_graph_for_all_lengths(function):
+    """And for all batches: the mask is asked. (One of a single block is compiled again.)"""
+    harness = at_sizes(function, (2, T), (3, 200))
     assert harness.graphs == 1
     assert counters["coda"]["block_mask"] == (4 if function is checkpointed else 1)
     assert counters["coda"]["grouped_heads"] == (function is regrouped)
+    written = next(n for n in harness.raised.nodes if n.target == "contiguous")
+    rows = written.meta["example_value"].shape[0]  # of a batch that has one mask, one is written
+    assert rows == 1 if function is shared else isinstance(rows, torch.SymInt)
+
+
+def test_a_longer_mask_than_kernels_count_is_compiled_again_and_stays(monkeypatch):
+    monkeypatch.setattr(block_masks, "INDICES", 2 * 250 * 250)
+    harness = at_sizes(attend, (2, 200), (2, T))
+    assert (harness.graphs, counters["coda"]["block_mask"]) == (2, 1)
+    assert "more than 125000 elements" in reasons(harness)
 
 
 LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_")
