@@ -144,6 +144,10 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_CACHE_DIR", str(tmp_path_factory.mktemp("coda_cache")))
         patch.setenv("COLUMNS", "1000")  # a terminal that breaks no line
+        if beside := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+            # Else each process of pytest-xdist's has a compile worker, of 0.4 GB, a core.
+            workers = max(2, len(os.sched_getaffinity(0)) // beside)
+            patch.setenv("CODA_COMPILE_WORKERS", str(workers))
         patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
         patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
         yield
