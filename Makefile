@@ -35,7 +35,7 @@ demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (
 	$(RUN) examples/demo.py
 
 test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows, JOBS=8 widens, TORCH=2.15.0 on that)
-	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure prints a script
 	FUZZ="$(SEED) $(N)" OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) \

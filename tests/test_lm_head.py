@@ -78,17 +78,18 @@ def test_any_number_of_tokens_is_one_graph(monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_any_leading_sizes_many_settings_and_targets_without_a_class(monkeypatch):
     """More temperatures than Dynamo compiles one function for."""
     monkeypatch.setattr(lm_head, "_compiles", lambda _: True)
-    for i, lead in enumerate([(0,), *[(2, 1, 3)] * 9]):
+    for i, lead in enumerate([(0,), *[(2, 1, 3)] * 3]):
         hidden, weight, bias, targets = inputs(torch.float64, *lead)
         ignored = torch.arange(targets.numel()).view(lead) % 2 == 1
         given = targets.masked_fill(ignored, -100).int()
         found = token_log_probs(hidden, weight, given, bias=bias, temperature=1 + i / 8)
         want = exact(hidden, weight, bias, targets, 1 + i / 8)[0].masked_fill(ignored, 0.0)
         torch.testing.assert_close(found, want)
-    assert counters["stats"]["unique_graphs"] == 10
+    assert counters["stats"]["unique_graphs"] == 4
     one = token_log_probs(hidden[0, 0, 0], weight, given[0, 0, 0], bias=bias, temperature=1 + i / 8)
     torch.testing.assert_close(one, want[0, 0, 0])
 

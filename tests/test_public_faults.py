@@ -105,7 +105,7 @@ def a_budget_draws_no_second_mask(run):
 def lora_with_dropout_checkpoints_and_dynamic_sizes_trains(run):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["gate", "up", "down"], lora_dropout=0.05)
-    model = peft.get_peft_model(nn.Sequential(Block(saved=True), Block(saved=True)), config)
+    model = peft.get_peft_model(nn.Sequential(Block(saved=True)), config)
     compiled = run(model)
     for rows in (8, 12, 16):
         compiled(torch.randn(2, rows, D)).square().mean().backward()
@@ -277,7 +277,7 @@ def small_fp8_layers_keep_nan_in_its_row_and_all_columns_of_gradients(run):
 @reported("pt 197838")
 def a_smaller_budget_keeps_no_more(run):
     """Nor more than its share of what eager keeps."""
-    model, x = nn.Sequential(Block(), Block(), Block()), torch.randn(64, D)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(64, D)
 
     def held(function, share):
         kept: dict[int, int] = {}
@@ -293,10 +293,10 @@ def a_smaller_budget_keeps_no_more(run):
         return sum(kept.values())
 
     eager, compiled = held(model, 1.0), run(model)
-    found = [held(compiled, step / 5) for step in range(6)]
+    found = [held(compiled, step / 4) for step in range(5)]
     assert found == sorted(found)
     if compiled is not model:
-        assert all(f - found[0] <= i / 5 * (eager - found[0]) for i, f in enumerate(found)), found
+        assert all(f - found[0] <= i / 4 * (eager - found[0]) for i, f in enumerate(found)), found
         assert found[0] < found[-1]
 
 

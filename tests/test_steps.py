@@ -79,9 +79,9 @@ def passed(family, n: int) -> Counted:
     return harness
 
 
-@pytest.mark.parametrize(("family", "sizes"), [(stack, (2, 5)), (chain, (20, 50))])
+@pytest.mark.parametrize(("family", "sizes"), [(stack, (2, 4)), (chain, (15, 35))])
 def test_steps_grow_as_n_log_n(family, sizes):
-    passed(family, 2)  # what is loaded once
+    passed(family, 1)  # what is loaded once
     found = [passed(family, n) for n in sizes]
     rates = [h.steps / (h.nodes * math.log2(h.nodes)) for h in found]
     assert max(rates) < 1.6 * rates[0], [(h.nodes, h.steps) for h in found]
@@ -89,8 +89,14 @@ def test_steps_grow_as_n_log_n(family, sizes):
 
 def test_a_long_chain_is_one_epilogue():
     """With ``strict``: nothing recurses once an op."""
-    n = 650  # of five ops each three: more than Python recurses
+    limit = sys.getrecursionlimit()
+    n = 330  # of five ops each three: more than Python recurses then
     harness = Harness(gate="always")
     x, function = torch.randn(4, D), chain(n)
-    torch.testing.assert_close(harness.run(function, x), function(x).detach())
-    assert len(harness.fused[0].absorbed) > 1000
+    sys.setrecursionlimit(500)
+    try:
+        found = harness.run(function, x)
+    finally:
+        sys.setrecursionlimit(limit)
+    torch.testing.assert_close(found, function(x).detach())
+    assert len(harness.fused[0].absorbed) > 500

@@ -5,6 +5,12 @@ import torch
 import training as on
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import parallelize_module
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from zoo.float8 import convert, needs_scaled_mm, quantizations
 
 import coda_inductor
@@ -22,12 +28,6 @@ def but_the_head(_module, name: str) -> bool:
 def sharded(backend=None, options=None):
     """Trained: all but the LM head in FP8, in bfloat16 beside float32 weights, blocks compiled, or
     eager. All scales of weights are computed together after each step, as torchao advises."""
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
-
     on.fresh()
     needs_scaled_mm()
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -55,8 +55,6 @@ def float32_master_weights():
 
 
 def parallelized(model, over):
-    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
-
     plan = {name: Float8ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
     plan |= {name: Float8RowwiseParallel() for name in ("o", "down")}
     for block in model.layers:

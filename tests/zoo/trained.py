@@ -4,16 +4,16 @@
 import tempfile
 
 import torch
-import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-STEPS, LAYERS = 3, 2
+STEPS, LAYERS = 3, 1
 
 
 def llama():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
 def trainer(model, callbacks=(), **how):
@@ -22,8 +22,8 @@ def trainer(model, callbacks=(), **how):
     common = {"max_steps": STEPS, "report_to": "none", "use_cpu": True, "logging_steps": 1}
     size = {"per_device_train_batch_size": 2, "save_strategy": "no", "learning_rate": 1e-2}
     folder = tempfile.gettempdir()  # nothing is saved
-    arguments = transformers.TrainingArguments(folder, **common, **size, **how)
-    return transformers.Trainer(model, arguments, train_dataset=data, callbacks=[*callbacks])
+    arguments = TrainingArguments(folder, **common, **size, **how)
+    return Trainer(model, arguments, train_dataset=data, callbacks=[*callbacks])
 
 
 def losses(trained):
