@@ -15,7 +15,7 @@ from coda_inductor.memory.planner import DOUBT
 
 D, ROWS = 16, 32
 #: Of forty, which all pass, a fair share of ``make test``.
-SEEDS = range(7)
+SEEDS = range(5)
 
 
 class Drawn(nn.Module):
