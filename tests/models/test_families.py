@@ -50,7 +50,6 @@ TRAINED = {
     "Qwen3": {"rms_norm": 2, "swiglu": 1},
     "Phi-3": {"rms_norm": 2, "swiglu": 1},  # gate and up in one weight
     "Gemma 2": {},
-    "GPT-2": {},
     "T5": {"rms_norm": 4},
 }
 
