@@ -2,12 +2,13 @@
 """Faults that users of other projects reported, as small programs: none may be ours.
 
 A program gets a way to compile, builds its model, and asserts what must hold. It runs eager, under
-torch.compile without code generation (decompositions and partitioner), and under coda with the
-kernels' numerics. The address of the report is beside it: pt is pytorch/pytorch, hf
-huggingface/transformers.
+coda with the kernels' numerics, and, with ``make test TORCH=...``, under that torch.compile without
+code generation (decompositions and partitioner). The address of the report is beside it: pt is
+pytorch/pytorch, hf huggingface/transformers.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -427,6 +428,8 @@ BACKENDS = {
     "torch.compile": functools.partial(torch.compile, backend="aot_eager_decomp_partition"),
     "coda": functools.partial(torch.compile, backend=coda, options={"reference": True}),
 }
+if "CODA_CPU_TORCH" not in os.environ:  # of the torch that is installed else it is known
+    del BACKENDS["torch.compile"]
 
 
 @pytest.mark.usefixtures("without_code")
