@@ -34,6 +34,7 @@ smoke: $(VENV)/.test  ## does it work here? a Llama against eager and a few othe
 demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (on a GPU) the speed
 	$(RUN) examples/demo.py
 
+# Where nobody keeps bytecode, each of the processes would compile torch's files.
 test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows, JOBS=8 widens, TORCH=2.15.0 on that)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 

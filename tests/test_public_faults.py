@@ -2,13 +2,12 @@
 """Faults that users of other projects reported, as small programs: none may be ours.
 
 A program gets a way to compile, builds its model, and asserts what must hold. It runs eager, under
-coda with the kernels' numerics, and, with ``make test TORCH=...``, under that torch.compile without
-code generation (decompositions and partitioner). The address of the report is beside it: pt is
-pytorch/pytorch, hf huggingface/transformers.
+torch.compile without code generation (decompositions and partitioner), and under coda with the
+kernels' numerics. The address of the report is beside it: pt is pytorch/pytorch, hf
+huggingface/transformers.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +105,7 @@ def a_budget_draws_no_second_mask(run):
 def lora_with_dropout_checkpoints_and_dynamic_sizes_trains(run):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["gate", "up", "down"], lora_dropout=0.05)
-    model = peft.get_peft_model(nn.Sequential(Block(saved=True)), config)
+    model = peft.get_peft_model(nn.Sequential(Block(saved=True), Block(saved=True)), config)
     compiled = run(model)
     for rows in (8, 12, 16):
         compiled(torch.randn(2, rows, D)).square().mean().backward()
@@ -278,7 +277,7 @@ def small_fp8_layers_keep_nan_in_its_row_and_all_columns_of_gradients(run):
 @reported("pt 197838")
 def a_smaller_budget_keeps_no_more(run):
     """Nor more than its share of what eager keeps."""
-    model, x = nn.Sequential(Block(), Block()), torch.randn(64, D)
+    model, x = nn.Sequential(Block(), Block(), Block()), torch.randn(64, D)
 
     def held(function, share):
         kept: dict[int, int] = {}
@@ -294,10 +293,10 @@ def a_smaller_budget_keeps_no_more(run):
         return sum(kept.values())
 
     eager, compiled = held(model, 1.0), run(model)
-    found = [held(compiled, step / 4) for step in range(5)]
+    found = [held(compiled, step / 5) for step in range(6)]
     assert found == sorted(found)
     if compiled is not model:
-        assert all(f - found[0] <= i / 4 * (eager - found[0]) for i, f in enumerate(found)), found
+        assert all(f - found[0] <= i / 5 * (eager - found[0]) for i, f in enumerate(found)), found
         assert found[0] < found[-1]
 
 
@@ -428,8 +427,6 @@ BACKENDS = {
     "torch.compile": functools.partial(torch.compile, backend="aot_eager_decomp_partition"),
     "coda": functools.partial(torch.compile, backend=coda, options={"reference": True}),
 }
-if "CODA_CPU_TORCH" not in os.environ:  # of the torch that is installed else it is known
-    del BACKENDS["torch.compile"]
 
 
 @pytest.mark.usefixtures("without_code")

@@ -79,7 +79,7 @@ def passed(family, n: int) -> Counted:
     return harness
 
 
-@pytest.mark.parametrize(("family", "sizes"), [(stack, (2, 4)), (chain, (15, 35))])
+@pytest.mark.parametrize(("family", "sizes"), [(stack, (2, 5)), (chain, (20, 50))])
 def test_steps_grow_as_n_log_n(family, sizes):
     passed(family, 1)  # what is loaded once
     found = [passed(family, n) for n in sizes]

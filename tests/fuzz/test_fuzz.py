@@ -11,7 +11,7 @@ import pytest
 from fuzz_seeds import outcome, report
 
 #: Mode -> how many programs; code generation takes seconds a program, and one of its two trains.
-PROGRAMS = {"inference": 8, "training": 7, "rounding": 1, "bits": 1, "end_to_end": 2}
+PROGRAMS = {"inference": 15, "training": 12, "rounding": 4, "bits": 3, "end_to_end": 2}
 #: Which mode each of twenty seeds of a hunt is for.
 SHARES = (*["inference"] * 7, *["training"] * 7, *["rounding"] * 3, "bits", *["end_to_end"] * 2)
 
