@@ -204,7 +204,8 @@ def answer(variant: str, lock: Path) -> None:
         with worth.compiled(step, step.awake, eager=backend in ("eager", "liger")):
             line["first_s"] = time.perf_counter() - began
             for _ in range(BATCHES // 2 if case == "padded" else 0):
-                step()  # lengths that differ are compiled anew: beside others too
+                step()  # other lengths compile again: beside others too
+            line["warm_s"] = time.perf_counter() - began
         step.lock = lock
     for number, _ in enumerate(sys.stdin):
         if step and number:

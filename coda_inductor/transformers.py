@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ class CodaCallback(TrainerCallback):
 
     While it trains, ``use_cache`` is False in each config of the model, unless the training
     arguments ask for it, TRL's head, which works in chunks, is operations of the graph
-    (:mod:`coda_inductor.trl`), and embeddings lose hooks that checkpoints do not need. Until a
-    batch has padding, a decoder gets no ``attention_mask``. Blocks that FSDP2 shards are compiled
-    one by one. Under DistributedDataParallel graphs are not cut at its buckets
-    (``optimize_ddp``), and ranks compare the gradients of the first step. A model that is compiled
-    already stays so.
+    (:mod:`coda_inductor.trl`), and embeddings lose hooks that checkpoints do not need. A decoder
+    gets no ``attention_mask`` while batches have no padding, or, in training, only behind tokens
+    and without labels: losses stay, logits of padding do not. Blocks that FSDP2 shards are compiled
+    one by one. Under DistributedDataParallel graphs are not cut at its buckets (``optimize_ddp``),
+    and ranks compare the gradients of the first step. A model that is compiled already stays so.
 
     Args:
         how: arguments of torch.compile, e.g. ``options={"memory": 0.5}`` or ``dynamic=True``.
@@ -70,7 +71,7 @@ class CodaCallback(TrainerCallback):
         for part in () if compiled else blocks or (model,):
             part.compile(backend="coda", **self.how)
         if not blocks and not compiled and any(map(_drops_full_masks, model.modules())):
-            wrap_compiled_call(model, without_full_masks)
+            wrap_compiled_call(model, partial(without_masks, model))
         self.compiled = model
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
@@ -131,24 +132,46 @@ def _drops_full_masks(module: nn.Module) -> bool:
     return hasattr(sys.modules.get(type(module).__module__), "create_causal_mask")
 
 
-def without_full_masks(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` of a model without an ``attention_mask`` that hides nothing, which a graph cannot
-    know. After the first batch with padding each call has its mask, so that a model is compiled
-    twice at most."""
-    padded = False
+def without_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` of ``model`` without an ``attention_mask`` that changes no loss, as no graph can
+    know. After the first batch that needs its mask each call has it, so that a model is compiled
+    twice at most to train, and to evaluate."""
+    causal = all(map(_is_causal, model.modules()))
+    needed: set[bool] = set()
 
     def called(*args: Any, **inputs: Any) -> Any:
-        nonlocal padded
         mask, shape = inputs.get("attention_mask"), getattr(inputs.get("input_ids"), "shape", None)
         # Without a mask, transformers would ask positions whether documents are packed.
         alone = all(inputs.get(name) is None for name in ("position_ids", "past_key_values"))
-        look = alone and not padded and not torch.compiler.is_compiling()
+        look = alone and model.training not in needed and not torch.compiler.is_compiling()
         if look and isinstance(mask, torch.Tensor) and mask.shape == shape:
-            padded = not (mask == 1).all()  # other numbers may count documents
-            inputs |= {} if padded else {"attention_mask": None}
+            rows = {name for name, each in inputs.items() if getattr(each, "shape", None) == shape}
+            behind = causal and model.training and not inputs.get("output_router_logits")
+            asked = rows == {"input_ids", "attention_mask", "labels"} and behind
+            if _changes_nothing(mask, inputs["labels"] if asked else None):
+                inputs["attention_mask"] = None
+            else:
+                needed.add(model.training)
         return call(*args, **inputs)
 
     return called
+
+
+def _changes_nothing(mask: torch.Tensor, labels: torch.Tensor | None) -> bool:
+    """Is it of ones, or are ``labels`` given and zeros only behind a row's last token, where no
+    causal token looks and no label asks?"""
+    idle = mask == 1  # other numbers may count documents
+    if labels is not None:
+        idle |= (mask == 0) & (labels == -100)
+    return bool(idle.all() & (mask[:, 1:] <= mask[:, :-1]).all())
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Does no token look at those behind it, nor a loss of experts at all of them?"""
+    config, file = getattr(module, "config", None), sys.modules.get(type(module).__module__)
+    told = (getattr(each, "is_causal", True) for each in (module, config))
+    balanced = getattr(config, "output_router_logits", False)
+    return all(told) and not (balanced or hasattr(file, "create_bidirectional_mask"))
 
 
 def compare_gradients(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from zoo.trained import LAYERS, STEPS, llama, losses, trainer
 
-from coda_inductor.transformers import CodaCallback, free_inputs, without_full_masks
+from coda_inductor.transformers import CodaCallback, free_inputs, without_masks
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +133,8 @@ def test_each_config_of_a_model_loses_its_cache_unless_asked_for(asked):
 def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
     """And in each call behind the first with padding, or numbers of documents: there would be more
     than two graphs."""
-    seen = []
-    call = without_full_masks(lambda **inputs: seen.append(inputs["attention_mask"] is not None))
+    model, seen = llama(), []
+    call = without_masks(model, lambda **inputs: seen.append(inputs["attention_mask"] is not None))
     tokens, ones, padded = (torch.ones(2, 4, dtype=torch.long) for _ in range(3))
     padded[0, 3] = other
     call(input_ids=tokens, attention_mask=ones)
@@ -148,7 +148,35 @@ def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
     assert seen == [False, True, True, True, True, False, True, True]
 
 
-def test_batches_are_causal_until_one_has_padding():
+@pytest.mark.parametrize(
+    "why", ["", "its label", "its place", "documents", "another tensor", "no labels", "evaluation",
+            "experts", "an encoder", "no causal model"],
+)  # fmt: skip
+def test_a_mask_stays_unless_nobody_sees_what_it_hides(why, monkeypatch):
+    """Padding is behind all tokens, and has no label: a later call still leaves its mask out, one
+    of evaluation or training too, where the other needed it."""
+    model, seen = llama(), []
+    model.config.output_router_logits = why == "experts"
+    model.config.is_causal = why != "no causal model"
+    if why == "an encoder":  # its file has one, which may get this mask
+        file = transformers.models.llama.modeling_llama
+        monkeypatch.setattr(file, "create_bidirectional_mask", None, raising=False)
+    call = without_masks(model, lambda **inputs: seen.append(inputs["attention_mask"] is not None))
+    tokens, mask = (torch.ones(2, 4, dtype=torch.long) for _ in range(2))
+    mask[0, 1 if why == "its place" else slice(2, None)] = 2 if why == "documents" else 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[0, 3] = 1 if why == "its label" else labels[0, 3]
+    inputs = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    inputs |= {"token_type_ids": tokens} if why == "another tensor" else {}
+    model.train(why != "evaluation")
+    call(**inputs | {"labels": None if why == "no labels" else labels})
+    model.train(why == "evaluation")
+    call(**inputs | {"attention_mask": torch.ones_like(mask)})
+    assert seen == [bool(why), False]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_batches_are_causal_until_padding_has_labels(asked):
     """Their mask is an input of the graph, which Trainer passes on."""
     found = []
     for callbacks in ([], [CodaCallback()]):
@@ -156,11 +184,12 @@ def test_batches_are_causal_until_one_has_padding():
         for number, row in enumerate(made.train_dataset):
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             row["attention_mask"][12:] -= int(number == 0)  # not in the first step
+            row["labels"] = row["labels"].masked_fill(row["attention_mask"] + asked == 0, -100)
         made.train()
-        found.append(losses(made))
+        found.append((losses(made), dict(made.model.named_parameters())))
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)
     assert counters["coda"]["constant_mask"] == LAYERS
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 1 + asked
 
 
 @pytest.mark.parametrize("name", ["Llama", "XLM"])

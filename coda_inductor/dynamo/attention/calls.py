@@ -19,12 +19,12 @@ repetition of ``enable_gqa`` is checked by running the graph's own views on indi
 Why it pays: with a mask tensor SDPA does not use its flash kernels, and repeated heads are written,
 read and saved for the backward pass.
 
-Refuses: a mask that depends on data (padding, packing) or on random numbers, has a symbolic size,
-or is neither causal nor full (a sliding window shorter than the sequence); causal attention with
-different numbers of queries and keys. Heads stay repeated where flash attention would not run: not
-on CUDA, with a mask, in float32, or with more than 256 values per head; and where an in-place op
-after the repetition may change the repeated tensor, or gradients or autocast are switched before
-the call.
+Refuses: a mask that depends on data (padding, packing) or on random numbers, is more than compared
+indices where a size is symbolic, or is neither causal nor full (a sliding window shorter than the
+sequence); causal attention with different numbers of queries and keys. Heads stay repeated where
+flash attention would not run: not on CUDA, with a mask, in float32, or with more than 256 values
+per head; and where an in-place op after the repetition may change the repeated tensor, or gradients
+or autocast are switched before the call.
 """
 
 import math
@@ -130,7 +130,9 @@ def _verdict(
     case = mask, *map(str, lengths)
     if case not in verdicts:
         try:
-            verdicts[case] = classify(constants.value(mask), *lengths)
+            each = [classify(value, *lengths) for value in constants.values(mask)]
+            other = refuse("mask-size", "it means something else at other sizes")
+            verdicts[case] = each[0] if all(verdict == each[0] for verdict in each) else other
         except Refused as error:
             verdicts[case] = error.refusal
     return verdicts[case]
@@ -151,17 +153,15 @@ def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
     """Classify a constant ``mask``, broadcastable to (..., queries, keys): :data:`CAUSAL`,
     :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
     ``-inf``, or the dtype's lowest number, hides it."""
-    if not isinstance(queries, int) or not isinstance(keys, int):
-        return refuse("mask-size", "its size is symbolic")
     visible = _visible(mask)
     if isinstance(visible, Refusal):
         return visible
     if visible.all():
         return FULL
-    if queries != keys:
+    if not same(queries, keys):
         text = f"it is not full, and there are {queries} queries but {keys} keys"
         return refuse("mask-form", text)
-    causal = (positions := torch.arange(queries)) <= positions[:, None]
+    causal = (positions := torch.arange(visible.shape[-1])) <= positions[:, None]
     if visible.shape[-2:] == causal.shape and torch.equal(visible, causal.expand_as(visible)):
         return CAUSAL
     return refuse("mask-form", "it is constant, but neither causal nor full")
@@ -190,7 +190,7 @@ def _flash(arguments: dict[str, Any]) -> bool:
         and query.dim() == key.dim() == val.dim() == 4
         and key.shape[-1] == val.shape[-1] == query.shape[-1]
         and query.shape[-1] <= _MAX_HEAD
-        and all(isinstance(size, int) for size in (*query.shape, *key.shape, *val.shape))
+        and all(isinstance(t.shape[dim], int) for t in (query, key, val) for dim in (1, 3))
     )
 
 

@@ -5,19 +5,25 @@ Models build masks and positions from sizes: ``arange``, comparisons, broadcasts
 the user is involved, the values are constant. They are computed at compile time on the CPU, by
 running the nodes of the graph itself.
 
-Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; random numbers;
-results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one tensor.
+Symbolic sizes have values too, where indices are compared, and numbers that are small beside
+``SIZES``: each way in which indices, numbers and sizes may be ordered occurs in one of those.
+
+Refuses, always with a reason: inputs, parameters and buffers; other uses of symbolic sizes; random
+numbers; results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one
+tensor.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.graph.edit import run
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import is_torch, read
+from coda_inductor.graph.read import is_torch, op_name, read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import Body, changes
 from coda_inductor.refusal import Refusal, Refused, refuse
@@ -30,6 +36,13 @@ _LIKE = {
 }
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
+#: Values of two symbolic sizes, and what they may be used with: ops, dtypes and a sum of numbers.
+SIZES = ((67, 137), (137, 67), (67, 67))
+_OPS = (
+    "add", "and_", "arange", "cumsum", "diff", "eq", "expand", "ge", "getitem", "gt", "le", "lt",
+    "ne", "new_ones", "ones", "or_", "sub", "to", "tril", "unsqueeze", "view",
+)  # fmt: skip
+_DTYPES, _SUM = (torch.bool, torch.int32, torch.int64), 32
 #: Limit for one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
 MAX_BYTES = 2**30
 
@@ -57,35 +70,40 @@ class Constants:
         if node in self._outer and self._outer_constants is not None:
             return self._outer_constants._why[self._outer[node]]
         value = fake(node)
-        sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-        symbolic = any(isinstance(size, _SYMBOLS) for size in sizes)
-        if symbolic and not isinstance(value, torch.Tensor):
-            return refuse("mask-size", "its size is symbolic")
+        if isinstance(value, _SYMBOLS):
+            return None if _is_size(value) else refuse("mask-size", "its size is symbolic")
         if node.op in ("placeholder", "get_attr") or not _is_torch(node):
             text = f"it depends on {getattr(node.target, '__name__', node.target)}"
             return refuse("mask-data", text)
         for source in _sources(node):
             if self._why[source] is not None:
                 return self._why[source]
-        if symbolic:
-            return refuse("mask-size", "its size is symbolic")
+        symbols = _symbols(whole := closure([node], _sources))
+        if symbols or any(isinstance(size, _SYMBOLS) for size in getattr(value, "shape", ())):
+            known = 1 <= len(symbols) <= len(SIZES[0]) and _compares_indices(whole)
+            return None if known else refuse("mask-size", "its size is symbolic")
         if isinstance(value, torch.Tensor) and value.numel() * value.itemsize > MAX_BYTES:
             return refuse("mask-form", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
-    def value(self, node: Node) -> torch.Tensor:
-        """The value of ``node`` as a CPU tensor.
+    def values(self, node: Node) -> list[torch.Tensor]:
+        """The value of ``node``, or its values for ``SIZES``, as CPU tensors.
 
         Raises:
             Refused: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
             raise Refused(why)
+        symbols = _symbols(closure([node], _sources))
+        sizes = (dict(zip(symbols, each, strict=False)) for each in (SIZES if symbols else [()]))
+        return [self._value(node, each) for each in sizes]
+
+    def _value(self, node: Node, sizes: dict[str, int]) -> torch.Tensor:
         if node in self._outer and self._outer_constants is not None:
-            return self._outer_constants.value(self._outer[node])
+            return self._outer_constants._value(self._outer[node], sizes)
         with unset_fake_temporarily(), torch.no_grad(), _NoRandom():
             try:
-                result = self._run(node)
+                result = self._run(node, sizes)
             except Refused:
                 raise
             except Exception as error:  # an op that the CPU lacks: the mask stays
@@ -95,7 +113,7 @@ class Constants:
             raise Refused(refuse("mask-form", "it cannot be evaluated on the CPU"))
         return result
 
-    def _run(self, node: Node) -> Any:
+    def _run(self, node: Node, sizes: dict[str, int]) -> Any:
         order = sorted(closure([node], _sources))
         last = {source: user for user in order for source in _sources(user)}
         values: dict[Node, Any] = {}
@@ -110,8 +128,10 @@ class Constants:
                 kwargs = {**kwargs, "device": _CPU}
             if step.target == "cuda":
                 values[step], *_ = args
+            elif isinstance(fake(step), torch.SymInt):
+                values[step] = sizes[str(fake(step))]
             elif step in self._outer and self._outer_constants is not None:
-                values[step] = self._outer_constants.value(self._outer[step])
+                values[step] = self._outer_constants._value(self._outer[step], sizes)
             else:
                 values[step] = run(step.target, args, kwargs)
             for source in _sources(step):
@@ -120,8 +140,40 @@ class Constants:
         return values[node]
 
 
+def _is_size(value: Any) -> bool:
+    """Is it a symbol, not a number made of symbols?"""
+    return isinstance(value, torch.SymInt) and value.node.expr.is_symbol
+
+
+def _symbols(nodes: Iterable[Node]) -> list[str]:
+    """The symbols among ``nodes``."""
+    return sorted({str(fake(node)) for node in nodes if isinstance(fake(node), torch.SymInt)})
+
+
+def _compares_indices(nodes: Iterable[Node]) -> bool:
+    """Do the tensors among ``nodes`` hold indices, at most moved by small numbers, and what
+    compares them?"""
+    numbers: list[float] = []
+
+    def note(each: Any) -> None:
+        numbers.append(abs(each) if isinstance(each, int | float) else 0)
+
+    for node in (n for n in nodes if not isinstance(fake(n), torch.SymInt)):
+        op, sources = op_name(node), node.all_input_nodes
+        if op not in _OPS or getattr(fake(node), "dtype", None) not in _DTYPES:
+            return False
+        if op in ("add", "sub") and len(sources) > 1:
+            return False
+        if op == "cumsum" and fake(sources[0]).dtype != torch.bool:  # it counts
+            return False
+        map_aggregate((node.args, node.kwargs), note)
+    return sum(numbers) <= _SUM
+
+
 def _sources(node: Node) -> list[Node]:
-    """The nodes whose values ``node`` depends on."""
+    """The nodes whose values ``node`` depends on, of a size none."""
+    if isinstance(fake(node), _SYMBOLS):
+        return []
     call = read(node)
     argument = None if call is None else _LIKE.get(call.op)
     if call is None or argument is None or not isinstance(fake(call.get(argument)), torch.Tensor):

@@ -43,7 +43,7 @@ def lowest_mask(q):
 
 def packed_mask(q):
     """As Hugging Face builds it: one document, found by looking for jumps in the positions."""
-    positions = torch.arange(q.shape[-2], device=q.device).expand(2, -1)
+    positions = torch.arange(q.shape[-2], device=q.device).expand(q.shape[0], -1)
     jumps = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     i = torch.arange(q.shape[-2], device=q.device)
     true = i.new_ones((), dtype=torch.bool) & q.new_ones((), dtype=torch.bool)
@@ -155,6 +155,51 @@ def test_a_static_mask_beside_a_symbolic_batch_becomes_a_flag():
     for t in inputs:
         torch._dynamo.mark_dynamic(t, 0)
     assert check(attend, *inputs).counts["constant_mask"] == 1
+
+
+def symbolic(make):
+    """Attention under the mask ``make(query)``, with a symbolic batch and length."""
+
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=make(q))
+
+    inputs = [heads() for _ in range(3)]
+    for t in inputs:
+        torch._dynamo.mark_dynamic(t, 0)
+        torch._dynamo.mark_dynamic(t, 2)
+    return check(attend, *inputs)
+
+
+@pytest.mark.parametrize("make", [arange_mask, packed_mask])
+def test_a_causal_mask_of_a_symbolic_length_becomes_a_flag(make):
+    harness = symbolic(make)
+    assert harness.counts["constant_mask"] == 1
+    assert (calls(harness)[0]["attn_mask"], calls(harness)[0]["is_causal"]) == (None, True)
+
+
+def positions(q):
+    return torch.arange(q.shape[-2])
+
+
+#: Causal at the sizes that torch saw, and why each stays.
+OTHER_SIZES = {
+    "a far window": lambda q: arange_mask(q) & (positions(q)[:, None] - 40 < positions(q)),
+    "a near window": lambda q: arange_mask(q) & (positions(q)[:, None] - 20 < positions(q)),
+    "counts of counts": lambda q: arange_mask(q) | (arange_mask(q).cumsum(-1).cumsum(-1) > 90),
+    "rounding": lambda q: positions(q).half()[:, None] >= positions(q).half(),
+    "sums": lambda q: arange_mask(q) | (positions(q) + positions(q)[:, None] > 25),
+    "products": lambda q: arange_mask(q) | (positions(q) * positions(q) > 30 * 30),
+    "sizes": lambda q: arange_mask(q) | (positions(q) >= 10 * q.shape[0]),
+    "a batch": lambda q: arange_mask(q) | (torch.arange(q.shape[0])[-1] + 12 < positions(q)),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SIZES)
+def test_a_mask_that_may_mean_something_else_at_other_sizes_stays(case):
+    harness = symbolic(OTHER_SIZES[case])
+    assert not harness.counts["constant_mask"]
+    why = {"a near window": "neither causal nor full", "a batch": "something else at other sizes"}
+    assert why.get(case, "its size is symbolic") in reasons(harness)
 
 
 # Spellings of "each key and value head serves n query heads".
