@@ -5,14 +5,16 @@ Models build masks and positions from sizes: ``arange``, comparisons, broadcasts
 the user is involved, the values are constant. They are computed at compile time on the CPU, by
 running the nodes of the graph itself.
 
-Symbolic sizes have values too, where indices are compared, and numbers that are small beside
-``SIZES``: each way in which indices, numbers and sizes may be ordered occurs in one of those.
+Up to two symbolic sizes get values too, where indices are compared with each other or with numbers:
+those are added up, and each way in which indices, sizes and so many steps between them may be
+ordered occurs at larger sizes, of which the first, the second or none is the larger one.
 
 Refuses, always with a reason: inputs, parameters and buffers; other uses of symbolic sizes; random
 numbers; results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one
 tensor.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,13 +38,10 @@ _LIKE = {
 }
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
-#: Values of two symbolic sizes, and what they may be used with: ops, dtypes and a sum of numbers.
-SIZES = ((67, 137), (137, 67), (67, 67))
-_OPS = (
-    "add", "and_", "arange", "cumsum", "diff", "eq", "expand", "ge", "getitem", "gt", "le", "lt",
-    "ne", "new_ones", "ones", "or_", "sub", "to", "tril", "unsqueeze", "view",
-)  # fmt: skip
-_DTYPES, _SUM = (torch.bool, torch.int32, torch.int64), 32
+#: What may be computed of symbolic sizes, in which dtypes, and the largest sum of its numbers.
+_OPS = ("add", "and_", "arange", "cumsum", "diff", "eq", "expand", "ge", "getitem", "gt", "le",
+        "lt", "ne", "new_ones", "ones", "or_", "sub", "to", "tril", "unsqueeze")  # fmt: skip
+_DTYPES, _FAR = (torch.bool, torch.int32, torch.int64), 256
 #: Limit for one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
 MAX_BYTES = 2**30
 
@@ -80,23 +79,25 @@ class Constants:
                 return self._why[source]
         symbols = _symbols(whole := closure([node], _sources))
         if symbols or any(isinstance(size, _SYMBOLS) for size in getattr(value, "shape", ())):
-            known = 1 <= len(symbols) <= len(SIZES[0]) and _compares_indices(whole)
+            known = 1 <= len(symbols) <= 2 and _reach(whole) <= _FAR
             return None if known else refuse("mask-size", "its size is symbolic")
         if isinstance(value, torch.Tensor) and value.numel() * value.itemsize > MAX_BYTES:
             return refuse("mask-form", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
     def values(self, node: Node) -> list[torch.Tensor]:
-        """The value of ``node``, or its values for ``SIZES``, as CPU tensors.
+        """The value of ``node``, or its values at three pairs of symbolic sizes, as CPU tensors.
 
         Raises:
             Refused: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
             raise Refused(why)
-        symbols = _symbols(closure([node], _sources))
-        sizes = (dict(zip(symbols, each, strict=False)) for each in (SIZES if symbols else [()]))
-        return [self._value(node, each) for each in sizes]
+        if not (symbols := _symbols(whole := closure([node], _sources))):
+            return [self._value(node, {})]
+        small, large = (n * (2 * int(_reach(whole)) + 3) for n in (1, 2))
+        pairs = (small, large), (large, small), (small, small)
+        return [self._value(node, dict(zip(symbols, pair, strict=False))) for pair in pairs]
 
     def _value(self, node: Node, sizes: dict[str, int]) -> torch.Tensor:
         if node in self._outer and self._outer_constants is not None:
@@ -150,24 +151,26 @@ def _symbols(nodes: Iterable[Node]) -> list[str]:
     return sorted({str(fake(node)) for node in nodes if isinstance(fake(node), torch.SymInt)})
 
 
-def _compares_indices(nodes: Iterable[Node]) -> bool:
-    """Do the tensors among ``nodes`` hold indices, at most moved by small numbers, and what
-    compares them?"""
+def _reach(nodes: Iterable[Node]) -> float:
+    """The sum of the numbers by which ``nodes`` move indices or with which they compare them, or of
+    indices that are no symbol's; ``inf`` if their tensors hold something else than indices and what
+    compares them."""
     numbers: list[float] = []
 
-    def note(each: Any) -> None:
+    def add(each: Any) -> None:
         numbers.append(abs(each) if isinstance(each, int | float) else 0)
 
     for node in (n for n in nodes if not isinstance(fake(n), torch.SymInt)):
         op, sources = op_name(node), node.all_input_nodes
         if op not in _OPS or getattr(fake(node), "dtype", None) not in _DTYPES:
-            return False
+            return math.inf
         if op in ("add", "sub") and len(sources) > 1:
-            return False
+            return math.inf
         if op == "cumsum" and fake(sources[0]).dtype != torch.bool:  # it counts
-            return False
-        map_aggregate((node.args, node.kwargs), note)
-    return sum(numbers) <= _SUM
+            return math.inf
+        if op not in ("expand", "new_ones", "ones"):
+            map_aggregate((node.args, node.kwargs), add)
+    return sum(numbers)
 
 
 def _sources(node: Node) -> list[Node]:
