@@ -196,11 +196,9 @@ CASES = {
     ),
     "constant_mask": Case(
         of.masked, ATTENTION, fired("constant_mask"), "attention", ("constant_mask", "attention"),
-        but={"any size": 0},
     ),
     "grouped_heads": Case(
         of.grouped, GROUPED, fired("grouped_heads"), "attention", ("grouped_heads", "attention"),
-        but={"any size": 0},
     ),
     "block_mask": Case(
         of.data_masked, ATTENTION, fired("block_mask"), "block_masks",
