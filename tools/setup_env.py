@@ -81,6 +81,8 @@ def main() -> None:
         say("not everything is there yet")
     elif (CHOSEN_TORCH or not gpu) and not pip(python, *how, CPU_TORCH):
         say("could not install", CPU_TORCH, "- trying what this Python has")
+    else:  # Python 3.11's own pip needs 6 s more of CPU for what follows
+        pip(python, *how, "--upgrade", "pip")
     if pip(python, *target):
         return
 
