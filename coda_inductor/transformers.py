@@ -146,9 +146,9 @@ def without_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., A
         look = alone and model.training not in needed and not torch.compiler.is_compiling()
         if look and isinstance(mask, torch.Tensor) and mask.shape == shape:
             rows = {name for name, each in inputs.items() if getattr(each, "shape", None) == shape}
-            behind = causal and model.training and not inputs.get("output_router_logits")
-            asked = rows == {"input_ids", "attention_mask", "labels"} and behind
-            if _changes_nothing(mask, inputs["labels"] if asked else None):
+            asked = rows == {"input_ids", "attention_mask", "labels"} and model.training
+            asked &= causal and not inputs.get("output_router_logits")
+            if _changes_nothing(mask, inputs["labels"].to(mask.device) if asked else None):
                 inputs["attention_mask"] = None
             else:
                 needed.add(model.training)
