@@ -19,20 +19,10 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base, closure, readers
 from coda_inductor.kernels import joinable
-from coda_inductor.program import (
-    OPS,
-    EpilogueProgram,
-    Operand,
-    Reduce,
-    Step,
-    Store,
-    consistent,
-    simplify,
-    verify,
-)
+from coda_inductor.program import OPS, EpilogueProgram, consistent, simplify, verify
 from coda_inductor.program.dtypes import HALF, dtype_name
-from coda_inductor.program.ir import OF_ROWS
-from coda_inductor.program.operands import KINDS
+from coda_inductor.program.ir import OF_ROWS, Reduce, Step, Store
+from coda_inductor.program.operands import KINDS, Operand
 from coda_inductor.program.statistics import ROUNDING
 from coda_inductor.refusal import Refusal
 
