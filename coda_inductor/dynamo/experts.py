@@ -39,8 +39,8 @@ from coda_inductor.graph.nodes import fake, is_cast, is_erased, plain
 from coda_inductor.graph.read import Call, called, kind, op_name, read
 from coda_inductor.graph.sizes import same, same_layout
 from coda_inductor.graph.walk import base, chain, closure, only_reader
-from coda_inductor.matching import Hazards, bodies, memory, move, mutates, replace
-from coda_inductor.matching.guards import written_nodes
+from coda_inductor.matching import Hazards, bodies, memory, move, replace
+from coda_inductor.matching.guards import mutates, written_nodes
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, group_rows

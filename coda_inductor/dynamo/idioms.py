@@ -31,17 +31,8 @@ from coda_inductor.graph.nodes import fake, is_erased
 from coda_inductor.graph.read import kind
 from coda_inductor.graph.sizes import same_strides
 from coda_inductor.log import logger, warn_once
-from coda_inductor.matching import (
-    Flat,
-    Hazards,
-    Match,
-    bodies,
-    first_match,
-    forward_mode,
-    match_ops,
-    replace,
-    writes_to,
-)
+from coda_inductor.matching import Flat, Hazards, Match, bodies, first_match, match_ops
+from coda_inductor.matching.guards import forward_mode, replace, writes_to
 from coda_inductor.patterns import Pattern
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse

@@ -34,7 +34,8 @@ from coda_inductor.graph.edit import evaluate
 from coda_inductor.graph.nodes import fake, plain
 from coda_inductor.graph.read import is_torch, read
 from coda_inductor.graph.sizes import same_layout
-from coda_inductor.matching import bodies, changes_mode, memory
+from coda_inductor.matching import bodies, memory
+from coda_inductor.matching.guards import changes_mode
 from coda_inductor.record import Record
 
 _OPERATORS = {

@@ -11,22 +11,12 @@ bodies     the graphs inside a graph
 
 from coda_inductor.graph.nodes import fake as value
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.guards import (
-    changes,
-    changes_mode,
-    forward_mode,
-    memory,
-    move,
-    mutates,
-    replace,
-    writes_to,
-)
+from coda_inductor.matching.guards import changes, forward_mode, memory, move, replace, writes_to
 from coda_inductor.matching.hazards import Hazards
 from coda_inductor.matching.match import Flat, Idiom, Match, first_match, match_ops
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
-    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode",
-    "first_match", "forward_mode", "match_ops", "memory", "move", "mutates", "normalize", "replace",
-    "value", "writes_to",
+    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "first_match",
+    "forward_mode", "match_ops", "memory", "move", "normalize", "replace", "value", "writes_to",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from harness import Harness
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.utils.checkpoint import checkpoint
 
-from coda_inductor.matching import mutates, replace
+from coda_inductor.matching.guards import mutates, replace
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16

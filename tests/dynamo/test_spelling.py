@@ -10,7 +10,7 @@ from harness import Harness
 from torch import nn
 from zoo.layers import Gated
 
-from coda_inductor.matching import mutates
+from coda_inductor.matching.guards import mutates
 from coda_inductor.semantic import rms_norm
 
 D, WIDE = 16, 24
