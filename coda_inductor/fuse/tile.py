@@ -12,14 +12,7 @@ from torch.fx import Node
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import heads
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.gemms import (
-    bias_of,
-    bias_of_groups,
-    producer,
-    routes_of,
-    scales_of,
-    unscaled,
-)
+from coda_inductor.graph.gemms import bias_of, group_bias, producer, routes_of, scales_of, unscaled
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
@@ -178,7 +171,7 @@ class Tile:
         self._mark(arg, len(self.history) - 1)
         if arg in self.bans:
             return
-        bias = bias_of_groups(arg, self.anchor, self.n)
+        bias = group_bias(arg, self.anchor, self.n)
         if bias is not None and not self._depends(bias) and not _wider(bias, self.anchor):
             self._assign(arg, self.region.operand(bias, "row"), pull=True)
             return
@@ -215,7 +208,7 @@ class Tile:
         for n in node.all_input_nodes:
             if self._value(n) is None and constant(n) is None and isinstance(fake(n), torch.Tensor):
                 tile = source(n)
-                lone = tile not in tiles and bias_of_groups(n, self.anchor, self.n) is None
+                lone = tile not in tiles and group_bias(n, self.anchor, self.n) is None
                 if lone and self._misfit(tile) and classify(fake(n).shape, full) == "tile":
                     new.add(tile)
         return new

@@ -63,7 +63,7 @@ def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
     return args["offsets"], args["rows"]
 
 
-def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
+def group_bias(x: Node, gemm: Node, n: int) -> Node | None:
     """The (E, ``n``) tensor whose row e ``x`` repeats for group e of ``gemm``, or None."""
     if x.target is not group_rows or arguments(x)["offsets"] is not routes_of(gemm)[0]:
         return None
