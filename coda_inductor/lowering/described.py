@@ -21,14 +21,9 @@ def unfused(gemm: Node, scope: Scope) -> SiteReport:
     """The report of a GEMM that is not fused, without a reason."""
     shape = (*fake(gemm).shape, fake(gemm_inputs(gemm)[0]).shape[-1])
     traffic = bytes_of(gemm, *gemm.all_input_nodes)
-    role = "weight gradient" if is_wgrad(gemm) else "input gradient"
-    return SiteReport(
-        locate(gemm),
-        shape,
-        bytes_before=traffic,
-        bytes_after=traffic,
-        role="forward" if gemm in scope.forward else role,
-    )
+    gradient = "weight gradient" if is_wgrad(gemm) else "input gradient"
+    role = "forward" if gemm in scope.forward else gradient
+    return SiteReport(locate(gemm), shape, role=role, bytes_before=traffic, bytes_after=traffic)
 
 
 def is_wgrad(anchor: Node) -> bool:

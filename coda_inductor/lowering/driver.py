@@ -33,16 +33,7 @@ from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import readers
 from coda_inductor.kernels import Site, Tuner
 from coda_inductor.log import logger
-from coda_inductor.lowering.described import (
-    bytes_moved,
-    idle_reason,
-    is_wgrad,
-    name_of,
-    op_names,
-    short,
-    stop,
-    unfused,
-)
+from coda_inductor.lowering import described
 from coda_inductor.lowering.lower import SITE, lower
 from coda_inductor.options import GEMM
 from coda_inductor.record import Record
@@ -159,16 +150,16 @@ class _Planner:
         except Exception as error:
             logger.debug("planning %s failed", anchor.name, exc_info=True)
             why = failed(error).at("gemm", locate(anchor))
-            return _refuse_site(unfused(anchor, self.scope), why)
+            return _refuse_site(described.unfused(anchor, self.scope), why)
 
     def _plan(self, anchor: Node) -> _SitePlan:
-        report = unfused(anchor, self.scope)
+        report = described.unfused(anchor, self.scope)
         if self.record.plan.dry:
             report = replace(report, choice=self.record.plan.estimate_plain(anchor))
         if (why := overlap(anchor) or self.record.sites.refusal(anchor)) is not None:
             neighbours = (u for u in readers(anchor)[1] if u.target in _ABSORBED or is_cast(u))
-            if (why.failure or is_wgrad(anchor)) and not any(neighbours):  # nothing is lost
-                text = f"nothing to absorb, and {why.text}"
+            if (why.failure or described.is_wgrad(anchor)) and not any(neighbours):
+                text = f"nothing to absorb, and {why.text}"  # nothing is lost
                 why = refuse("no-neighbours", text)
             return _refuse_site(report, _excuse(anchor, why))
         _, users = readers(anchor, lambda n: renames(n) or is_transpose(n))
@@ -183,7 +174,7 @@ class _Planner:
                     continue
                 region, site = result
                 if region.idle and not region.program.grouped:
-                    return _refuse_site(report, idle_reason(region))
+                    return _refuse_site(report, described.idle_reason(region))
                 check_views(region)
             except Refused as error:
                 first = first or error.refusal
@@ -201,7 +192,7 @@ class _Planner:
             copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
         return self.record.sites.refined(
             region, terms=terms, copied=copied, after=self._later_reads(region),
-            name=name_of(region.anchors),
+            name=described.name_of(region.anchors),
         )  # fmt: skip
 
     def _candidates(self, anchor: Node) -> Iterator[Builder]:
@@ -260,16 +251,17 @@ class _Planner:
             return site.choice.refusal
         if region.program.grouped and not _SITE_COUNTERS.intersection(patterns):
             patterns = ["experts", *(name for name in patterns if name != "epilogue")]
-        before, after = bytes_moved(region, site.choice.config)
+        before, after = described.bytes_moved(region, site.choice.config)
+        ended = region.refusals.items()
         report = replace(
             report,
             site=site.name,
             shape=region.shape,
             patterns=tuple(patterns),
-            absorbed=op_names(region),
+            absorbed=described.op_names(region),
             bytes_before=before,
             bytes_after=after,
-            stops=tuple(stop(n, why).at(short(n), n.name) for n, why in region.refusals.items()),
+            stops=tuple(described.stop(n, why).at(described.short(n), n.name) for n, why in ended),
             choice=site.choice,
             program=site.program,
         )
@@ -304,7 +296,7 @@ def _disabled(name: str) -> Refusal:
 
 def _excuse(anchor: Node, why: Refusal | None) -> Refusal | None:
     """``why``, but as an excused reason for a weight gradient, whose K no kernel may support."""
-    return why.excused() if why is not None and is_wgrad(anchor) else why
+    return why.excused() if why is not None and described.is_wgrad(anchor) else why
 
 
 def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:
