@@ -74,7 +74,7 @@ def _term(node: Any, logits: Node) -> tuple[str, Columns] | None:
     return None
 
 
-def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
+def through_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     """(dz, c) if ``logits`` are soft-capped by c, and ``gradient`` is their gradient; else
     (gradient, 0). A cap whose tanh is kept with more bits than ``logits`` does not count: the
     derivative would be less exact if it were computed from the logits."""

@@ -30,20 +30,16 @@ from coda_inductor.graph.walk import bare, readers, widens
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.rewrite.loss.logit_gradients import constant_factor
-from coda_inductor.semantic.loss import (
-    cross_entropy,
-    cross_entropy_backward,
-    entropy,
-    entropy_backward,
-)
+from coda_inductor.semantic import loss
 
-_FORWARD, _BACKWARD = (cross_entropy, entropy), (cross_entropy_backward, entropy_backward)
+_FORWARD = (loss.cross_entropy, loss.entropy)
+_BACKWARD = (loss.cross_entropy_backward, loss.entropy_backward)
 
 
 def round_scaled_logits(graph: Graph, record: Record) -> None:
     """Apply the rewrite to the logits of every loss of ``graph``, in place."""
     losses = [n for n in graph.nodes if n.target in _FORWARD]
-    for logits in dict.fromkeys(arguments(loss)["logits"] for loss in losses):
+    for logits in dict.fromkeys(arguments(n)["logits"] for n in losses):
         if (dtype := _rounded_dtype(logits, record)) is not None:
             users, put = list(logits.users), Put(logits, logits.next)
             narrow = put.cast(logits, dtype)

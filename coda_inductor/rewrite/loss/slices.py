@@ -52,20 +52,15 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.loss.logit_gradients import (
-    through_factor,
-    through_soft_cap,
-    with_row_terms,
-)
+from coda_inductor.rewrite.loss.logit_gradients import through_cap, through_factor, with_row_terms
 from coda_inductor.rewrite.loss.rounded import kept
 from coda_inductor.semantic import loss
-from coda_inductor.semantic.loss import cross_entropy_backward
 
 
 def slice_loss_gradient(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every ``cross_entropy_backward`` of ``graph``, in place."""
     name = "cross_entropy_backward"
-    for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
+    for node in [n for n in graph.nodes if n.target is loss.cross_entropy_backward]:
         off = not record.enabled(name)
         why = refuse("disabled", f"options['disable'] names {name}") if off else _slice(node)
         if why is not None:
@@ -81,7 +76,7 @@ def _slice(node: Node) -> Refusal | None:
     logits = fake(kwargs["logits"])
     columns = logits.shape[-1]
     gradient, penalty, spread = with_row_terms(node, read)
-    gradient, cap = through_soft_cap(gradient, read)
+    gradient, cap = through_cap(gradient, read)
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
     transposed = [u for u in users if is_transpose(u)]
