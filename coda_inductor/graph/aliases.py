@@ -15,19 +15,16 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor import compat
-from coda_inductor.compat import tree_leaves
 from coda_inductor.graph.nodes import DYNAMO, aten, fake, may_view
 from coda_inductor.graph.read import is_torch, kind, op_name
 from coda_inductor.graph.walk import closure
 
 #: Ops of torch whose result depends on the strides or on the storage of a tensor.
-_BY_MEMORY = frozenset(
-    {
-        "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "set_", "resize",
-        "resize_", "resize_as_", "stride", "sym_stride", "storage_offset", "sym_storage_offset",
-        "is_contiguous", "data_ptr", "untyped_storage",
-    }
-)  # fmt: skip
+_BY_MEMORY = {
+    "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "set_", "resize",
+    "resize_", "resize_as_", "stride", "sym_stride", "storage_offset", "sym_storage_offset",
+    "is_contiguous", "data_ptr", "untyped_storage",
+}  # fmt: skip
 #: Operators with graphs inside that read elements.
 _BY_ELEMENT = ("flex_attention", "flex_attention_backward")
 #: Libraries whose ops read elements; others may have promised strides to their ops.
@@ -44,7 +41,7 @@ def inspected(node: Node) -> list[Node]:
     first = name in _BY_MEMORY or (name == "view" and not kind(node))  # view(dtype)
     if not first and not _by_memory(node):
         return []
-    inputs = [n for n in tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
+    inputs = [n for n in compat.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
     return inputs[:1] if first else inputs
 
 
@@ -67,7 +64,7 @@ def memory(node: Node) -> set[int] | None:
     if value is None:
         return None
     try:
-        return {compat.storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+        return {compat.storage(t) for t in compat.tree_leaves(value) if isinstance(t, torch.Tensor)}
     except NotImplementedError:  # sparse tensors have none
         return None
 
@@ -108,7 +105,7 @@ def _writes(node: Node, name: Node) -> bool:
         return False
     args = dict(zip((a.name for a in op_schema.arguments), node.args, strict=False)) | node.kwargs
     to = [a.name for a in op_schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return any(name in tree_leaves(args.get(argument)) for argument in to)
+    return any(name in compat.tree_leaves(args.get(argument)) for argument in to)
 
 
 def old_values(graph: Graph) -> dict[Node, None]:

@@ -16,21 +16,17 @@ from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bindings, bodies, subgraphs
 from coda_inductor.refusal import Refusal, refuse
 
-_STATE = frozenset(
-    {
-        "_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast",
-        "_enter_inference_mode", "_exit_inference_mode", "_saved_tensors_hooks_disable",
-        "_saved_tensors_hooks_enable", "set_autocast_enabled", "set_autocast_dtype",
-    }
-)  # fmt: skip
-_INPLACE_OPERATORS = frozenset(
-    {
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-        operator.imatmul, operator.imod, operator.ipow, operator.iand, operator.ior,
-        operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
-    }
-)  # fmt: skip
-_INPLACE_METHODS = frozenset(f"__{op.__name__}__" for op in _INPLACE_OPERATORS)
+_STATE = {
+    "_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast",
+    "_enter_inference_mode", "_exit_inference_mode", "_saved_tensors_hooks_disable",
+    "_saved_tensors_hooks_enable", "set_autocast_enabled", "set_autocast_dtype",
+}  # fmt: skip
+_INPLACE_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imatmul, operator.imod, operator.ipow, operator.iand, operator.ior,
+    operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
+}  # fmt: skip
+_INPLACE_METHODS = {f"__{op.__name__}__" for op in _INPLACE_OPERATORS}
 
 
 def mutates(node: Node) -> bool:

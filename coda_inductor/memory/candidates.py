@@ -24,13 +24,11 @@ from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure, readers
 
 #: Ops without the tag of pointwise ops that still cost nothing of their own.
-_LIGHT = frozenset(
-    {
-        aten.clone.default, aten.full.default, aten.scalar_tensor.default, prims.iota.default,
-        prims.convert_element_type.default, to_copy, prims.rev.default,
-        aten.full_like.default, aten.zeros_like.default, aten.arange.start_step,
-    }
-)  # fmt: skip
+_LIGHT = {
+    aten.clone.default, aten.full.default, aten.scalar_tensor.default, prims.iota.default,
+    prims.convert_element_type.default, to_copy, prims.rev.default,
+    aten.full_like.default, aten.zeros_like.default, aten.arange.start_step,
+}  # fmt: skip
 #: Ops that Inductor runs in the memory of their first argument, which is a fresh tensor of zeros.
 _WRITTEN_INTO = frozenset(
     {aten.index_put.default, unsafe_index_put, aten.scatter.src, aten.scatter_add.default}

@@ -15,9 +15,7 @@ from coda_inductor.program.ir import EpilogueProgram, Step, Store
 from coda_inductor.program.statistics import ROUNDING
 
 #: Ops whose two arguments may be exchanged.
-_COMMUTATIVE = frozenset(
-    {"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"}
-)
+_COMMUTATIVE = {"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"}
 
 
 def simplify(program: EpilogueProgram, *, exact: bool = False) -> EpilogueProgram:
