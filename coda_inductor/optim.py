@@ -41,13 +41,6 @@ class Updated(Tensor):
     """Stands for a gradient that has been used: it has the shape of the weight, no memory, and
     raises when something reads it, such as ``clip_grad_norm_`` or a ``GradScaler``."""
 
-    @staticmethod
-    def of(weight: Tensor) -> "Updated":
-        """The mark for ``weight``."""
-        return make_wrapper_subclass(
-            Updated, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
-        )
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Updated(shape={tuple(self.shape)})"
 
@@ -167,7 +160,9 @@ def _step(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradient:
     finally:
         optimizer.param_groups = groups
     increment_version(weight)  # a second backward pass is an error also behind fused kernels
-    weight.grad = Updated.of(weight)
+    weight.grad = make_wrapper_subclass(
+        Updated, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+    )
 
 
 _OWNERS = WeakIdKeyDictionary()  #: weight -> its ``_Owner``

@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     cannot be traced, or writing the page fails."""
     from coda_inductor.explanation import explain
 
-    if arguments.out and (why := _unwritable(Path(arguments.out).resolve())):
+    page = Path(arguments.out).resolve() if arguments.out else None  # first: the rest takes long
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        why = "it is a folder" if page.is_dir() else "its folder does not exist"
         raise OptionError(f"--out {arguments.out}: {why}")
     options = models.options_of(arguments)
     model, args, kwargs = models.model_of(arguments, arguments.tokens)
@@ -50,10 +52,3 @@ def run(arguments: argparse.Namespace) -> int:
             raise CodaError(f"the page cannot be written: {error}") from None
         sys.stdout.write(f"\nwrote {path}\n")
     return 0
-
-
-def _unwritable(page: Path) -> str:
-    """The reason why the file cannot be written, else empty. Checked first: the rest takes long."""
-    if page.is_dir():
-        return "it is a folder"
-    return "" if page.parent.is_dir() else "its folder does not exist"

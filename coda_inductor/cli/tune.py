@@ -29,7 +29,8 @@ HELP = "measure on this GPU what a model needs; show the measurements"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     models.arguments(parser)
-    parser.add_argument("--tokens", metavar="N[,N...]", type=_lengths,
+    parser.add_argument("--tokens", metavar="N[,N...]",
+                        type=lambda text: [models.positive(part) for part in text.split(",")],
                         help="tokens a sequence, by default 2048 (--hf); several are measured in "
                         "turn")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600.0, help="at most, for each graph")
@@ -104,10 +105,6 @@ def _summary(cache: Measurements, before: set[str], noun: str) -> None:
     if new:
         measurements.advance()
     sys.stdout.write(f"{noun}: {new} sites measured, kept in {cache.path}\n")
-
-
-def _lengths(text: str) -> list[int]:
-    return [models.positive(part) for part in text.split(",")]
 
 
 def _row(key: str, figures: Figures) -> tuple[object, ...]:

@@ -201,11 +201,7 @@ def _results_on_meta(gm: GraphModule) -> Callable[..., Any]:
     """A function that returns tensors on meta like the results of ``gm``, which is for a CPU."""
     (results,) = gm.graph.output_node().args
     values = [fake(result) for result in results]
-
-    def call(*_: Any) -> list[Any]:
-        return [_on_meta(value) if isinstance(value, torch.Tensor) else value for value in values]
-
-    return call
+    return lambda *_: [_on_meta(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:

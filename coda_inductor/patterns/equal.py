@@ -153,9 +153,7 @@ def _normal(expr: Any) -> Any:
     expr = expr.rewrite(_HYPERBOLIC, sympy.exp) if expr.has(*_HYPERBOLIC) else expr
     expr = sympy.powsimp(sympy.expand_power_exp(sympy.powdenest(expr)))
     expr = _without_roots(sympy.together(sympy.expand_power_exp(expr)))
-    if expr == 0:
-        return expr
-    return sympy.simplify(expr)
+    return expr if expr == 0 else sympy.simplify(expr)
 
 
 def _without_roots(expr: Any) -> Any:

@@ -59,9 +59,8 @@ def recompute_in_backward(graph: Graph, _record: Record) -> None:
     for node in read:
         if node in derivable:
             for user in _backward_readers(node, scope):
-                if _compares(user, scope):
-                    continue
-                user.replace_input_with(node, _copy(graph, node, derivable, copies, first))
+                if not _compares(user, scope):
+                    user.replace_input_with(node, _copy(graph, node, derivable, copies, first))
     stable_topological_sort(graph)  # readers that need no tangent may be before the copies
 
 

@@ -41,9 +41,8 @@ def keep_tables(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint or inference graph, in place."""
     for node in [n for n in graph.nodes if n.target in _SLOW]:
         table = _end(node)
-        if table.target is KEEP or not _is_shared(table):
-            continue
-        replace(table, Put(table, table.next)(KEEP, table))
+        if table.target is not KEEP and _is_shared(table):
+            replace(table, Put(table, table.next)(KEEP, table))
 
 
 def _end(node: Node) -> Node:

@@ -104,7 +104,6 @@ def _slice(node: Node) -> Refusal | None:
         return refuse("no-gain", why)
     last = max(n for n in (node, weight, x, *(penalty or ()), *(spread or ())) if n is not None)
     put = Put(node, last.next)
-    results: dict[Node, Node] = {}
     dlse = None if penalty is None else _times_softmax(put, kwargs["lse"], *penalty)
     wide = fake(kwargs["lse"]).dtype
     dloss, *vectors = (kwargs[name] for name in ("dloss", "logits", "target", "lse", "number"))
@@ -117,9 +116,8 @@ def _slice(node: Node) -> Refusal | None:
         dentropy = None if dentropy is None else put.mul(dentropy, factor)
     args = (dloss, *vectors, weight, x, dlse, dentropy, entropies, *options, cap, bool(sums))
     call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
-    for i, gemms in enumerate((dgrads, wgrads, sums)):
-        if gemms:
-            results[gemms[0]] = put(operator.getitem, call, i)
+    gradients = enumerate((dgrads, wgrads, sums))
+    results = {gemms[0]: put(operator.getitem, call, i) for i, gemms in gradients if gemms}
     for bias in sums:
         shape = [1] * (fake(bias).dim() - 1) + [-1]
         viewed = put(aten.view.default, results[bias], shape)
