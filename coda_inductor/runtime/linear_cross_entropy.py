@@ -7,6 +7,7 @@ not rounded more often than by one GEMM."""
 import torch
 from torch import Tensor
 
+from coda_inductor.program.reference import accumulate
 from coda_inductor.semantic import loss
 from coda_inductor.semantic.define import opaque, schema_text
 from coda_inductor.semantic.loss import row_weights
@@ -82,12 +83,11 @@ def dlogits(
 
 def _accumulate(total: Tensor | None, piece: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     """``total + piece @ weight`` in the compute dtype; the products themselves run in 16 bits."""
-    if not piece.is_cuda or piece.dtype == wide:
-        product = piece.to(wide) @ weight.to(wide)
-        return product if total is None else total.add_(product)
     if total is None:
-        return torch.mm(piece, weight, out_dtype=wide)
-    return torch.addmm(total, piece, weight, out_dtype=wide, out=total)
+        return accumulate(piece, weight, wide)
+    if piece.is_cuda and piece.dtype != wide:
+        return torch.addmm(total, piece, weight, out_dtype=wide, out=total)
+    return total.add_(accumulate(piece, weight, wide))
 
 
 def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 (op's signature)
