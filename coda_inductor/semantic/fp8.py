@@ -15,9 +15,6 @@ from coda_inductor.compat import scaled_mm as multiply
 from coda_inductor.semantic.define import compose, define
 from coda_inductor.semantic.fp8_casts import TURN, saturated
 
-#: The dtypes that Hopper's tensor cores multiply.
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
 #: The least amax, so that a row of zeros has a scale too (torchao's ``float8_utils.EPS``).
 EPS = 1e-12
 
