@@ -16,7 +16,6 @@ from coda_inductor import table
 from coda_inductor.explanation.result import Explanation, common_text, locations
 from coda_inductor.kernels import render
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.table import Row
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -44,9 +43,9 @@ def _read_own(name: str) -> Markup:
     return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of ours)
 
 
-def _sources(rows: list[Row]) -> list[dict[str, Any]]:
+def _sources(rows: list[table.Row]) -> list[dict[str, Any]]:
     """Each distinct program: its text, its kernel's source (highlighted) and its sites."""
-    programs: dict[EpilogueProgram, list[Row]] = {}
+    programs: dict[EpilogueProgram, list[table.Row]] = {}
     for row in rows:
         if row.site.program is not None:
             programs.setdefault(row.site.program, []).append(row)

@@ -19,7 +19,6 @@ from coda_inductor.select import roofline
 from coda_inductor.select.config import Config, configs_in, legal_configs
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.measurements import Measurements, measurements_of
-from coda_inductor.select.roofline import MARGIN, product_us
 from coda_inductor.select.site import Site
 
 #: How many configs of a site are compiled and timed.
@@ -116,7 +115,7 @@ def host_bound(
     """The reason if all GEMMs of a graph, each (M, N, K), are left to cuBLAS, or None. The GPU
     would wait for the host, and our launches take the host longer than cuBLAS's. CUDA graphs remove
     this limit: the host then launches no kernels."""
-    us = sum(product_us(m, n, k, gpu) for m, n, k in gemms)
+    us = sum(roofline.product_us(m, n, k, gpu) for m, n, k in gemms)
     call_us = gpu.host_trained_us if training else gpu.host_gemm_us
     host = _HOST * ((gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * call_us)
     if us >= host:
@@ -143,7 +142,7 @@ def unmeasured(gpu: Gpu) -> Refusal | None:
 
 def loses(
     site: Site, fused: float, unfused: float,
-    code: str = "expected-slower", least: float = MARGIN - 1,
+    code: str = "expected-slower", least: float = roofline.MARGIN - 1,
 ) -> Refusal | None:  # fmt: skip
     """The reason if ``site`` should not be fused, or None. The microseconds are expected or
     measured, as ``code`` says, and a kernel must be faster by ``least`` of its time."""

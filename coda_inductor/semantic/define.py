@@ -16,7 +16,6 @@ from torch import Tensor
 
 from coda_inductor import compat
 from coda_inductor.compat import OpOverload, storage, tree_map
-from coda_inductor.compat import schema as schema_of
 
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 #: Results of :func:`once`, and the most that are kept.
@@ -138,7 +137,7 @@ def compose(schema: str = "", *, name: str) -> Callable[[Callable[..., Any]], Op
 
 def _differentiable(op: OpOverload, gradient: Callable[..., Any], wrt: tuple[str, ...]) -> None:
     names = parameters(op)
-    statistics = [result.name for result in schema_of(op).returns[1:]]
+    statistics = [result.name for result in compat.schema(op).returns[1:]]
     arguments = parameters(gradient)[1:]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -166,7 +165,7 @@ def _differentiable(op: OpOverload, gradient: Callable[..., Any], wrt: tuple[str
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the parameters of a plain function, or of an op."""
-    if (schema := schema_of(function)) is not None:
+    if (schema := compat.schema(function)) is not None:
         return tuple(argument.name for argument in schema.arguments)
     code = function.__code__
     return code.co_varnames[: code.co_argcount]
