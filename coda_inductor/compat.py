@@ -158,6 +158,7 @@ _ROWS: tuple[tuple[str, str, Any], ...] = (
      "explain takes no model with graph breaks that depend on data", _NeverRaised),
     ("torch._dynamo.config as dynamo_config",
      "explain may show symbolic sizes, and CodaCallback lets DDP cut graphs", _NO_CONFIG),
+    ("torch._dynamo.maybe_mark_dynamic", "CodaCallback compiles padded batches twice", _nothing),
     ("torch._functorch.config as functorch_config",
      "memory budgets are ignored, and explain may leave entries in torch's caches", _NO_CONFIG),
     ("torch._subclasses.meta_utils.MetaTensorDescriber",

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from coda_inductor.compat import dynamo_config, forward_hooks, is_compiled, wrap_compiled_call
+from coda_inductor import compat
 from coda_inductor.errors import CodaError
 from coda_inductor.log import say_once
 from coda_inductor.report import GraphReport, kept
@@ -58,20 +58,21 @@ class CodaCallback(TrainerCallback):
             if getattr(config, "use_cache", False) and not args.use_cache:
                 config.use_cache = False
                 self.undo.callback(setattr, config, "use_cache", True)
-        compiled = is_compiled(model)
+        compiled = compat.is_compiled(model)
         if args.torch_compile or (compiled and model is not self.compiled):
             say_once("CodaCallback leaves the model as it is, which is compiled already")
             return
         self.undo.callback(free_inputs(model))
         if self.unchecked:
-            self.undo.enter_context(dynamo_config.patch(optimize_ddp=False))
+            self.undo.enter_context(compat.dynamo_config.patch(optimize_ddp=False))
         blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
         if not blocks and (undo := open_head(model)) is not None:
             self.undo.callback(undo)
         for part in () if compiled else blocks or (model,):
             part.compile(backend="coda", **self.how)
         if not blocks and not compiled and any(map(_drops_full_masks, model.modules())):
-            wrap_compiled_call(model, partial(without_masks, model))
+            varying = self.how.get("dynamic") is None
+            compat.wrap_compiled_call(model, partial(without_masks, model, varying=varying))
         self.compiled = model
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
@@ -112,7 +113,7 @@ def free_inputs(model: nn.Module) -> Callable[[], None]:
     if not made or any(getattr(f, "keywords", {}).get("use_reentrant") is not False for f in made):
         return undo.close  # without checkpoints the user wants the hook for something else
     for module in model.modules():
-        hooks = forward_hooks(module)
+        hooks = compat.forward_hooks(module)
         for key, hook in [*hooks.items()]:
             if getattr(hook, "__name__", "") == "make_inputs_require_grads":
                 undo.callback(hooks.setdefault, key, hooks.pop(key))
@@ -132,12 +133,12 @@ def _drops_full_masks(module: nn.Module) -> bool:
     return hasattr(sys.modules.get(type(module).__module__), "create_causal_mask")
 
 
-def without_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+def without_masks(model: nn.Module, call: Callable[..., Any], varying: bool) -> Callable[..., Any]:
     """``call`` of ``model`` without an ``attention_mask`` that changes no loss, as no graph can
-    know. After the first batch that needs its mask each call has it, so that a model is compiled
-    twice at most to train, and to evaluate."""
+    know. All calls behind a batch that needs its mask have theirs, so that there is one graph more
+    at most. If lengths may be ``varying``, and the first batch looks so, its graph takes any."""
     causal = all(map(_is_causal, model.modules()))
-    needed: set[bool] = set()
+    begun, needed = set[bool](), set[bool]()
 
     def called(*args: Any, **inputs: Any) -> Any:
         mask, shape = inputs.get("attention_mask"), getattr(inputs.get("input_ids"), "shape", None)
@@ -145,8 +146,12 @@ def without_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., A
         alone = all(inputs.get(name) is None for name in ("position_ids", "past_key_values"))
         look = alone and model.training not in needed and not torch.compiler.is_compiling()
         if look and isinstance(mask, torch.Tensor) and mask.shape == shape:
-            rows = {name for name, each in inputs.items() if getattr(each, "shape", None) == shape}
-            asked = rows == {"input_ids", "attention_mask", "labels"} and model.training
+            rows = {k: each for k, each in inputs.items() if getattr(each, "shape", None) == shape}
+            if varying and model.training not in begun and _is_padded_to_a_row(mask):
+                for each in filter(torch.is_tensor, rows.values()):
+                    compat.maybe_mark_dynamic(each, mask.dim() - 1)
+            begun.add(model.training)
+            asked = rows.keys() == {"input_ids", "attention_mask", "labels"} and model.training
             asked &= causal and not inputs.get("output_router_logits")
             if _changes_nothing(mask, inputs["labels"].to(mask.device) if asked else None):
                 inputs["attention_mask"] = None
@@ -157,13 +162,20 @@ def without_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., A
     return called
 
 
+def _is_padded_to_a_row(mask: torch.Tensor) -> bool:
+    """Has one row no padding and another some, and is their length, probably that of the longest
+    row, no round number? Then the next batch has another length."""
+    whole = (mask != 0).all(-1)
+    return bool(mask.shape[-1] % 64 and whole.any() and not whole.all())
+
+
 def _changes_nothing(mask: torch.Tensor, labels: torch.Tensor | None) -> bool:
     """Is it of ones, or are ``labels`` given and zeros only behind a row's last token, where no
     causal token looks and no label asks?"""
     idle = mask == 1  # other numbers may count documents
     if labels is not None:
         idle |= (mask == 0) & (labels == -100)
-    return bool(idle.all() & (mask[:, 1:] <= mask[:, :-1]).all())
+    return bool(idle.all() & (mask[..., 1:] <= mask[..., :-1]).all())
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -129,12 +129,21 @@ def test_each_config_of_a_model_loses_its_cache_unless_asked_for(asked):
     assert model.config.use_cache is model.model.config.use_cache is True
 
 
+def looked_at(model):
+    """A call of ``model`` that notes whether its mask reaches it, and the notes."""
+    seen = []
+
+    def call(**inputs):
+        seen.append(inputs["attention_mask"] is not None)
+
+    return without_masks(model, call, True), seen
+
+
 @pytest.mark.parametrize("other", [0, 2])
 def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
     """And in each call behind the first with padding, or numbers of documents: there would be more
     than two graphs."""
-    model, seen = llama(), []
-    call = without_masks(model, lambda **inputs: seen.append(inputs["attention_mask"] is not None))
+    call, seen = looked_at(llama())
     tokens, ones, padded = (torch.ones(2, 4, dtype=torch.long) for _ in range(3))
     padded[0, 3] = other
     call(input_ids=tokens, attention_mask=ones)
@@ -155,13 +164,13 @@ def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
 def test_a_mask_stays_unless_nobody_sees_what_it_hides(why, monkeypatch):
     """Padding is behind all tokens, and has no label: a later call still leaves its mask out, one
     of evaluation or training too, where the other needed it."""
-    model, seen = llama(), []
+    model = llama()
     model.config.output_router_logits = why == "experts"
     model.config.is_causal = why != "no causal model"
     if why == "an encoder":  # its file has one, which may get this mask
         file = transformers.models.llama.modeling_llama
         monkeypatch.setattr(file, "create_bidirectional_mask", None, raising=False)
-    call = without_masks(model, lambda **inputs: seen.append(inputs["attention_mask"] is not None))
+    call, seen = looked_at(model)
     tokens, mask = (torch.ones(2, 4, dtype=torch.long) for _ in range(2))
     mask[0, 1 if why == "its place" else slice(2, None)] = 2 if why == "documents" else 0
     labels = tokens.masked_fill(mask == 0, -100)
@@ -190,6 +199,25 @@ def test_batches_are_causal_until_padding_has_labels(asked):
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)
     assert counters["coda"]["constant_mask"] == LAYERS
     assert counters["stats"]["unique_graphs"] == 1 + asked
+
+
+@pytest.mark.parametrize(
+    ("rows", "how", "graphs"),
+    [([9, 12], {}, 1), ([9, 9], {}, 2), ([12, 12], {}, 2), ([9, 12], {"dynamic": False}, 3)],
+)
+def test_batches_padded_to_their_longest_row_have_one_graph(rows, how, graphs):
+    """Others are compiled for the first length, and again for any."""
+    model = llama()
+    model.compile = lambda **how: torch.nn.Module.compile(model, **how | {"backend": "eager"})
+    trainer(llama())  # sets accelerate's state
+    args = SimpleNamespace(use_cache=False, torch_compile=False)
+    CodaCallback(**how).on_train_begin(args, None, None, model=model)
+    for more in (0, 2, 5):
+        tokens = torch.ones(2, 12 + more, dtype=torch.long)
+        mask = (torch.arange(12 + more) < torch.tensor(rows)[:, None] + more).long()
+        labels = tokens.masked_fill(mask == 0, -100)
+        model(input_ids=tokens, attention_mask=mask, labels=labels)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("name", ["Llama", "XLM"])

@@ -30,9 +30,8 @@ _LIGHT = {
     aten.full_like.default, aten.zeros_like.default, aten.arange.start_step,
 }  # fmt: skip
 #: Ops that Inductor runs in the memory of their first argument, which is a fresh tensor of zeros.
-_WRITTEN_INTO = frozenset(
-    {aten.index_put.default, unsafe_index_put, aten.scatter.src, aten.scatter_add.default}
-)
+_WRITTEN_INTO = (aten.index_put.default, unsafe_index_put, aten.scatter.src,
+                 aten.scatter_add.default)  # fmt: skip
 #: So many tensors of a chain, each computed from the one before, may be freed in a row: the
 #: backward pass begins with the last one, and computes all of them for it at once.
 _LINKS = 3

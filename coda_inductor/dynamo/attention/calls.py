@@ -130,9 +130,7 @@ def _verdict(
     case = mask, *map(str, lengths)
     if case not in verdicts:
         try:
-            each = [classify(value, *lengths) for value in constants.values(mask)]
-            other = refuse("mask-size", "it means something else at other sizes")
-            verdicts[case] = each[0] if all(verdict == each[0] for verdict in each) else other
+            verdicts[case] = classify(constants.value(mask), *lengths)
         except Refused as error:
             verdicts[case] = error.refusal
     return verdicts[case]
@@ -159,8 +157,7 @@ def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
     if visible.all():
         return FULL
     if not same(queries, keys):
-        text = f"it is not full, and there are {queries} queries but {keys} keys"
-        return refuse("mask-form", text)
+        return refuse("mask-form", f"it is not full: {queries} queries but {keys} keys")
     causal = (positions := torch.arange(visible.shape[-1])) <= positions[:, None]
     if visible.shape[-2:] == causal.shape and torch.equal(visible, causal.expand_as(visible)):
         return CAUSAL

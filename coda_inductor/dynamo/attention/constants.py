@@ -5,9 +5,8 @@ Models build masks and positions from sizes: ``arange``, comparisons, broadcasts
 the user is involved, the values are constant. They are computed at compile time on the CPU, by
 running the nodes of the graph itself.
 
-Up to two symbolic sizes get values too, where indices are compared with each other or with numbers:
-those are added up, and each way in which indices, sizes and so many steps between them may be
-ordered occurs at larger sizes, of which the first, the second or none is the larger one.
+A number stands for symbolic sizes, where elements depend on their indices alone: compared with each
+other and with numbers, of which all orders occur below twice their sum (docs/internals/rules.md).
 
 Refuses, always with a reason: inputs, parameters and buffers; other uses of symbolic sizes; random
 numbers; results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one
@@ -38,10 +37,11 @@ _LIKE = {
 }
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
-#: What may be computed of symbolic sizes, in which dtypes, and the largest sum of its numbers.
-_OPS = ("add", "and_", "arange", "cumsum", "diff", "eq", "expand", "ge", "getitem", "gt", "le",
-        "lt", "ne", "new_ones", "ones", "or_", "sub", "to", "tril", "unsqueeze")  # fmt: skip
-_DTYPES, _FAR = (torch.bool, torch.int32, torch.int64), 256
+#: Where sizes are symbolic: ops of elements, ops of sizes; dtypes, and the largest sum of numbers.
+_OPS = ("add", "and_", "cumsum", "diff", "eq", "ge", "getitem", "gt", "le", "lt", "ne", "or_",
+        "sub", "to", "tril", "unsqueeze")  # fmt: skip
+_SIZED = ("arange", "expand", "new_ones", "ones")
+_DTYPES, _FAR = (torch.bool, torch.int32, torch.int64), 128
 #: Limit for one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
 MAX_BYTES = 2**30
 
@@ -70,41 +70,35 @@ class Constants:
             return self._outer_constants._why[self._outer[node]]
         value = fake(node)
         if isinstance(value, _SYMBOLS):
-            return None if _is_size(value) else refuse("mask-size", "its size is symbolic")
+            return None if _is_symbol(node) else refuse("mask-size", "its size is symbolic")
         if node.op in ("placeholder", "get_attr") or not _is_torch(node):
             text = f"it depends on {getattr(node.target, '__name__', node.target)}"
             return refuse("mask-data", text)
         for source in _sources(node):
             if self._why[source] is not None:
                 return self._why[source]
-        symbols = _symbols(whole := closure([node], _sources))
+        whole = closure([node], _sources)
+        symbols = any(map(_is_symbol, whole))
         if symbols or any(isinstance(size, _SYMBOLS) for size in getattr(value, "shape", ())):
-            known = 1 <= len(symbols) <= 2 and _reach(whole) <= _FAR
+            known = symbols and _reach(whole) <= _FAR
             return None if known else refuse("mask-size", "its size is symbolic")
         if isinstance(value, torch.Tensor) and value.numel() * value.itemsize > MAX_BYTES:
             return refuse("mask-form", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
-    def values(self, node: Node) -> list[torch.Tensor]:
-        """The value of ``node``, or its values at three pairs of symbolic sizes, as CPU tensors.
+    def value(self, node: Node) -> torch.Tensor:
+        """The value of ``node`` as a CPU tensor. Its symbolic sizes have some number.
 
         Raises:
             Refused: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
             raise Refused(why)
-        if not (symbols := _symbols(whole := closure([node], _sources))):
-            return [self._value(node, {})]
-        small, large = (n * (2 * int(_reach(whole)) + 3) for n in (1, 2))
-        pairs = (small, large), (large, small), (small, small)
-        return [self._value(node, dict(zip(symbols, pair, strict=False))) for pair in pairs]
-
-    def _value(self, node: Node, sizes: dict[str, int]) -> torch.Tensor:
         if node in self._outer and self._outer_constants is not None:
-            return self._outer_constants._value(self._outer[node], sizes)
+            return self._outer_constants.value(self._outer[node])
         with unset_fake_temporarily(), torch.no_grad(), _NoRandom():
             try:
-                result = self._run(node, sizes)
+                result = self._run(node)
             except Refused:
                 raise
             except Exception as error:  # an op that the CPU lacks: the mask stays
@@ -114,8 +108,9 @@ class Constants:
             raise Refused(refuse("mask-form", "it cannot be evaluated on the CPU"))
         return result
 
-    def _run(self, node: Node, sizes: dict[str, int]) -> Any:
+    def _run(self, node: Node) -> Any:
         order = sorted(closure([node], _sources))
+        size = 2 * int(_reach(order)) + 3 if any(map(_is_symbol, order)) else None
         last = {source: user for user in order for source in _sources(user)}
         values: dict[Node, Any] = {}
         for step in order:
@@ -129,48 +124,64 @@ class Constants:
                 kwargs = {**kwargs, "device": _CPU}
             if step.target == "cuda":
                 values[step], *_ = args
-            elif isinstance(fake(step), torch.SymInt):
-                values[step] = sizes[str(fake(step))]
+            elif _is_symbol(step):
+                values[step] = size
             elif step in self._outer and self._outer_constants is not None:
-                values[step] = self._outer_constants._value(self._outer[step], sizes)
+                values[step] = self._outer_constants.value(self._outer[step])
             else:
                 values[step] = run(step.target, args, kwargs)
+            if size and op_name(step) == "getitem" and _wraps(args[1]):
+                raise Refused(refuse("mask-size", "its size is symbolic"))
             for source in _sources(step):
                 if last[source] is step:
                     del values[source]
         return values[node]
 
 
-def _is_size(value: Any) -> bool:
-    """Is it a symbol, not a number made of symbols?"""
+def _is_symbol(node: Node) -> bool:
+    """Is it a symbolic size, not a number made of such?"""
+    value = fake(node)
     return isinstance(value, torch.SymInt) and value.node.expr.is_symbol
 
 
-def _symbols(nodes: Iterable[Node]) -> list[str]:
-    """The symbols among ``nodes``."""
-    return sorted({str(fake(node)) for node in nodes if isinstance(fake(node), torch.SymInt)})
-
-
 def _reach(nodes: Iterable[Node]) -> float:
-    """The sum of the numbers by which ``nodes`` move indices or with which they compare them, or of
-    indices that are no symbol's; ``inf`` if their tensors hold something else than indices and what
-    compares them."""
-    numbers: list[float] = []
+    """The sum of the numbers that ``nodes`` add to indices or compare with them, and of static
+    sizes; ``inf`` if an element of a tensor depends on more than its indices."""
+    nodes = [node for node in nodes if not _is_symbol(node)]
+    if not all(map(_is_of_indices, nodes)):
+        return math.inf
+    counted = (node for node in nodes if op_name(node) not in ("expand", "new_ones", "ones"))
+    return sum(abs(number) for node in counted for number in _numbers(node))
 
-    def add(each: Any) -> None:
-        numbers.append(abs(each) if isinstance(each, int | float) else 0)
 
-    for node in (n for n in nodes if not isinstance(fake(n), torch.SymInt)):
-        op, sources = op_name(node), node.all_input_nodes
-        if op not in _OPS or getattr(fake(node), "dtype", None) not in _DTYPES:
-            return math.inf
-        if op in ("add", "sub") and len(sources) > 1:
-            return math.inf
-        if op == "cumsum" and fake(sources[0]).dtype != torch.bool:  # it counts
-            return math.inf
-        if op not in ("expand", "new_ones", "ones"):
-            map_aggregate((node.args, node.kwargs), add)
-    return sum(numbers)
+def _is_of_indices(node: Node) -> bool:
+    """Do elements of this tensor depend on their indices, and on elements that do, alone?"""
+    op, sources = op_name(node), [fake(source) for source in node.all_input_nodes]
+    if getattr(fake(node), "dtype", None) not in _DTYPES:
+        return False
+    if op in _SIZED:
+        return op != "arange" or not (any(node.args[:-1]) or {"start", "end"} & node.kwargs.keys())
+    if op not in _OPS or not all(isinstance(source, torch.Tensor) for source in sources):
+        return False
+    if op == "getitem":  # not from the end, nor as many as a mask says
+        selects = any(source.dtype == torch.bool for source in sources[1:])
+        return not selects and all(number >= 0 for number in _numbers(node))
+    if op == "cumsum":
+        return sources[0].dtype == torch.bool  # it counts
+    return op not in ("add", "sub") or len(sources) == 1
+
+
+def _numbers(node: Node) -> list[float]:
+    """The numbers among the arguments of ``node``, bounds of slices too."""
+    leaves: list[Any] = []
+    map_aggregate((node.args, node.kwargs), leaves.append)
+    return [leaf for leaf in leaves if isinstance(leaf, int | float)]
+
+
+def _wraps(index: Any) -> bool:
+    """Does an index count from the end?"""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and bool((part < 0).any()) for part in parts)
 
 
 def _sources(node: Node) -> list[Node]:

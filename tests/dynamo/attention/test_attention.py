@@ -191,8 +191,12 @@ OTHER_SIZES = {
     "rounding": lambda q: positions(q).half()[:, None] >= positions(q).half(),
     "sums": lambda q: arange_mask(q) | (positions(q) + positions(q)[:, None] > 25),
     "products": lambda q: arange_mask(q) | (positions(q) * positions(q) > 30 * 30),
-    "sizes": lambda q: arange_mask(q) | (positions(q) >= 10 * q.shape[0]),
-    "a batch": lambda q: arange_mask(q) | (torch.arange(q.shape[0])[-1] + 12 < positions(q)),
+    "a size": lambda q: arange_mask(q) | (positions(q) >= 10 * q.shape[0]),
+    "another size": lambda q: arange_mask(q) | (positions(q) >= q.shape[1] + 9),
+    "the last index": lambda q: arange_mask(q) | (positions(q)[-1] > 12),
+    "indices from the end": lambda q: arange_mask(q) | (positions(q)[positions(q) - 5] == 8),
+    "a range from a size": lambda q: arange_mask(q) | (torch.arange(q.shape[2], 2, -1)[0] > 12),
+    "a batch": lambda q: arange_mask(q) | (positions(q) > 9 + torch.arange(q.shape[0])[:1]),
 }
 
 
@@ -200,8 +204,8 @@ OTHER_SIZES = {
 def test_a_mask_that_may_mean_something_else_at_other_sizes_stays(case):
     harness = symbolic(OTHER_SIZES[case])
     assert not harness.counts["constant_mask"]
-    why = {"a near window": "neither causal nor full", "a batch": "something else at other sizes"}
-    assert why.get(case, "its size is symbolic") in reasons(harness)
+    of_values = case in ("a near window", "another size", "a batch")
+    assert ("neither causal nor full" if of_values else "its size is symbolic") in reasons(harness)
 
 
 # Spellings of "each key and value head serves n query heads".
