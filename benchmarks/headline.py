@@ -36,7 +36,7 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
     "Llama 1B prefill": functools.partial(worth_models.stock, "1B", 16, training=False),
     "Llama 8B, 4 layers, prefill": worth_models.WORKLOADS["8B prefill"],
     "Llama 8B, 4 layers, FP8 prefill": functools.partial(worth_models.served, "8B", 4),
-    **{name: worth_models.WORKLOADS[name] for name in (*models.MASKED, "FP8 rowwise")},
+    **{name: worth_models.WORKLOADS[name] for name in (*models.MASKED, "FP8 rowwise", "LoRA 8B")},
     **{f"{name}, {layers} layers, training": functools.partial(worth_models.stock, name, layers)
        for name, layers in (("olmoe", 8), ("qwen3_moe", 8), ("mixtral", 2))},
     **experts.CASES,
