@@ -79,18 +79,25 @@ def test_as_exact_as_sdpa(mask, t, heads, d):
         assert not have.masked_fill(shown, 0).any()
 
 
-def test_one_kernel_for_all_batches_and_lengths():
+def of_a_size(q, k, v, _):
+    position = torch.arange(q.shape[2], device=q.device)
+    return attend(q, k, v, position[:, None] >= position)
+
+
+@pytest.mark.parametrize("function", [attend, of_a_size])
+def test_one_kernel_for_all_batches_and_lengths(function):
     """The second length and the second batch compile once more, for all that follow."""
     torch.manual_seed(0)
-    compiled = torch.compile(attend, backend="coda", options={"gate": "always", "strict": True})
+    compiled = torch.compile(function, backend="coda", options={"gate": "always", "strict": True})
     for batch, t in ((2, 1000), (2, 1300), (3, 700), (4, 2113), (2, 999)):
         tensors = [torch.randn(batch, n, t, 128, device="cuda").bfloat16() for n in (4, 2, 2)]
         last = torch.arange(batch, device="cuda")[:, None, None, None] * 150
-        seen = packed(t).cuda() & (torch.arange(t, device="cuda") < t - last)
+        data = packed(t).cuda() & (torch.arange(t, device="cuda") < t - last)
+        seen = data if function is attend else causal(t).cuda()
         gradient = torch.randn(batch, 4, t, 128, device="cuda") * seen.any(-1)[..., None]
         ours, theirs = (step(f, tensors, seen, gradient) for f in (compiled, attend))
         exact = step(attend, [x.double() for x in tensors], seen, gradient)
         ours, theirs = ((y * seen.any(-1)[..., None], *more) for y, *more in (ours, theirs))
         for have, stock in zip(errors(ours, exact), errors(theirs, exact), strict=True):
             assert have <= 1.2 * stock
-    assert counters["coda"]["block_mask"] == 3
+    assert counters["coda"]["block_mask" if function is attend else "constant_mask"] == 3

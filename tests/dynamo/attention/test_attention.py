@@ -151,16 +151,8 @@ def test_scores_are_not_broadcast_to_a_mask_that_is_gone(shape, queries):
     assert "scores are broadcast to it" in reasons(harness)
 
 
-def test_a_static_mask_beside_a_symbolic_batch_becomes_a_flag():
-    attend = masked(lambda q: arange_mask(q) & q.new_ones((), dtype=torch.bool))
-    inputs = [heads() for _ in range(3)]
-    for t in inputs:
-        torch._dynamo.mark_dynamic(t, 0)
-    assert check(attend, *inputs).counts["constant_mask"] == 1
-
-
-def symbolic(make, batch=2, dims=(0, 2)):
-    """Attention under the mask ``make(query)``, with a symbolic batch and length."""
+def symbolic(make, dims=(0, 2), batch=2):
+    """Attention under the mask ``make(query)``, whose ``dims`` are symbolic."""
 
     def attend(q, k, v):
         return sdpa(q, k, v, attn_mask=make(q))
@@ -171,10 +163,10 @@ def symbolic(make, batch=2, dims=(0, 2)):
     return check(attend, *inputs)
 
 
-@pytest.mark.parametrize("batch", ["symbolic", 1, 64])
+@pytest.mark.parametrize(("dims", "batch"), [((0,), 2), ((0, 2), 2), ((2,), 1), ((2,), 64)])
 @pytest.mark.parametrize("make", [arange_mask, packed_mask])
-def test_a_causal_mask_of_a_symbolic_length_becomes_a_flag(make, batch):
-    harness = symbolic(make) if batch == "symbolic" else symbolic(make, batch, (2,))
+def test_a_causal_mask_of_symbolic_sizes_becomes_a_flag(make, dims, batch):
+    harness = symbolic(make, dims, batch)
     assert harness.counts["constant_mask"] == 1
     assert (calls(harness)[0]["attn_mask"], calls(harness)[0]["is_causal"]) == (None, True)
 
