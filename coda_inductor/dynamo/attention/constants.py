@@ -166,9 +166,9 @@ def _is_of_indices(node: Node) -> bool:
     if op == "getitem":  # not from the end, nor as many as a mask says
         selects = any(source.dtype == torch.bool for source in sources[1:])
         return not selects and all(number >= 0 for number in _numbers(node))
-    if op == "cumsum":
-        return sources[0].dtype == torch.bool  # it counts
-    return op not in ("add", "sub") or len(sources) == 1
+    if op in ("cumsum", "and_", "or_"):  # counts, but no sums of indices, nor their bits
+        return all(source.dtype == torch.bool for source in sources)
+    return op not in ("add", "sub") or (len(sources) == 1 and "alpha" not in node.kwargs)
 
 
 def _numbers(node: Node) -> list[float]:

@@ -183,6 +183,8 @@ OTHER_SIZES = {
     "rounding": lambda q: positions(q).half()[:, None] >= positions(q).half(),
     "sums": lambda q: arange_mask(q) | (positions(q) + positions(q)[:, None] > 25),
     "products": lambda q: arange_mask(q) | (positions(q) * positions(q) > 30 * 30),
+    "bits": lambda q: arange_mask(q) | (positions(q) & positions(q)[:, None] > 15),
+    "a factor": lambda q: arange_mask(q) | (torch.add(positions(q), 5, alpha=-9) > 20 - 45),
     "a size": lambda q: arange_mask(q) | (positions(q) >= 10 * q.shape[0]),
     "another size": lambda q: arange_mask(q) | (positions(q) >= q.shape[1] + 9),
     "the last index": lambda q: arange_mask(q) | (positions(q)[-1] > 12),
