@@ -201,14 +201,15 @@ def test_batches_are_causal_until_padding_has_labels(asked):
     assert counters["stats"]["unique_graphs"] == 1 + asked
 
 
-@pytest.mark.parametrize(
-    ("rows", "how", "graphs"),
-    [([9, 12], {}, 1), ([9, 9], {}, 2), ([12, 12], {}, 2), ([9, 12], {"dynamic": False}, 3)],
-)
+@pytest.mark.parametrize(("rows", "how", "graphs"), [
+    ([9, 12], {}, 1), ([9, 9], {}, 2), ([12, 12], {}, 2), ([9, 12], {"dynamic": False}, 3)
+])  # fmt: skip
 def test_batches_padded_to_their_longest_row_have_one_graph(rows, how, graphs):
     """Others are compiled for the first length, and again for any."""
-    model = llama()
-    model.compile = lambda **how: torch.nn.Module.compile(model, **how | {"backend": "eager"})
+    model, step = llama(), lambda input_ids, **_: -input_ids
+    model.compile = lambda backend, **how: vars(model).update(
+        _compiled_call_impl=torch.compile(step, backend="eager", **how)
+    )
     trainer(llama())  # sets accelerate's state
     args = SimpleNamespace(use_cache=False, torch_compile=False)
     CodaCallback(**how).on_train_begin(args, None, None, model=model)

@@ -151,11 +151,11 @@ def test_scores_are_not_broadcast_to_a_mask_that_is_gone(shape, queries):
     assert "scores are broadcast to it" in reasons(harness)
 
 
-def symbolic(make, dims=(0, 2), batch=2):
-    """Attention under the mask ``make(query)``, whose ``dims`` are symbolic."""
+def symbolic(makers, dims=(0, 2), batch=2):
+    """Attention under each mask, ``make(query)``, where ``dims`` are symbolic."""
 
     def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=make(q))
+        return [sdpa(q, k, v, attn_mask=make(q)) for make in makers]
 
     inputs = [randn(batch, 4, T, 8) for _ in range(3)]
     for t in inputs:
@@ -164,11 +164,10 @@ def symbolic(make, dims=(0, 2), batch=2):
 
 
 @pytest.mark.parametrize(("dims", "batch"), [((0,), 2), ((0, 2), 2), ((2,), 1), ((2,), 64)])
-@pytest.mark.parametrize("make", [arange_mask, packed_mask])
-def test_a_causal_mask_of_symbolic_sizes_becomes_a_flag(make, dims, batch):
-    harness = symbolic(make, dims, batch)
-    assert harness.counts["constant_mask"] == 1
-    assert (calls(harness)[0]["attn_mask"], calls(harness)[0]["is_causal"]) == (None, True)
+def test_causal_masks_of_symbolic_sizes_become_a_flag(dims, batch):
+    harness = symbolic((arange_mask, packed_mask), dims, batch)
+    assert harness.counts["constant_mask"] == 2
+    assert {(c["attn_mask"], c["is_causal"]) for c in calls(harness)} == {(None, True)}
 
 
 def positions(q):
@@ -186,7 +185,6 @@ OTHER_SIZES = {
     "bits": lambda q: arange_mask(q) | (positions(q) & positions(q)[:, None] > 15),
     "a factor": lambda q: arange_mask(q) | (torch.add(positions(q), 5, alpha=-9) > 20 - 45),
     "a size": lambda q: arange_mask(q) | (positions(q) >= 10 * q.shape[0]),
-    "another size": lambda q: arange_mask(q) | (positions(q) >= q.shape[1] + 9),
     "the last index": lambda q: arange_mask(q) | (positions(q)[-1] > 12),
     "indices from the end": lambda q: arange_mask(q) | (positions(q)[positions(q) - 5] == 8),
     "a range from a size": lambda q: arange_mask(q) | (torch.arange(q.shape[2], 2, -1)[0] > 12),
@@ -194,12 +192,13 @@ OTHER_SIZES = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER_SIZES)
-def test_a_mask_that_may_mean_something_else_at_other_sizes_stays(case):
-    harness = symbolic(OTHER_SIZES[case])
+def test_masks_that_may_mean_something_else_at_other_sizes_stay():
+    harness = symbolic(tuple(OTHER_SIZES.values()))
     assert not harness.counts["constant_mask"]
-    of_values = case in ("a near window", "another size", "a batch")
-    assert ("neither causal nor full" if of_values else "its size is symbolic") in reasons(harness)
+    near = [text for text in harness.report.near_misses if "constant_mask" in text]
+    seen = [name for name, text in zip(OTHER_SIZES, near, strict=True) if "nor full" in text]
+    assert seen == ["a near window", "a batch"]
+    assert sum("its size is symbolic" in text for text in near) == len(OTHER_SIZES) - 2
 
 
 # Spellings of "each key and value head serves n query heads".
