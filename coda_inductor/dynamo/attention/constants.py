@@ -37,10 +37,10 @@ _LIKE = {
 }
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
-#: Where sizes are symbolic: ops of elements, ops of sizes; dtypes, and the largest sum of numbers.
+#: Where sizes are symbolic: ops of elements, of sizes; keywords (no end); dtypes; a sum of numbers.
 _OPS = ("add", "and_", "cumsum", "diff", "eq", "ge", "getitem", "gt", "le", "lt", "ne", "or_",
         "sub", "to", "tril", "unsqueeze")  # fmt: skip
-_SIZED = ("arange", "expand", "new_ones", "ones")
+_SIZED, _KEYWORDS = ("arange", "expand", "new_ones", "ones"), {"device", "dim", "dtype", "prepend"}
 _DTYPES, _FAR = (torch.bool, torch.int32, torch.int64), 128
 #: Limit for one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
 MAX_BYTES = 2**30
@@ -157,18 +157,18 @@ def _reach(nodes: Iterable[Node]) -> float:
 def _is_of_indices(node: Node) -> bool:
     """Do elements of this tensor depend on their indices, and on elements that do, alone?"""
     op, sources = op_name(node), [fake(source) for source in node.all_input_nodes]
-    if getattr(fake(node), "dtype", None) not in _DTYPES:
+    if getattr(fake(node), "dtype", None) not in _DTYPES or node.kwargs.keys() - _KEYWORDS:
         return False
     if op in _SIZED:
-        return op != "arange" or not (any(node.args[:-1]) or {"start", "end"} & node.kwargs.keys())
+        return op != "arange" or not any(node.args[:-1])
     if op not in _OPS or not all(isinstance(source, torch.Tensor) for source in sources):
         return False
     if op == "getitem":  # not from the end, nor as many as a mask says
         selects = any(source.dtype == torch.bool for source in sources[1:])
-        return not selects and all(number >= 0 for number in _numbers(node))
+        return not selects and min(_numbers(node), default=0) >= 0
     if op in ("cumsum", "and_", "or_"):  # counts, but no sums of indices, nor their bits
         return all(source.dtype == torch.bool for source in sources)
-    return op not in ("add", "sub") or (len(sources) == 1 and "alpha" not in node.kwargs)
+    return len(node.args) < 5 and (op not in ("add", "sub") or len(sources) == 1)
 
 
 def _numbers(node: Node) -> list[float]:
