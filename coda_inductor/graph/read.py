@@ -46,7 +46,7 @@ KINDS = {op: kind for kind, ops in _KINDS.items() for op in ops.split()}
 #: Other names of an op, and of an argument. Any other name is its own.
 _OPS = {
     "multiply": "mul", "truediv": "div", "true_divide": "div", "floordiv": "floor_divide",
-    "reshape": "view", "_unsafe_view": "view", "sym_size": "size",
+    "reshape": "view", "_unsafe_view": "view", "sym_size": "size", "__eq__": "eq",
 }  # fmt: skip
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",

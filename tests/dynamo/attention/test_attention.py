@@ -48,8 +48,8 @@ def packed_mask(q):
     jumps = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     i = torch.arange(q.shape[-2], device=q.device)
     true = i.new_ones((), dtype=torch.bool) & q.new_ones((), dtype=torch.bool)
-    b, *ends = batch[:, None, None, None], i[:, None], i
-    same = torch.eq(*(jumps[b, end] for end in ends))
+    b = batch[:, None, None, None]
+    same = jumps[b, i[:, None]].__eq__(jumps[b, i])  # as Dynamo of torch 2.11 writes ``==``
     return true & (i[None, None, None, :] <= i[:, None]) & same
 
 
