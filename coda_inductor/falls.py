@@ -31,9 +31,9 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import logger, warn_once
 from coda_inductor.options import Options
 
-#: A pass that cannot be left out on one rank alone: the others would wait in its collectives. If it
-#: changed the graph, the backend runs op by op, else the error is the user's.
-HELD = {"collectives"}
+#: Passes that cannot be left out: other ranks would wait in merged collectives, and torch has no
+#: gradient of frozen FP8. Behind them the backend runs op by op, or the error is the user's.
+HELD = {"collectives", "frozen_fp8"}
 #: Graphs, each with the options, that did not compile with our passes.
 _failed: set[tuple[str, str]] = set()
 _MOST = 256
