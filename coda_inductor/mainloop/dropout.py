@@ -19,8 +19,8 @@ from coda_inductor.semantic.dropout import ROUNDS, dropped, gradients, scale
 
 #: Programs for each multiprocessor, and elements of a program that sums parts.
 _FILL, _SUMMED = 8, 1024
-#: The most columns of products that four warps hold.
-_WIDE = 128
+#: The most columns of products that four warps hold, in large tiles and in others.
+_SMALL, _WIDE = 32, 128
 _ROUNDS = tl.constexpr(ROUNDS)
 
 
@@ -71,9 +71,10 @@ def _dropout_backward(
     at, start, key = tl.program_id(0) * COLUMNS, tl.program_id(1) * span, tl.load(seed)
     columns, ranks = at + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     of_weight = (ranks[:, None] < rank) & (columns[None, :] < k)
-    sums = ()  # type: tuple[Any, ...]
-    for _ in tl.static_range(COUNT):
+    sums, bys = (), ()  # type: tuple[Any, ...], tuple[Any, ...]
+    for i in tl.static_range(COUNT):
         sums += (tl.zeros((RANK, COLUMNS), tl.float32),)
+        bys += (tl.load(weight + (i * rank + ranks)[:, None] * k + columns, of_weight, 0.0),)
     for row in range(start, tl.minimum(start + span, m), ROWS):
         rows = row + tl.arange(0, ROWS)
         inside, wide = (rows[:, None] < m) & (columns[None, :] < k), rows.to(tl.int64)[:, None]
@@ -85,8 +86,7 @@ def _dropout_backward(
             d = tl.load(dt + offset, (rows[:, None] < m) & (ranks[None, :] < rank), 0.0)
             keep = _keep(key, rows, at, first + i, DROPPED, ROWS, COLUMNS)
             if DX:
-                by = tl.load(weight + (i * rank + ranks)[:, None] * k + columns, of_weight, 0.0)
-                total += tl.where(keep, tl.dot(d, by, input_precision=PRECISION), 0.0)
+                total += tl.where(keep, tl.dot(d, bys[i], input_precision=PRECISION), 0.0)
             if DW:
                 masked = tl.where(keep, values, 0.0).to(d.dtype)
                 news += (tl.dot(tl.trans(d), masked, sums[i], input_precision=PRECISION),)
@@ -134,12 +134,13 @@ def dropout_linear_backward(
     return dx, dweight
 
 
-def tiles(count: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-    """(rows, columns, warps) of a tile in the forward and in the backward pass, as large as
-    registers allow. Of ten backward tiles, for one to three masks of rank 8 to 64 and K from 2048
-    to 14336, (64, 32, 4) was within 13 % of the best, except for one mask at K = 2048 (29 %); other
-    tiles were up to 40 % slower. Samples were short, and varied by a tenth (H200, 2026-11-27)."""
-    return (64, 64, 8 if rank > 128 else 4), (64, 32, 4 if count * max(16, rank) <= _WIDE else 8)
+def tiles(count: int, rank: int, size: int) -> tuple[tuple[int, int, int], ...]:
+    """(rows, columns, warps) of a tile forward and backward, for weights of ``size`` bytes: of ten
+    and 16 tiles the quickest for one to three masks of rank 16 (H200, 2026-11-30). Larger sums and
+    IEEE float32 need registers: there, in 16 bits, within 13 % of the best of ten up to rank 64."""
+    wide, small = count * max(16, rank), size == 2 and rank <= _SMALL
+    backward = (32, 128, 4) if small and wide <= _SMALL else (64, 32, 4 if wide <= _WIDE else 8)
+    return (64, 128 if small else 64, 8 if rank > 128 else 4), backward
 
 
 def _launch(
@@ -150,7 +151,7 @@ def _launch(
     x, rank = x.reshape(-1, x.shape[-1]), weight.shape[0] // count
     x = x if x.stride(1) == 1 else x.contiguous()
     (m, k), forward, processors = x.shape, kernel is _dropout_forward, 1
-    rows, columns, warps = tiles(count, rank)[not forward]
+    rows, columns, warps = tiles(count, rank, weight.itemsize)[not forward]
     blocks = triton.cdiv(m, rows) * count if forward else triton.cdiv(k, columns)
     size, tile = (k, columns) if forward else (m, rows)
     if x.is_cuda:

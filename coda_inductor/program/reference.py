@@ -223,9 +223,7 @@ def accumulate(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """``a @ b`` without rounding, as in accumulators: (M, K) times (K, N), in ``wide``."""
     if a.dtype == wide:
         return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=wide)
-    return a.to(wide) @ b.to(wide)
+    return torch.mm(a, b, out_dtype=wide) if a.is_cuda else a.to(wide) @ b.to(wide)
 
 
 def fp8_product(

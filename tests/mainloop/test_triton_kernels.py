@@ -78,11 +78,9 @@ def test_dropouts_kernels_compile():
     types |= dict.fromkeys(("m", "k", "stride", "first", "count", "rank", "span"), "i32")
     constants = {"DROPPED": 6554, "SCALE": 1.1, "RANK": rank, "PRECISION": "tf32"}
     more = {"COUNT": count, "DX": True, "DW": True}
-    forward, backward = dropout.tiles(count, rank)
-    for kernel, (rows, columns, warps), flags in (
-        (dropout._dropout_forward, forward, {}), (dropout._dropout_backward, backward, more),
-    ):  # fmt: skip
+    kernels = (dropout._dropout_forward, {}), (dropout._dropout_backward, more)
+    for (kernel, flags), tile in zip(kernels, dropout.tiles(count, rank, 4), strict=True):
         own = {name: types[name] for name in kernel.arg_names if name in types}
-        sizes = {"ROWS": rows, "COLUMNS": columns, **flags}
-        ptx = compiled(kernel, own, constants | sizes, num_warps=warps)
+        sizes = {"ROWS": tile[0], "COLUMNS": tile[1], **flags}
+        ptx = compiled(kernel, own, constants | sizes, num_warps=tile[2])
         assert "mul.hi.u32" in ptx
