@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from measured import figures
-from processes import python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo.users import MISH, write
@@ -86,39 +85,6 @@ def test_ranges_are_what_pip_is_asked_for_and_the_readme_says():
     *first, last = environment.TESTED_TORCH
     assert f'"torch>={first[0]}"' in text
     assert f"{', '.join(first)} and {last}" in (ROOT / "README.md").read_text()
-
-
-#: Threads that compile first register the backend once. No kernel library is imported.
-FRESH = """
-import sys, threading, torch
-
-barrier, errors = threading.Barrier(4), []
-m = torch.nn.Linear(8, 8)  # nothing to build in C++
-
-def look_up():
-    barrier.wait()
-    try:
-        torch.compile(m, backend="coda")
-    except Exception as error:
-        errors.append(repr(error))
-
-threads = [threading.Thread(target=look_up) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print(errors)
-torch.compile(m, backend="coda")(torch.ones(2, 8))
-assert "quack" not in sys.modules
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
-def test_a_fresh_process_is_told():
-    """End to end, at the default log level, with no setting."""
-    done = python("-c", FRESH)
-    assert done.stdout == "[]\n"
-    assert done.stderr.count("no GEMM becomes a kernel here: no CUDA device") == 1
 
 
 @pytest.mark.usefixtures("without_code")

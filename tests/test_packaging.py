@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from processes import python
 
 import coda_inductor
@@ -50,16 +51,41 @@ def test_wheel_holds_every_module_data_file_and_pattern(wheel):
     assert {name.split(".")[-1] for name in others} == {"dist-info"}
 
 
-def test_installed_copy_finds_its_patterns_and_backend(wheel, tmp_path):
+#: Threads that compile first register the backend once. No kernel library is imported.
+FRESH = """
+import sys, threading, torch
+
+assert "coda" in torch._dynamo.list_backends() and "coda_inductor" not in sys.modules
+barrier, errors = threading.Barrier(4), []
+m = torch.nn.Linear(8, 8)  # nothing to build in C++
+
+def look_up():
+    barrier.wait()
+    try:
+        torch.compile(m, backend="coda")
+    except Exception as error:
+        errors.append(repr(error))
+
+threads = [threading.Thread(target=look_up) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+torch.compile(m, backend="coda_inductor")(torch.ones(2, 8))
+assert "quack" not in sys.modules
+from coda_inductor import patterns
+print(errors, patterns.builtin_folder(), sep="\\n")
+print(*sorted(p.name for p in patterns.load()))
+"""
+
+
+def test_a_fresh_process_finds_an_installed_copys_backend_and_patterns(wheel, tmp_path):
+    """And is told that there is no GPU: at the default log level, with no setting."""
     shutil.unpack_archive(wheel, tmp_path, "zip")
-    code = (
-        "import sys, torch; assert 'coda' in torch._dynamo.list_backends();"
-        "assert 'coda_inductor' not in sys.modules;"
-        "find = torch._dynamo.lookup_backend; assert find('coda_inductor') is find('coda');"
-        "from coda_inductor import patterns;"
-        "print(patterns.builtin_folder()); print(*sorted(p.name for p in patterns.load()))"
-    )
-    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    folder, names = done.stdout.splitlines()
+    done = python("-c", FRESH, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    errors, folder, names = done.stdout.splitlines()
+    assert errors == "[]"
     assert Path(folder) == tmp_path / "coda_inductor" / "_patterns"
     assert names.split() == sorted(p.name for p in coda_inductor.patterns.load())
+    said = done.stderr.count("no GEMM becomes a kernel here: no CUDA device")
+    assert said == (not torch.cuda.is_available())
