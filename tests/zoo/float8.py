@@ -50,7 +50,8 @@ _library: list[torch.library.Library] = []
 
 
 def _stand_in(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, fast=False):
-    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype or a.dtype)
+    y = a.float() @ b.float() * scale_a * scale_b
+    return (y if bias is None else y + bias).to(out_dtype or a.dtype)
 
 
 def needs_scaled_mm() -> None:
