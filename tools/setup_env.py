@@ -160,7 +160,7 @@ def uv(python: Path, *args: str) -> bool:
         return False
     say("uv pip install", *args)
     command = [str(python), "-m", "uv", "pip", "install", "-q", "--python", str(python), *args]
-    settings = {"UV_HTTP_RETRIES": "2", "UV_HTTP_TIMEOUT": "15"}
+    settings = {"UV_HTTP_RETRIES": "2", "UV_HTTP_TIMEOUT": "15", "UV_SYSTEM_CERTS": "1"}
     return subprocess.run(command, env={**os.environ, **settings}, check=False).returncode == 0
 
 
