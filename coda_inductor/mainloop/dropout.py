@@ -136,7 +136,7 @@ def dropout_linear_backward(
 
 def tiles(count: int, rank: int, size: int) -> tuple[tuple[int, int, int], ...]:
     """(rows, columns, warps) of a tile forward and backward, for weights of ``size`` bytes: of ten
-    and 16 tiles the quickest for one to three masks of rank 16 (H200, 2026-11-30). Larger sums and
+    tiles each the quickest for one to three masks of rank 16 (H200, 2026-11-30). Larger sums and
     IEEE float32 need registers: there, in 16 bits, within 13 % of the best of ten up to rank 64."""
     wide, small = count * max(16, rank), size == 2 and rank <= _SMALL
     backward = (32, 128, 4) if small and wide <= _SMALL else (64, 32, 4 if wide <= _WIDE else 8)
