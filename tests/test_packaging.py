@@ -54,27 +54,20 @@ def test_wheel_holds_every_module_data_file_and_pattern(wheel):
 #: Threads that compile first register the backend once. No kernel library is imported.
 FRESH = """
 import sys, threading, torch
+from concurrent.futures import ThreadPoolExecutor
 
 assert "coda" in torch._dynamo.list_backends() and "coda_inductor" not in sys.modules
-barrier, errors = threading.Barrier(4), []
-m = torch.nn.Linear(8, 8)  # nothing to build in C++
+barrier, m = threading.Barrier(4), torch.nn.Linear(8, 8)  # nothing to build in C++
 
-def look_up():
+def look_up(_):
     barrier.wait()
-    try:
-        torch.compile(m, backend="coda")
-    except Exception as error:
-        errors.append(repr(error))
+    torch.compile(m, backend="coda")
 
-threads = [threading.Thread(target=look_up) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+list(ThreadPoolExecutor(4).map(look_up, range(4)))
 torch.compile(m, backend="coda_inductor")(torch.ones(2, 8))
 assert "quack" not in sys.modules
 from coda_inductor import patterns
-print(errors, patterns.builtin_folder(), sep="\\n")
+print(patterns.builtin_folder())
 print(*sorted(p.name for p in patterns.load()))
 """
 
@@ -83,8 +76,7 @@ def test_a_fresh_process_finds_an_installed_copys_backend_and_patterns(wheel, tm
     """And is told that there is no GPU: at the default log level, with no setting."""
     shutil.unpack_archive(wheel, tmp_path, "zip")
     done = python("-c", FRESH, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    errors, folder, names = done.stdout.splitlines()
-    assert errors == "[]"
+    folder, names = done.stdout.splitlines()
     assert Path(folder) == tmp_path / "coda_inductor" / "_patterns"
     assert names.split() == sorted(p.name for p in coda_inductor.patterns.load())
     said = done.stderr.count("no GEMM becomes a kernel here: no CUDA device")

@@ -13,6 +13,8 @@ from torch import nn
 from zoo import float8 as fp8
 from zoo.layers import Lora
 
+from coda_inductor import op_by_op
+from coda_inductor.compat import InductorError
 from coda_inductor.semantic.fp8 import fp8_linear
 
 #: What kernels compute, in plain ops.
@@ -175,6 +177,19 @@ def test_what_it_cannot_differentiate_is_torchs_error(bounded):
     with pytest.raises(Exception, match="derivative for aten::_scaled_mm is not implemented"):
         trained(harness.train, model, fp8.batch())
     assert "fp8-frozen" in [r.code for r in harness.report.refusals]
+
+
+def test_where_inductor_fails_it_trains_op_by_op(monkeypatch):
+    """Without the rewrite there is no gradient, and Inductor's own error would be lost."""
+
+    def never(*_, **__):
+        raise InductorError(RuntimeError("no such kernel"), None)
+
+    monkeypatch.setattr(op_by_op, "compile_fx_inner", never)
+    model, wide = pair(count=1)
+    have = trained(lambda m, x: torch.compile(m, backend="coda")(x), model, fp8.batch())
+    assert all(gradient.any() for gradient in have)
+    assert worst(have, trained(lambda m, x: m(x), wide, fp8.batch().float())) < 0.12
 
 
 def test_without_gradients_torchaos_own_chain_stays():

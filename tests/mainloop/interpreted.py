@@ -111,7 +111,7 @@ def casts() -> None:
 #: Leading sizes, K, rank, masks, p, dtypes of x and of the weights.
 DROPOUTS = (
     ((2, 35), 200, 8, 3, 0.1, SINGLE, SINGLE),
-    ((70,), 301, 24, 2, 0.5, HALF, HALF),
+    ((70,), 301, 12, 2, 0.5, HALF, HALF),
     ((1, 1), 64, 1, 4, 0.7, SINGLE, HALF),
     ((0, 4), 64, 8, 2, 0.7, HALF, HALF),
 )

@@ -69,17 +69,17 @@ def test_casts_compile_and_saturate():
         assert ptx.count(f"cvt.rn.satfinite.{name}.f32") == 32
 
 
-def test_dropouts_kernels_compile():
+@pytest.mark.parametrize(("count", "rank", "size"), [(1, 256, 4), (2, 16, 2), (3, 16, 2)])
+def test_dropouts_kernels_compile(count, rank, size):
     from coda_inductor.mainloop import dropout
 
-    count, rank = 1, 256
-    types = dict.fromkeys(("x", "weight", "dt", "dx"), "*fp32")
+    types = dict.fromkeys(("x", "weight", "dt", "dx"), "*fp32" if size == 4 else "*bf16")
     types |= {"seed": "*i64", "out": "*fp32", "dweight": "*fp32"}
     types |= dict.fromkeys(("m", "k", "stride", "first", "count", "rank", "span"), "i32")
     constants = {"DROPPED": 6554, "SCALE": 1.1, "RANK": rank, "PRECISION": "tf32"}
     more = {"COUNT": count, "DX": True, "DW": True}
     kernels = (dropout._dropout_forward, {}), (dropout._dropout_backward, more)
-    for (kernel, flags), tile in zip(kernels, dropout.tiles(count, rank, 4), strict=True):
+    for (kernel, flags), tile in zip(kernels, dropout.tiles(count, rank, size), strict=True):
         own = {name: types[name] for name in kernel.arg_names if name in types}
         sizes = {"ROWS": tile[0], "COLUMNS": tile[1], **flags}
         ptx = compiled(kernel, own, constants | sizes, num_warps=tile[2])
