@@ -74,7 +74,7 @@ def _swap(x: str, region: Region, emit: Emit) -> Value | Refusal:
             other[top] = emit("swap", top, *map(float, region.heads[1:]))
         else:
             node, kind = loaded[top]
-            if kind in ("tile", "table", "batch", SWAPPED):
+            if kind not in ("row", "col", "scalar"):
                 return refuse("heads-tile", f"{label(node)} has one value per element of the tile")
             other[top] = region.operand(node, SWAPPED) if kind == "row" else top
     return other[x]

@@ -54,7 +54,7 @@ def half_of(program: EpilogueProgram, index: int) -> tuple[EpilogueProgram, int,
     names = program.sources([store.value])
     accs = [acc for acc in program.accs if acc in names]
     positions = [i for i, operand in enumerate(program.operands) if operand.name in names]
-    if len(accs) != 1 or any(program.operands[i].kind in ("row", "batch") for i in positions):
+    if len(accs) != 1 or any(program.operands[i].spec.columns for i in positions):
         return None
 
     def rename(value):

@@ -162,7 +162,7 @@ class EpilogueProgram:
         """Does a part of a batch have fewer rows than the largest tile, so that no kernel may run?
         With symbolic sizes, only a call can tell."""
         pairs = zip(self.operands, operands, strict=True)
-        parts = [x.shape[0] for operand, x in pairs if operand.kind == "batch"]
+        parts = [x.shape[0] for operand, x in pairs if "B" in operand.spec.dims]
         return any(n > 1 and m < n * LEAST_PART for n in parts)
 
     @property

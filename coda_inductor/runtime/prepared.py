@@ -73,7 +73,7 @@ def prepare(
     names = [o.name for o in program.operands]
     c = None if kernel.mapping.c is None else names.index(kernel.mapping.c)
     d = None if kernel.mapping.d is None else program.outputs.index(kernel.mapping.d)
-    has_batch = any(o.kind == "batch" for o in program.operands)
+    has_batch = any("B" in o.spec.dims for o in program.operands)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
     (groups, gathered), index = program.routes, a.get_device()
