@@ -57,18 +57,6 @@ def strides_of(result: Any) -> list[tuple[int, ...]]:
     return [t.stride() for t in tree_leaves(result)]
 
 
-def check_sizes(function: Any, *calls: tuple[Any, ...]) -> Harness:
-    """One graph serves the arguments of all ``calls``, and values are eager's."""
-    harness, graphs = Harness(), set()
-    compiled = torch.compile(function, backend=harness, dynamic=True)
-    with torch.no_grad():
-        for args in calls:
-            assert_same(compiled(*args), function(*args))
-            graphs.add(harness.graphs)
-    assert len(graphs) == 1
-    return harness
-
-
 def differentiate(outputs: Any, of: tuple[Any, Any]) -> list[torch.Tensor | None]:
     """Backpropagate fixed random numbers from every output that has a gradient; returns those of
     the leaves in ``of`` = (function, args)."""

@@ -139,12 +139,11 @@ class Timeline:
             return True
         if node.op != "call_function" or owner(node) is not node:
             return False
-        return (
-            heavy(maker(node))
-            or node in self.stash.tensors
-            or node in self.results
-            or any(heavy(n) and not _inlined(node, n) for n in self.stash.readers(node))
-        )
+        if heavy(maker(node)) or node in self.stash.tensors or node in self.results:
+            return True
+        # Kernels of reductions cast what they read, as a norm's input to float32.
+        inlined = (*REDUCTIONS, aten.var_mean.correction) if is_cast(node) else ()
+        return any(heavy(n) and n.target not in inlined for n in self.stash.readers(node))
 
     def _reads(self, node: Node) -> tuple[Node, ...]:
         """The stored values that the kernel of ``node`` reads, except inputs of the graph."""
@@ -162,8 +161,3 @@ class Timeline:
                     todo += sorted(new)
             self._read_cache[node] = tuple(values)
         return self._read_cache[node]
-
-
-def _inlined(node: Node, reader: Node) -> bool:
-    """Is ``node`` a cast within the kernel of ``reader``, as of a norm's input to float32?"""
-    return is_cast(node) and reader.target in (*REDUCTIONS, aten.var_mean.correction)

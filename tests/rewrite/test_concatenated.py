@@ -13,7 +13,7 @@ from coda_inductor import pipeline
 
 (NOOPS,) = (each.run for each in pipeline.ON_ATEN if each.name == "noops")
 aten = torch.ops.aten
-D, WIDE, STEP = WIDTH, 4 * WIDTH, 8
+D, WIDE = WIDTH, 4 * WIDTH
 
 
 def test_single_blocks_concatenate_streams_and_no_columns():

@@ -73,9 +73,7 @@ CASES = {
         lambda x: ((found := x.sort())[0].cos(), found[1]), 1,
         {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
     ),
-    "a transposed one too": (
-        lambda x: x.sin().t().cos(), 1, {"sin": SAVED, "t": None, "cos": AGAIN},
-    ),
+    "a transpose too": (lambda x: x.sin().t().cos(), 1, {"sin": SAVED, "t": None, "cos": AGAIN}),
     "what is small beside its factors is saved": (
         lambda x: (wide := x.repeat(1, 16)).mm(wide.t()[:, :1]), 0,
         dict.fromkeys(("repeat", "t", "slice_1"), AGAIN) | {"mm": SAVED},
