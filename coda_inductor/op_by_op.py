@@ -6,7 +6,6 @@ us either, and for a backward graph that torch compiles only when it is called, 
 pass has then run and cannot change. Every op of a graph, ours included, also runs by itself.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -42,11 +41,7 @@ def _share_draws(graph: Graph) -> None:
             if any(n.op == "placeholder" for n in origins) or any(
                 user.op == "output" for n in (*origins, *parts) for user in n.users
             ):
-                node.target = torch.compile(functools.partial(_call, node.target))
-
-
-def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
+                node.target = torch.compile(lambda *args, op=node.target, **how: op(*args, **how))
 
 
 def compiler(

@@ -31,10 +31,6 @@ def complex_numbers(x, turns):
     return torch.view_as_real(z * turns).flatten(-2)
 
 
-def _arguments(match: Match):
-    return (match.bound["x"], match.bound["turns"], value(match.root).dtype)
-
-
 def _shapes(match: Match):
     x, turns, y = (value(n) for n in (match.bound["x"], match.bound["turns"], match.root))
     if not all(isinstance(t, torch.Tensor) for t in (x, turns, y)):
@@ -53,7 +49,7 @@ PATTERN = Pattern(
     name="rotary_complex",
     idioms=(complex_numbers,),
     op=rotate_pairs,
-    arguments=_arguments,
+    arguments=lambda match: (match.bound["x"], match.bound["turns"], value(match.root).dtype),
     conditions=(_shapes,),
     example={"x": (2, 3, 1, 4), "turns": torch.ones(1, 3, 1, 2, dtype=torch.complex128)},
 )

@@ -25,6 +25,7 @@ from torch import Tensor
 from coda_inductor.compat import OpOverload, tree_map
 from coda_inductor.errors import PatternError
 from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sizes import alike, hint
 from coda_inductor.matching import Match
 from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.refusal import Refusal, refuse
@@ -202,12 +203,21 @@ def _backward_definition(
 
             by_name = dict(zip(names, pull(dy, *(bound[n] for n in names)), strict=True))
         results = tuple(
-            by_name[n].to(bound[n].dtype) if n in names else bound[n].new_empty(0)
+            _laid_as(bound[n], by_name[n]) if n in names else bound[n].new_empty(0)
             for n in signature.tensors
         )
         return results[0] if len(results) == 1 else results
 
     return backward
+
+
+def _laid_as(x: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` in the dtype of ``x``, and in the layout that ``_empty_gradients`` promises."""
+    gradient = gradient.to(x.dtype)
+    if alike(gradient, x) or alike(gradient, like := torch.empty_like(x)):
+        return gradient
+    order = sorted(range(x.dim()), key=lambda i: hint(like.stride(i)), reverse=True)
+    return gradient.permute(order).contiguous().permute([*map(order.index, range(x.dim()))])
 
 
 def _empty_gradients(signature: Signature) -> Callable[..., Any]:

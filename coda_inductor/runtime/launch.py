@@ -76,10 +76,9 @@ class Kernel:
         KernelError if the kernel cannot be built. Trying takes seconds, so that failure is
         remembered until :func:`forget_failures`, or for a pause that doubles each time, because a
         cause such as a full disk may go away."""
-        values: dict[str, object] = {}
         reading = self.reading(len(as_))
-        a, b, variant, distances = reading.bind(as_, bs)
-        values.update(zip(reading.distances, distances, strict=False))  # copied terms have none
+        a, b, variant, distances = reading.bind(as_, bs)  # copied terms have no distances
+        values: dict[str, object] = dict(zip(reading.distances, distances, strict=False))
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
         key = *reading.majors([a], [b]), variant, a.device

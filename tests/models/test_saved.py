@@ -48,8 +48,7 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
 
 
 def test_a_checkpointed_layer_saves_its_input():
-    """Where programs are plain ops again a layer ends in an expand, which torch does not save."""
-    (two, _), (three, _) = (saved(layers, checkpoints=True) for layers in (2, 3))
+    (two, _), (three, _) = (saved(layers, checkpoints=True) for layers in (2, 3))  # end in expands
     assert three - two == T * D
 
 
