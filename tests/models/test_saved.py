@@ -48,8 +48,8 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
 
 
 def test_a_checkpointed_layer_saves_its_input():
-    (two, _), (three, _) = (saved(layers, checkpoints=True) for layers in (2, 3))  # end in expands
-    assert three - two == T * D
+    _, harness = saved(3, checkpoints=True)  # where programs are plain ops, layers end in expands
+    assert [str(n.target) for n in harness.saved].count("aten.expand.default") == 2
 
 
 def base(node):
