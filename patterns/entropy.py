@@ -59,15 +59,11 @@ def _rows_of_floats(match: Match):
     return None
 
 
-def _arguments(match: Match):
-    return match.bound["logits"], value(match.root).dtype
-
-
 PATTERN = Pattern(
     name="entropy",
     idioms=(from_logits, from_logarithms, from_both, negative_terms, negative_terms_of_both),
     op=entropy,
-    arguments=_arguments,
+    arguments=lambda match: (match.bound["logits"], value(match.root).dtype),
     conditions=(_rows_of_floats,),
     result=0,
     example={"logits": (6, 3)},  # of one or two rows all may be certain

@@ -17,7 +17,7 @@ before the first gradient, with all activations in memory at once. Without the m
 recomputation, torch never computes the call twice, but saves its outputs. So it does with products
 that are small beside what they read, as LoRA's x A^T: a layer's seven take 3 % of its input.
 
-Leaves alone tensors that no later checkpoint reads, or that the user's policy saves.
+Leaves alone what a user's policy names, tensors that no later checkpoint reads, larger products.
 """
 
 import operator
@@ -53,7 +53,8 @@ def save_borders(graph: Graph, _record: Record) -> None:
 
 def _is_small_product(node: Node) -> bool:
     product = node.target in (*DENSE, FORWARD) or "gemm_epilogue" in str(node.target)
-    return product and _SMALL * bytes_of(node) <= bytes_of(*node.all_input_nodes)
+    may = product and node.meta["recompute"] is not CheckpointPolicy.MUST_RECOMPUTE
+    return may and _SMALL * bytes_of(node) <= bytes_of(*node.all_input_nodes)
 
 
 def _recomputed(node: Node) -> bool:

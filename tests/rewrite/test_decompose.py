@@ -6,7 +6,7 @@ import pytest
 import torch
 from checking import assert_same, randn
 from passes import aten_graph, run_pass
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy as Policy
 
 from coda_inductor import pipeline
 from coda_inductor.compat import storage
@@ -58,7 +58,7 @@ def test_products_by_all_parts_of_one_weight_are_one(function, shapes, left):
 
 
 (BORDERS,) = (each.run for each in pipeline.ON_ATEN if each.name == "borders")
-AGAIN, SAVED = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+AGAIN, SAVED, ASKED = Policy.PREFER_RECOMPUTE, Policy.MUST_SAVE, Policy.MUST_RECOMPUTE
 
 
 def viewed(x):
@@ -74,9 +74,9 @@ CASES = {
         {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
     ),
     "a transpose too": (lambda x: x.sin().t().cos(), 1, {"sin": SAVED, "t": None, "cos": AGAIN}),
-    "what is small beside its factors is saved": (
-        lambda x: (wide := x.repeat(1, 16)).mm(wide.t()[:, :1]), 0,
-        dict.fromkeys(("repeat", "t", "slice_1"), AGAIN) | {"mm": SAVED},
+    "a product is saved if it is small beside its factors, and no policy says otherwise": (
+        lambda x: ((y := x.repeat(1, 16)).mm(one := (z := y.t())[:, :1]), y.mm(z), y.mm(one)), 0,
+        dict.fromkeys(("repeat", "t", "slice_1", "mm_1"), AGAIN) | {"mm": SAVED, "mm_2": ASKED},
     ),
     "no later block reads": (viewed, 0, dict.fromkeys(("sin", "view", "cos"), AGAIN)),
 }  # fmt: skip
@@ -88,7 +88,7 @@ def test_what_a_later_block_reads_is_saved(function, block, tags):
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         own = block if node.name == "cos" else 0
-        node.meta |= {"recompute": AGAIN, "ac_graph_id": own}
+        node.meta |= {"recompute": ASKED if node.name == "mm_2" else AGAIN, "ac_graph_id": own}
     run_pass(BORDERS, graph)
     assert {node.name: node.meta["recompute"] for node in nodes} == tags
 
