@@ -64,8 +64,7 @@ class Arch:
     features: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Check the record, because a mistake in it would be a wrong kernel on a GPU that no test
-        of ours may run on."""
+        """Check the record: a mistake would be a wrong kernel on a GPU that no test may run on."""
         kinds, known = {"common", "fp8", "fp8 fast", "experts"}, _FEATURES
         assert self.configs.keys() <= kinds, f"{self.name}: unknown kinds {self.configs.keys()}"
         assert self.features <= known, f"{self.name}: unknown features {self.features - known}"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point: ``torch.compile(model, backend="coda")``.
 
-It reads the options, runs our passes on Dynamo's graph, and calls Inductor with our passes on the
-aten graph.
+It reads the options, runs our passes on Dynamo's graph, and calls Inductor with those on aten's.
 """
 
 from collections.abc import Callable, Mapping, Sequence

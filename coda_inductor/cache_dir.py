@@ -102,8 +102,7 @@ def private_dir() -> Path:
 
 
 def folder(*names: str) -> Path:
-    """The folder ``names`` in :func:`cache_dir`, created if needed. Raises OSError if it cannot be
-    created."""
+    """The folder ``names`` in :func:`cache_dir`, created if needed. Raises OSError if it fails."""
     path = cache_dir()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been deleted since
     for name in names:
@@ -125,8 +124,7 @@ def share(path: Path) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file atomically, because processes of several containers may write it at the same
-    time. Its mode follows the umask. If writing fails, no partial file remains. Raises OSError if
-    it cannot be written."""
+    time. Its mode follows the umask. If that fails (OSError), no partial file remains."""
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         share(path.parent)

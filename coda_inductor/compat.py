@@ -33,8 +33,7 @@ _log = logging.getLogger("coda_inductor")
 class Private:
     """A private name of a library: its full dotted ``path``, the feature that a user loses
     ``without`` it, and its ``replacement``; None for a class or function that raises CodaError, so
-    that only the pass that calls it fails. If it is ``essential``, the backend can do nothing
-    without it."""
+    that only the pass that calls it fails. Without an ``essential`` one the backend is idle."""
 
     path: str
     without: str = "coda does nothing on this torch"

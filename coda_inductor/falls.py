@@ -6,8 +6,7 @@ anything behind the passes: from AOTAutograd, which finds wrong shapes and dtype
 Triton, or from a lack of memory. One warning has all of its text and the passes that changed the
 graph. ``python -m coda_inductor bisect`` finds the one to blame.
 
-A graph that failed is compiled without our passes from then on in this process, also for other
-sizes.
+A graph that failed is compiled without our passes from then on in this process, at all sizes.
 
 Torch compiles a backward graph when it is first called, which is too late for another forward
 graph. If it fails there, it runs op by op (``op_by_op.py``).

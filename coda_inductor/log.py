@@ -16,9 +16,8 @@ register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_induct
 
 
 def _name_and_rank(record: logging.LogRecord) -> bool:
-    """Add the package and the rank to a warning. Returns False for a duplicate. If several ranks of
-    a host have the same warning, only the first one logs it (if their process group has a
-    store)."""
+    """Add the package and the rank to a warning. Returns False for a duplicate. Of several ranks of
+    a host with one warning the first one logs it (if their process group has a store)."""
     if record.levelno < logging.WARNING:
         return True
     text = record.getMessage().removeprefix("coda_inductor: ")

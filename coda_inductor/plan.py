@@ -142,8 +142,7 @@ class Plan:
 
     def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
         """The reason if splitting a packed projection of ``a`` (M, K) costs more than it saves, or
-        None. In training a copy joins its weight's gradient, (2F, K); one read of (M, 2F) is
-        saved."""
+        None. Training joins its weight's gradient, (2F, K), by a copy, and saves a read (M, 2F)."""
         if self.options.gate != "auto" or not self.on_kernels(a.device) or not training:
             return None
         m, k = a.shape

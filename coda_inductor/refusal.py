@@ -22,8 +22,7 @@ class Refusal:
         what: the pass, pattern or kind of site; callers fill it in.
         where: the module path or the node's name.
         failure: something failed, or is missing (a dtype without kernels, no compiler, an exception
-            of ours): worth one warning, and an error with ``options["strict"]``. False for a mere
-            choice.
+            of ours): worth one warning, and an error with ``options["strict"]``; no mere choice.
     """
 
     code: str

@@ -81,8 +81,7 @@ class Head:
     ) -> tuple[Tensor | None, ...]:
         """Of ``hidden`` (N, H), ``weight`` (V, H) and ``targets`` (N,): log-probabilities of the
         targets; and, if ``outputs`` names them, entropies, ``log(sum(p * p))``, mean logits, and
-        whether the target is the first of the largest. Each is (N,), in float32 but for the
-        last."""
+        whether the target is the first of the largest. Each is (N,), all but the last float32."""
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)

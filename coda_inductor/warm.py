@@ -2,8 +2,7 @@
 """Reports of graphs that torch takes from its cache, where our passes do not run again.
 
 Torch's cache keeps compiled code only. So the report of a graph is a file of ours, pickled, in
-``reports/`` of the cache folder, and its name a hash of what torch compiles. A graph without a file
-has no report.
+``reports/`` of the cache folder, its name a hash of what torch compiles. Without it there is none.
 """
 
 import contextlib

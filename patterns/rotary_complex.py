@@ -10,8 +10,7 @@ After::
 
     y = coda_inductor.rotate_pairs(x, turns, dtype_of(y))
 
-Why it is valid: (a + ib)(c + is) = (ac - bs) + i(as + bc); the gradient is the rotation back, by
-the conjugate.
+Why it is valid: (a + ib)(c + is) = (ac - bs) + i(as + bc); the gradient rotates by the conjugate.
 
 What it enables: Inductor generates no code for complex numbers and runs them op by op, each through
 memory; the real form is one elementwise kernel, with the casts around it.

@@ -12,8 +12,7 @@ After::
 Why it is valid: it is the definition. Source: Shazeer, "GLU Variants Improve Transformer" (arXiv
 2002.05202), section 2.
 
-What it enables: gate and up projections of one input share a tile (rule R6), so that neither is
-written to memory.
+What it enables: gate and up of one input share a tile (rule R6): neither is written to memory.
 
 Refuses: gate and up of different shapes (a broadcast) or not floating; inputs of two dtypes with a
 cast between them, because it decides in which dtype the user computes the gate.

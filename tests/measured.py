@@ -37,8 +37,7 @@ def table(
     found: Mapping[str, Figures] | None = None,
     capability: tuple[int, int] = (9, 0),
 ) -> Gpu:
-    """A table for the GPU model ``name`` with an H100's constants and the sites ``found``; the GPU
-    that it is of."""
+    """A table for the GPU ``name``, with an H100's constants and the sites ``found``; the GPU."""
     folder.mkdir(parents=True, exist_ok=True)
     data = json.loads(H100.sites.read_text()) | {"device": name}
     data["constants"]["capability"] = capability

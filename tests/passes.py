@@ -38,8 +38,7 @@ def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any)
 
 
 def codes(of: Any) -> set[str]:
-    """The codes of all that a record, or a harness, has refused: near misses, and GEMMs that were
-    not fused."""
+    """The codes of all that a record, or a harness, refused: near misses, and unfused GEMMs."""
     sites = [site.refusal for site in of.report.sites if not site.fused]
     return {why.code for why in (*of.report.refusals, *sites) if isinstance(why, Refusal)}
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin and the example's YAML. A stub stands for axolotl, of which the plugin knows one
-class."""
+"""The plugin and the example's YAML. A stub stands for axolotl: the plugin knows one class."""
 
 import importlib
 import sys

@@ -64,8 +64,7 @@ def insert(graph, op, of, *others):
 
 @pytest.fixture(autouse=True)
 def inner(monkeypatch, warned):
-    """Inductor without code, which refuses graphs with that op; ``inner.asked`` says what it
-    compiled."""
+    """Inductor without code, which refuses graphs with that op; ``inner.asked``: what it got."""
 
     def compile_fx_inner(gm, inputs, **how):
         asked = "backward" if how.get("is_backward") else "forward"

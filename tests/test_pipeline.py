@@ -94,8 +94,7 @@ def test_the_model_fires_every_counter_and_a_debug_folder_that_is_gone_costs_a_w
 
 
 class Failing:
-    """``function`` that raises when it is entered, or when it has done its work and damaged the
-    graph."""
+    """``function`` that raises when it is entered, or when it has worked and damaged the graph."""
 
     def __init__(self, function, how):
         self.function, self.how, self.failed = function, how, False

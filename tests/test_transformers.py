@@ -141,8 +141,7 @@ def looked_at(model):
 
 @pytest.mark.parametrize("other", [0, 2])
 def test_a_mask_reaches_the_model_where_it_or_a_position_says_more(other):
-    """And in each call behind the first with padding, or numbers of documents: there would be more
-    than two graphs."""
+    """And in each call behind the first with padding, or documents' numbers: two graphs do."""
     call, seen = looked_at(llama())
     tokens, ones, padded = (torch.ones(2, 4, dtype=torch.long) for _ in range(3))
     padded[0, 3] = other

@@ -2,8 +2,7 @@
 """Prove a pattern file and try it: match, algebra, kernel.
 
 Exit code 0 if everything passes, 1 if anything fails, 2 if there is no such file. No GPU is needed.
-A folder means all pattern files in it. Each result is one line of any length, so that grep and diff
-work.
+A folder means all pattern files in it. Each result is one line of any length, for grep and diff.
 """
 
 import argparse

@@ -157,8 +157,7 @@ def speaks(model: Callable[..., Any]) -> bool:
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the backend in the arguments. Raises OptionError if an option is unknown, or
-    has a bad value."""
+    """The options of the backend in the arguments. Raises OptionError for a bad name or value."""
     options = dict(_setting(text, "--option") for text in arguments.option)
     try:
         parse(None, options)

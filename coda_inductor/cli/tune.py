@@ -38,9 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the sites and print the tables. Returns 0. Raises OptionError if the model does not
-    exist, or there is nothing to do, and ExplainError if there is no GPU, or the model cannot be
-    traced."""
+    """Measure the sites and print the tables. Returns 0. Raises OptionError if there is no such
+    model, or nothing to do, ExplainError without a GPU, or if the model cannot be traced."""
     if arguments.target or arguments.hf:
         _tune(arguments)
     elif not arguments.report:

@@ -26,8 +26,7 @@ _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmo
 @dataclass(frozen=True)
 class Sink(Reduce):
     """A reduction as a kernel computes it. ``factors`` names the two values whose product is folded
-    by one fused multiply-add, or None. ``masked``: lanes beyond the matrix must be replaced by the
-    neutral element."""
+    by one multiply-add, or None. ``masked``: lanes beyond the matrix get the neutral element."""
 
     factors: tuple[str, str] | None = None
     masked: bool = False
@@ -36,8 +35,7 @@ class Sink(Reduce):
 @dataclass(frozen=True)
 class Ports:
     """The role of each operand and store. ``c``: the tile operand that is the GEMM's C. ``d``: the
-    store that is D (None if paired: stores then have half the GEMM's columns). ``aux``: the
-    others."""
+    store that is D (None if paired, with half the GEMM's columns a store). ``aux``: the others."""
 
     c: str | None
     d: Store | None

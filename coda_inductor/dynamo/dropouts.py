@@ -15,9 +15,8 @@ Why it is valid: the masks are as independent and as probable as before (``seman
 torch's own generator draws the seed, so that ``manual_seed`` repeats a run and each step has masks
 of its own. Which masks a seed stands for differs, as it does between eager and torch.compile.
 
-Why it pays: a dropout writes a masked x, which is kept for the backward pass: seven times per
-layer. Here x is read once for all layers that share it, and the backward pass draws the masks
-again.
+Why it pays: a dropout writes a masked x, which is kept for the backward pass: seven times a layer.
+Here x is read once for all layers that share it, and the backward pass draws the masks again.
 
 Layers of one x, p, rank and dtype share an op, at most ``MOST`` and ``LOW_RANK`` columns. A cast of
 x in between (peft's, to float32) becomes the op's own. Leaves alone: dropout without a mask (p = 0,

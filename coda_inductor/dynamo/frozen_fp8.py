@@ -17,8 +17,7 @@ Leaves alone: graphs without gradients, where torchao's own chain stays, bit for
 activations are not quantized, because their layer is a product in 16 bits.
 
 Refuses: blocks other than a row or the whole weight; bounds of the maxima; other dtypes than e4m3;
-a weight that wants a gradient itself. torch then raises its own error: no gradient is lost in
-silence.
+a weight that wants a gradient itself. torch then raises its own error: no gradient is lost.
 """
 
 from typing import Any

@@ -10,15 +10,13 @@ After::
 
     z = linear(x[:, :-1], W)
 
-Why it is valid: each row of a product, and of what is elementwise in it, depends on one row of its
-left factor.
+Why it is valid: a row of a product, and of what is elementwise in it, needs one of its left factor.
 
 What it enables: rule R7 of losses and entropies together. A slice of the rows of logits cannot
 leave the head's epilogue; x is a hundredth of their size.
 
 Leaves alone: logits that something else reads; slices that ``losses`` has made needless; slices of
-columns, and other indices; slices that no loss reads; what is changed in place; heads under
-autocast.
+columns, other indices; slices that no loss reads; what is changed in place; heads under autocast.
 """
 
 import operator

@@ -28,8 +28,7 @@ Leaves alone, silently, because the graph does not get worse: class weights, pro
 ``ignore_index`` that is not a literal; other slices; tensors that are changed in place in between;
 logits whose slice without the last row has other readers; a last row of sequences of unknown
 length; left-out rows of float16, whose logits may be infinite; log-softmaxes with other readers
-than an entropy, or over another dimension; several tokens per row; fewer rows of an index than of
-logits.
+than an entropy, or over another dimension; several tokens a row; an index with fewer rows.
 """
 
 import operator
@@ -157,8 +156,7 @@ def _under_softmax(gather: Call) -> Node | None:
 
 
 def _logits_of(softmax: Node) -> Node | None:
-    """The logits whose log-softmax over the last dimension this is, in one op or as a difference;
-    None for others."""
+    """The logits whose log-softmax of rows this is, in one op or as a difference; else None."""
     call = normalize(softmax)
     if call is not None and call.op == "log_softmax_last":
         return call["input"]

@@ -22,8 +22,7 @@ views of it, so nothing is copied. Autograd joins the weight's gradient by a cop
 Leaves alone: products of unknown or odd width; a single half; halves that are changed in place or
 are graph outputs (autograd forbids in-place changes of results of ``chunk``); halves with an
 in-place or a mode change between them; products with other readers or more than two parts; halves
-that no elementwise op combines, or whose memory is seen; weights that are not K-major, or not
-plain tensors.
+that no elementwise op combines, or whose memory is seen; weights that are not K-major, or wrapped.
 """
 
 import operator

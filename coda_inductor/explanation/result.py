@@ -113,8 +113,7 @@ class Explanation:
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
-        """Refusals by code and text without numbers: first those with a remedy, then by
-        frequency."""
+        """Refusals by code and text without numbers: those with a remedy first, then the most."""
         left = [site for site in self.sites if not site.fused and not site.idle]
         groups: dict[str, list[Refusal]] = {}
         for miss in (*self.near_misses, *_refusals(left)):

@@ -126,8 +126,7 @@ class Grower(Tile):
         return True
 
     def run(self, *, early: bool, last: Node | None = None) -> Region:
-        """Grow as far as possible, or up to ``last``. ``early``: ban a value once it certainly
-        cannot be stored."""
+        """Grow as far as possible, or up to ``last``. ``early``: ban what can never be stored."""
         checked = len(self.history)
         while self.frontier and (last is None or self.frontier[0] <= last):
             node = heapq.heappop(self.frontier)

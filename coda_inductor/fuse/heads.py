@@ -10,8 +10,7 @@ After::
     z = f(acc, row, col) * even + f(swap(acc), swapped row, col) * odd
 
 Why it is valid: a swap permutes columns, so it commutes with every elementwise step down to the
-accumulator; a vector of rows does not change, and one of columns is permuted once, outside the
-kernel.
+accumulator; a vector of rows stays, and one of columns is permuted once, outside the kernel.
 
 Refuses: operands with one value per element of the tile, as the tables of another rotation;
 reductions in the same kernel; two accumulators, and FP8 products, whose kernels have no heads.

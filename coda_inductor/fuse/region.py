@@ -176,9 +176,8 @@ class Region:
         """The dtype in which the value of all ``nodes`` is stored.
 
         It is the narrowest dtype that all of them can be restored from without loss: a float32 copy
-        of a bfloat16 value is stored as bfloat16, and its readers convert while they read. The
-        exception is a graph output without narrower copies: converting it would need another
-        kernel.
+        of a bfloat16 value is stored as bfloat16, and its readers convert while they read. A graph
+        output without narrower copies is an exception: converting it would need another kernel.
         """
         dtype = _common([fake(node).dtype for node in nodes])
         leaves = any(user.op == "output" for node in nodes for user in readers(node)[1])

@@ -35,8 +35,7 @@ def splice(
     """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
 
     Returns the function's results as nodes. Each has the meta of ``like``, by default of
-    ``before``, and ``meta``. Decompositions are Inductor's, as if the user had written the
-    function's body.
+    ``before``, and ``meta``. Decompositions are Inductor's, as of the user's own ops.
 
     Raises:
         RuntimeError: the function created a constant tensor.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report of a GEMM says: its name, the ops that it absorbed, why it ended there, and the
-bytes that it moves."""
+"""What the report of a GEMM says: its name, the ops it absorbed, where it ended, its bytes."""
 
 from torch.fx import Node
 

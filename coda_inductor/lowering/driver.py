@@ -76,8 +76,7 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
 
 def _fuse_measured(graph: Graph, record: Record) -> dict[Node, "_SitePlan"]:
     """Fuse with the best plan. With ``tune`` "always", sites are measured and the graph is planned
-    again: GEMMs of a pair that loses become sites of their own. Else the command ``tune`` gets
-    them."""
+    again: a losing pair's GEMMs become sites of their own. Else the command ``tune`` gets them."""
     plan, copy = record.plan, snapshot(graph) if record.plan.measures else None
     result, left = _fuse_all(graph, record)
     if not left or plan.store is None:
@@ -211,8 +210,7 @@ class _Planner:
             yield lambda bans: self._without(crossing, anchor, bans)
 
     def _without(self, crossing: list[Node], anchor: Node, bans: Bans) -> Region | None:
-        """The region of ``anchor`` without ``crossing``, if a program with these is slower; None if
-        nothing is left."""
+        """The region without ``crossing``, if a program with these is slower; None if empty."""
         refusals = dict.fromkeys(crossing, refuse("no-gemm", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**refusals, **bans})
         return region if region.work else None

@@ -36,8 +36,7 @@ def compile_to_disk(
     folder: str | None, program: EpilogueProgram | str, config: Any, *how: str
 ) -> Path:
     """Compile a kernel into ``folder``, unless it is there already; returns its file. ``how`` as
-    ``mod.kernel_name`` takes it, for the architecture of this process. Raises whatever QuACK or
-    CuTeDSL raises."""
+    ``mod.kernel_name`` takes it, for this process's architecture. Raises what QuACK raises."""
     host = quack.gemm_runtime.host
     # This process may have started under another environment.
     quack.cache.CACHE_DIR = folder

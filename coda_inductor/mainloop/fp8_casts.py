@@ -11,8 +11,7 @@ which saturates infinite values too and keeps NaN.
 
 Triton's own launcher takes the host longer than the rest of a call, and a training step in FP8
 makes some forty calls per layer. Here the properties that it checks (dtypes, sizes, strides,
-addresses that are multiples of 16 bytes) are a key, with which a later launch goes directly to the
-compiled kernel.
+addresses that are multiples of 16 bytes) are a key, by which a later launch finds its kernel.
 """
 
 import functools

@@ -29,8 +29,7 @@ class Body:
 def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
     """``graph`` and the bodies of its checkpoint and nested_compile_region calls, outermost first.
 
-    Other nested graphs (flex_attention's score_mod, cond branches) have different semantics and are
-    left out.
+    Other nested graphs (flex_attention's score_mod, cond branches) differ, and are left out.
     """
     gm = graph.owning_module
     assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"

@@ -3,8 +3,7 @@
 
 The idiom is traced with ``torch.fx`` and both sides are read through :mod:`normalize`, so that the
 spelling does not matter; ``add`` and ``mul`` match in either order; literals are captured; float
-casts are skipped, because a cast changes only the rounding of an intermediate (the caller checks
-the result's dtype).
+casts, which change only an intermediate's rounding, are skipped (callers check the result's dtype).
 """
 
 from collections.abc import Callable, Iterable

@@ -3,8 +3,7 @@
 
 ``x.pow(2)``, ``torch.square(x)`` and ``x * x`` are all ``square``; ``x.to(d)``, ``x.float()`` and
 ``x.type_as(y)`` are all ``cast``; ``operator.add``, ``torch.add`` and ``Tensor.add`` are ``add``.
-In-place spellings (``operator.iadd``, ``mul_``) are never normalized, because they also write
-memory.
+In-place spellings (``operator.iadd``, ``mul_``), which also write memory, are never normalized.
 """
 
 from collections.abc import Callable

@@ -14,8 +14,7 @@ are limits of memory, not orders about kernels: with them a fused GEMM would be 
 So the marks are removed before the rewrites, and the planner keeps as many bytes where that
 costs least, or more where the peak is no higher.
 
-Checkpoints without a policy keep nothing but their inputs; they stay as they are, unless the option
-``memory`` says more.
+Checkpoints without a policy keep their inputs alone, and stay, unless ``memory`` says more.
 
 The bytes that a peak or "fit" leaves a step (:func:`room`) depend on what a device holds and on
 what other ranks can do. So they are known before a graph is traced, when each rank comes by, with

@@ -23,8 +23,7 @@ from coda_inductor.graph.nodes import bytes_of
 from coda_inductor.memory.candidates import Drop, Group, Stash, groups, heavy
 from coda_inductor.memory.costs import install, milliseconds
 
-#: Combinations of one layer that are compared; kinds beyond them, the smallest ones, are
-#: freed last.
+#: Combinations of one layer that are compared; the smallest kinds, beyond them, are freed last.
 _MOST = 1024
 #: So many groups of one kind belong to layers, which change one by one.
 _MANY = 4

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pattern files: their places, their text, their patterns. Each file is run, and its claims are
-compared, separately.
+"""Pattern files: their places, text and patterns. Each is run, and its claims compared, alone.
 
 The places, in the order in which patterns are tried: ``options["patterns"]`` (or
 ``CODA_PATTERNS``), files from :func:`load_patterns`, and the built-in ones, which are in

@@ -6,8 +6,7 @@
 - The author's gradient, if any, equals the derivative of the meaning where it exists.
 
 ``python -m coda_inductor check`` and tests prove claims; a load only compares numbers
-(``compare``). Side conditions are not proven: whether they suffice for shapes and dtypes, ``check``
-tries on the example.
+(``compare``). Side conditions are not proven: ``check`` tries shapes and dtypes on the example.
 """
 
 from collections.abc import Callable, Iterator

@@ -71,8 +71,7 @@ class Child:
         raise TimeoutError
 
     def end(self) -> str:
-        """Kill the child and all that it has started, unless it has ended. Returns its last line,
-        or its exit status."""
+        """Kill the child and all that it started. Returns its last line, or its exit status."""
         with self._lock:
             if not self._output.closed:
                 with contextlib.suppress(ProcessLookupError):

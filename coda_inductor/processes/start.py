@@ -3,8 +3,7 @@
 
 Standard input is the connection to the parent, whose ``sys.path`` is the first message; this
 package is imported from the folder of this file, independent of that path. Then
-``MODULE.main(connection, *arguments)`` runs. When the parent is gone, the child is killed with all
-that it has started.
+``MODULE.main(connection, *arguments)`` runs. Once the parent is gone, the child's tree is killed.
 """
 
 import importlib

@@ -21,8 +21,7 @@ def verify(program: EpilogueProgram, *, eager: bool = False) -> EpilogueProgram:
     may read a float32 value of which a rounded copy is stored.
 
     Raises:
-        ProgramError: the program is not legal; names the first illegal operand, step, store or
-            reduction, and why.
+        ProgramError: it is not legal; names the first illegal operand, step, store or reduction.
     """
     if (why := next(_problems(program, eager), None)) is not None:
         raise ProgramError(why)

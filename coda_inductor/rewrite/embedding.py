@@ -20,8 +20,7 @@ Why it pays: of V rows, at most T change. ``wide`` is 1.05 GB for a vocabulary o
 columns; it is cleared, read, cast and added in passes over all of it.
 
 Refuses (Inductor then computes the gradient): the table has less than ``LEAST_ROWS`` rows per
-token; something else reads the gradient before it is added, or reads ``other``, which would then
-have to be copied.
+token; something else reads the gradient before it is added, or ``other``, which needed a copy then.
 """
 
 from typing import Any
@@ -39,8 +38,7 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import only_reader
 from coda_inductor.record import Record
 
-#: Passes over the tokens' rows replace about as many passes over the table, so the table must be
-#: several times larger.
+#: Passes over the tokens' rows replace as many over the table, which must be several times larger.
 LEAST_ROWS = 2
 
 _MASKED = unsafe_masked_index_put_accumulate

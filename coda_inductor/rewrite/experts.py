@@ -13,8 +13,7 @@ After::
     dx = grouped_mm(cat([dg, du], 1), W.mT, offsets)
 
 Why it is valid: each column of a product depends on one column of its right factor; a sum of
-products is a product over all of their K. Gathers and products are still those of
-``semantic.experts``.
+products is a product over all of their K. Gathers and products stay ``semantic.experts``'.
 """
 
 import operator

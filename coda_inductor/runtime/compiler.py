@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that compiles kernels, a child (``processes``) of ``pool``.
 
-It receives ``{"request": {...}, "folder": ...}`` and answers an error text or null. This module
-imports little.
+It gets ``{"request": {...}, "folder": ...}`` and answers an error text or null. It imports little.
 """
 
 import os

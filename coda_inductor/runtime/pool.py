@@ -169,8 +169,7 @@ def _start(worker: _Worker | None = None) -> None:
 
 
 def _serve(worker: _Worker | None) -> None:
-    """A thread: let one worker compile one kernel after another, until none waits for long, or the
-    pool is shut down."""
+    """A thread: let one worker compile kernels until none waits for long, or the pool is shut."""
     me = threading.current_thread()
     while True:
         with _lock:
@@ -188,8 +187,7 @@ def _serve(worker: _Worker | None) -> None:
 
 
 def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None, _Worker | None]:
-    """Let ``worker``, or a new one, compile ``request``. Returns an error text or None, and the
-    worker if it is left."""
+    """Let ``worker``, or a new one, compile ``request``. Returns the error, the worker if left."""
     words = _LATE
     for _ in range(2):  # a worker may have died because others needed its memory
         try:

@@ -46,8 +46,7 @@ def prepare(
     outputs: Sequence[Tensor],
 ) -> Prepared | None:  # fmt: skip
     """The launch for all calls like this one, which has run and computed ``outputs``; None if a
-    tensor is copied or cast. Raises UnpairableError if operands of this call were copied; a similar
-    call's may not be."""
+    tensor is copied or cast. Raises UnpairableError if operands of this call alone were copied."""
     from coda_inductor.mainloop.plan import ready
 
     program, a = kernel.program, as_[0]

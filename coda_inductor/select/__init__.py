@@ -7,6 +7,5 @@ legality      can a site be a kernel?
 figures       the measurements of one site
 measurements  all measurements for a GPU, and their files
 roofline      expected times without a measurement
-choice        the choice for a site, whether a kernel is expected to win, and the configs that are
-              worth a measurement
+choice        the choice for a site: may a kernel win, and which configs are worth a measurement
 """

@@ -128,8 +128,7 @@ def host_bound(
 
 
 def unmeasured(gpu: Gpu) -> Refusal | None:
-    """The reason if GEMMs without measurements are left to cuBLAS on ``gpu``, or None: no kernel is
-    expected to win."""
+    """Why GEMMs without measurements are left to cuBLAS on ``gpu`` (no kernel may win), or None."""
     if gpu.rated:
         return None
     text = (

@@ -26,8 +26,7 @@ class Config:
             of them on one tile).
         lean: the epilogue has small buffers and the main loop more memory (``mainloop.lean``).
         dynamic: a cluster takes its next tile from a counter in memory, not by a fixed step, so no
-            tile waits for processors that another kernel holds. For Hopper; Blackwell always does
-            this.
+            tile waits for processors that another kernel holds. Blackwell always does this.
     """
 
     tile_m: int

@@ -100,8 +100,7 @@ def to_row(key: str, figures: Figures) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
-    """(key, figures) of a row. Raises AttributeError, KeyError, TypeError, ValueError if it is not
-    such a row."""
+    """(key, figures) of a row. Raises AttributeError, KeyError, TypeError or ValueError."""
     figures = Figures(**{name: x for name, x in row.items() if name != "key"})
     if not all(0 < x < math.inf for x in (*figures.us.values(), figures.unfused, figures.plain)):
         raise ValueError("times must be positive numbers")

@@ -58,8 +58,7 @@ class Measurements:
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
         """The measurements of ``site``, and their origin: "here" (this user's) or "shipped". They
-        may come from a similar program (``figures.signature``); of several the slowest counts. None
-        if there are none."""
+        may come from a similar program (``figures.signature``); the slowest counts; or None."""
         self._refresh()
         key = key_of(site)
         if (figures := self._user_rows.get(key)) is not None:
@@ -72,8 +71,7 @@ class Measurements:
         return None if slowest is None else (slowest, "shipped")
 
     def nearest(self, site: Site) -> tuple[Site, Figures] | None:
-        """The shipped measurements nearest in size, of programs like the site's, and ``site`` at
-        that size; or None."""
+        """The nearest shipped measurements of a program like the site's, ``site`` at that size."""
 
         def distance(row: tuple[str, Figures]) -> tuple[float, str]:
             pairs = zip(_size(row[0]), (hint(site.m), site.n, site.k), strict=True)

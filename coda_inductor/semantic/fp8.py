@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 in the semantic vocabulary, as torchao 0.18 defines it in training and in inference: one
 quantization, and one product of two quantized tensors. Neither has a gradient: both are created
-after AOTAutograd. A linear layer on a weight that is frozen in FP8 has the gradient that torch
-lacks."""
+after AOTAutograd. A linear layer on a weight frozen in FP8 has the gradient that torch lacks."""
 
 import functools
 from typing import Any

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss's part of the semantic vocabulary: logsumexp and entropy of rows, and cross entropy with
-classes.
+"""The loss's part of the semantic vocabulary: logsumexp and entropy of rows, cross entropy.
 
 ``cross_entropy`` takes the logits in the dtype of the model's last GEMM. Losses are usually written
-with a cast, which makes a float32 copy of the largest tensor of a training step; here only values
-per row are float32.
+with a cast, a float32 copy of the largest tensor of a step; here only values per row are float32.
 """
 
 import math
@@ -128,8 +126,7 @@ cross_entropy = define(
 
 
 def compared_cross_entropy(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`cross_entropy_definition`; targets are found by reading all logits, which need not
-    be in memory then."""
+    """As :func:`cross_entropy_definition`, by reading all logits, which need not be in memory."""
     return cross_entropy_definition(*args, pick=_compared)
 
 

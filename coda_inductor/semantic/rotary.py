@@ -27,8 +27,7 @@ def rotate_definition(
     For columns a and b at ``distance`` from each other, in blocks of twice the distance, y = x *
     cos + (-b, a) * sin. Halves of W (Hugging Face's ``rotate_half``) have the distance W / 2,
     neighboring pairs 1. ``paired``: the tables (..., W / 2) hold one angle per pair. ``inverse``:
-    the transposed map, dy * cos - turn(dy * sin), which rotates back if both columns of a pair have
-    the same angle.
+    the transposed map, dy * cos - turn(dy * sin): back, if both columns of a pair have one angle.
 
     ``joined``: only the first W columns are rotated; the others, if there are any, are copied, and
     the result has the layout that Inductor gives ``torch.cat`` of both, or of the halves of pairs
@@ -69,9 +68,8 @@ def each_column(table: Tensor, distance: int, paired: bool) -> Tensor:
 def turn(x: Tensor, distance: int) -> Tensor:
     """(-b, a) for each pair of columns (a, b).
 
-    The result is a permutation with computed signs, so every element is read once. With the usual
-    ``cat`` of two slices Inductor counts more reads, and then stores a rotation that two kernels
-    read.
+    The result is a permutation with computed signs, so every element is read once. With a ``cat``
+    of two slices Inductor counts more reads, and then stores a rotation that two kernels read.
     """
     signs = 2 * torch.arange(2, dtype=x.dtype, device=x.device) - 1
     return (exchange(x, distance).unflatten(-1, (-1, 2, distance)) * signs[:, None]).flatten(-3)
@@ -114,8 +112,7 @@ def rotate_heads(
 
     ``cos`` and ``sin`` broadcast against (..., H, D). ``even`` and ``odd``, each (rows, D), are the
     tables in the form that kernels read: y = x * even + s * odd, where s is x with the columns of
-    each pair exchanged. They are not read here, so they are not computed for rotations that stay
-    unfused.
+    each pair exchanged. Not being read here, they are not computed for rotations that stay unfused.
     """
     assert even.shape == odd.shape, "tables of the same shape"
     heads = x.unflatten(-1, (-1, even.shape[-1]))

@@ -21,8 +21,7 @@ _SECONDS = 0.8
 #: Spread from which on something else must be running, and how often to retry then.
 _CALM, _AGAIN = 0.02, 2
 #: One read of memory: its bytes and least microseconds (H200); and how much longer all reads
-#: together take than the host does in the slowest warm-up call: a busy machine is not always
-#: equally slow.
+#: together take than the host does in the slowest warm-up call: a busy machine varies.
 _READ, _HOST_US, _AHEAD = 600e6, 150.0, 2.0
 
 

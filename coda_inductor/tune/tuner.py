@@ -31,8 +31,7 @@ from coda_inductor.tune import inputs
 _WORKER = "coda_inductor.tune.worker"
 #: Seconds after its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
-#: Seconds after which a candidate counts as hanging: its kernel is compiled already, and only has
-#: to be loaded and run.
+#: Seconds after which a candidate hangs: its kernel is compiled, and only to be loaded and run.
 _PATIENCE = 20.0
 #: The most measuring processes. Each holds half a GiB of the GPU's memory.
 _MOST = 4

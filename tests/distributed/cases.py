@@ -42,8 +42,7 @@ from coda_inductor.memory import limit as rooms
 #: What one graph, which serves all blocks, does. Its first norm reads an input.
 BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
 SWIGLU = {"swiglu": 1, "swiglu_backward": 1}
-#: Each of 5 products reduces its gradient alone, and gathers its operand; q, k and v together do so
-#: once, gate and up too.
+#: Each of 5 products reduces its gradient and gathers its operand; q, k, v together; gate, up too.
 REDUCES = GATHERS = 3
 OUT, PAIR = {("o", "collective"), ("down", "collective")}, {"gate + up"}
 BFLOAT16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of a decoder: compiled and spread over ranks, or plain on one with all of their
-data."""
+"""Training steps of a decoder: compiled and spread over ranks, or plain on one with all data."""
 
 import contextlib
 import functools

@@ -10,8 +10,7 @@ from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD, grouped_mm
 
 
 class Written(zoo.Block):
-    """Halves and a view, of the rows that ``pick`` gives of x, and with what ``after`` makes of the
-    second product."""
+    """Halves and a view, of rows that ``pick`` gives of x; ``after`` is of the second product."""
 
     def __init__(self, pick=lambda x, perm, k, own, w: x[perm // k], after=None, **how):
         super().__init__(**how)

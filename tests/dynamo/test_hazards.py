@@ -257,8 +257,7 @@ def test_a_changed_mask_stays():
 
 @pytest.mark.parametrize(("wanted", "dynamic"), [(False, False), (True, True)])
 def test_the_backward_pass_computes_nothing_from_an_input_that_has_changed(wanted, dynamic):
-    """A regression: 2 * x was made again from x, which by then held it already. Autograd noticed
-    and raised."""
+    """A regression: 2 * x was made again from x, which by then held it. Autograd raised."""
 
     def changed(x, w):
         x.mul_(2)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and layouts: symbolic, empty, ragged, strided, expanded, shared. What leaves a fused graph
-is as independent as what left the original one: a caller may write to one result without changing
-another."""
+is as independent as what left the original one: a caller may write to one result alone."""
 
 import itertools
 

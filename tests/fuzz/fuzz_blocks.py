@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a random program: how it starts, its residual blocks, what stands between them, and
-how it ends."""
+"""The parts of a random program: its start, residual blocks, what is between them, its end."""
 
 from collections.abc import Callable
 

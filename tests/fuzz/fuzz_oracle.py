@@ -31,8 +31,7 @@ TOLERANCE = 1e-7
 
 
 class TooSlowError(BaseException):
-    """A program had its time. No ``Exception``, for those are caught on the way and fallen back
-    from."""
+    """A program had its time. No ``Exception``, because fallbacks catch those on the way."""
 
 
 @dataclass

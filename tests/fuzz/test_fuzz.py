@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs: forward passes, training, rounding errors, bits, and a sample through Inductor's
-code.
+"""Random programs: forward passes, training, rounding, bits, and a sample of Inductor's code.
 
 The same ones each time; ``make fuzz`` hunts with others: ``FUZZ`` is "SEED N".
 """

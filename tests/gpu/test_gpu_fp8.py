@@ -73,8 +73,7 @@ def test_rows_of_nan_inf_and_zero(name):
 
 
 def test_the_two_accumulations_differ():
-    """Else one of them is not what it says; the slow one, in small tiles, is the nearer to
-    float64."""
+    """Else one is not what it says; the slow one, in small tiles, is nearer to float64."""
     slow, fast = (fp8()[name] for name in ("fp8_residual", "fp8_residual_fast"))
     as_, bs, operands = tensors(Site(slow, 1024, 512, 8192), "cuda")
     operands[[o.name for o in slow.operands].index("res")].zero_()

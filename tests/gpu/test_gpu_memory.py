@@ -30,8 +30,7 @@ def cases(m=M, device="cuda"):
 
 
 def apart(pair: list[torch.Tensor], gap: int, fill: float) -> list[torch.Tensor]:
-    """Copies of two matrices in one buffer, with ``gap`` elements of ``fill`` before, between and
-    after them."""
+    """Copies of two matrices in one buffer, with ``gap`` elements of ``fill`` around each."""
     size = pair[0].numel()
     buffer = torch.full((3 * gap + 2 * size,), fill, dtype=pair[0].dtype, device=pair[0].device)
     placed = []
@@ -53,8 +52,7 @@ def test_what_lies_between_two_operands_is_never_read(gap):
 @pytest.mark.parametrize("segments", ["expandable_segments:True", "expandable_segments:False"])
 @pytest.mark.parametrize("caching", ["0", "1"])
 def test_operands_at_the_end_of_their_allocations(segments, caching, tmp_path):
-    """Without the caching allocator each tensor is an allocation, which the memory checker knows
-    the end of."""
+    """Without the caching allocator each tensor is an allocation, whose end memcheck knows."""
     checker = shutil.which("compute-sanitizer") if caching == "0" else None
     # Libraries ask the driver for what it may not have: an error code that they handle is none.
     memcheck = [checker, "--report-api-errors", "no", "--error-exitcode", "9"] if checker else []

@@ -27,8 +27,7 @@ HALF, SINGLE = torch.float16, torch.float32
 
 
 def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
-    """With every scale, and with divisions or a norm's weight; some scales are the ends of float32,
-    zero, infinite or NaN."""
+    """With every scale, divisions or a norm's weight; some scales are extreme, zero, inf or NaN."""
     m, k = x.shape
     rows, cols = scale_of(x, [1], E4M3), scale_of(x, [0], E5M2)
     one, other = scale_of(x, [], E4M3), torch.tensor(0.375)

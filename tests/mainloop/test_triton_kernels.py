@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of FP8 casts and of dropout without a GPU: interpreted, and compiled for
-Hopper."""
+"""Triton kernels of FP8 casts and dropout without a GPU: interpreted, and compiled for Hopper."""
 
 import re
 from collections.abc import Mapping

@@ -56,8 +56,7 @@ def planned(model, x, backend=None, **options):
 
 
 def trained(model=None, *, room=None, **options):
-    """The harness that has compiled ``model``, which is called once. ``room``: the bytes that a
-    peak leaves."""
+    """The harness that has compiled and called ``model``. ``room``: bytes that a peak leaves."""
     harness = Harness(gate="always", **options)
     harness.record.room = room
     harness.train(blocks() if model is None else model, inputs())

@@ -86,8 +86,7 @@ def test_to_end_waits_for_nothing(late, start):
     (lambda: os._exit(0), "while True: pass"),
 ], ids=["SIGKILL", "os._exit"])  # fmt: skip
 def test_it_ends_with_its_parent(ends, do, start, tmp_path):
-    """Whatever it does; also where a program that the parent has started, with all its files, holds
-    the connection."""
+    """Whatever it does; also where another child of the parent's holds the connection."""
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries and keys leave their projection rotated: in every spelling, forward and backward, with
-tables that are computed once, not in every kernel that reads them; or for the reason that is given
-not at all."""
+tables that are computed once, not in every kernel that reads them; or, for a reason, not at all."""
 
 import pytest
 import torch

@@ -180,8 +180,7 @@ def fails_with(monkeypatch, error):
 
 
 def test_failed_kernel_falls_back_with_one_warning(call, warned, monkeypatch):
-    """A launch that fails is tried again: it costs microseconds, and the next call has other
-    tensors."""
+    """A launch that fails is tried again, in microseconds: the next call has other tensors."""
     for site in (SITE, SITE, "layers.1.mlp.down_proj"):  # one kernel, used twice
         call(site)
     (said,) = warned()
@@ -233,8 +232,7 @@ def on_gpu(call, monkeypatch):
 
 
 def test_strictness_is_the_compiled_graphs(on_gpu):
-    """Compiling one model changes nothing for the other; backward graphs, which run on autograd's
-    own threads, too."""
+    """Compiling one model leaves the other; so do backward graphs, on autograd's own threads."""
     x = torch.randn(16, 64, requires_grad=True)
     models = {
         strict: torch.compile(Mlp(64, 128, "tanh"), backend=coda, options={"strict": strict})

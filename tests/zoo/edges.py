@@ -94,8 +94,7 @@ def confident(
 
 
 def ill_conditioned(linear, singular):
-    """One singular value is about ``singular`` times as large as the others; returns its output's
-    direction."""
+    """One singular value is about ``singular`` times the others; returns its output's direction."""
     n, d = linear.weight.shape
     left, right = F.normalize(randn(n), dim=0), F.normalize(randn(d), dim=0)
     with torch.no_grad():

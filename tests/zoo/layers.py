@@ -208,8 +208,7 @@ V, T, HEADS = 96, 6, 2
 
 class Everything(nn.Module):
     """A layer of a Llama in which every pass finds something to do: a table that the head shares,
-    packed projections, shared heads, a constant mask, norms, a checkpointed region, loss and
-    logits."""
+    packed projections, shared heads, a constant mask, norms, a checkpoint, loss and logits."""
 
     def __init__(self):
         super().__init__()

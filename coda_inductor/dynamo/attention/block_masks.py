@@ -51,8 +51,7 @@ from coda_inductor.refusal import Refusal, refuse
 NAME = "block_mask"
 #: The device and dtypes for which FlexAttention has kernels of both directions.
 DEVICE, DTYPES = "cuda", HALF
-#: The least number of scores over all calls of one mask, and of queries and keys of each, that pay
-#: for the lists.
+#: The least scores of all calls of one mask, and queries and keys of each, that pay for the lists.
 LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
 #: The most elements of a mask: kernels count them in 32 bits.

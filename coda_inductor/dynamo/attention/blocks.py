@@ -65,8 +65,7 @@ def block_lists(plane: Tensor, batched: bool) -> tuple[Tensor, ...]:
 
     Returns 8 int32 tensors: for mixed blocks and then for full ones, the number in each row of
     blocks, (batch, 1, rows), and their columns, (batch, 1, rows, columns): a permutation of all
-    columns that begins with them, in ascending order. Then the same with rows and columns
-    exchanged.
+    columns that begins with them, ascending. Then the same with rows and columns exchanged.
     """
     batch, queries, keys = plane.size(0) if batched else 1, plane.size(-2), plane.size(-1)
     rows, columns = ((n + BLOCK - 1) // BLOCK for n in (queries, keys))
@@ -90,8 +89,7 @@ def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tenso
 
     Kernels address a mask of the batch by the stride of the heads' dimension. Its size is 1, so
     Inductor may give it any stride; for ``unsqueeze`` it uses 0, and then all batches read the
-    first mask's blocks. ``as_strided`` states the stride, and Inductor keeps the recorded layout of
-    its input.
+    first mask's blocks. ``as_strided`` states the stride, and Inductor keeps its input's layout.
     """
     before = blocks.cumsum(-1, dtype=torch.int32)
     counts = before[..., -1].contiguous()

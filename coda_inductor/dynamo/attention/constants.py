@@ -9,8 +9,7 @@ A number stands for symbolic sizes, where elements depend on their indices alone
 other and with numbers, of which all orders occur below twice their sum (docs/internals/rules.md).
 
 Refuses, always with a reason: inputs, parameters and buffers; other uses of symbolic sizes; random
-numbers; results of in-place ops, and nodes that depend on them; more than ``MAX_BYTES`` in one
-tensor.
+numbers; results of in-place ops, and what depends on them; more than ``MAX_BYTES`` in one tensor.
 """
 
 import math

@@ -9,15 +9,13 @@ other one, in elements,
     B[(lane, j), k]  at  w0 + lane * delta + j * ldb + k          shape ((2, N), K)
 
 is one tensor whose rows alternate between the weights, and whose elements are all in one of them.
-The GEMM over it has N' = 2N columns, of which QuACK's paired epilogue takes two neighbors, (g_j,
-u_j).
+The GEMM over it has N' = 2N columns, of which QuACK's paired epilogue takes neighbors, (g_j, u_j).
 
 The kernel's arguments are an ordinary 2N x K tensor that starts at ``w0``, whose second half is
 never addressed, and ``delta``, a runtime Int64: one compiled kernel serves every pair. Conditions,
 checked at run time: equal shape and strides, K-major, delta positive (strides are unsigned, hence
 two variants of the kernel), a multiple of 16 bytes and below 2**40 bytes. Weights that do not meet
-them are copied: on a host with several GPUs, CUDA may place two allocations of one GPU 2**46 bytes
-apart.
+them are copied: with several GPUs, CUDA may place two allocations of one GPU 2**46 bytes apart.
 """
 
 import functools

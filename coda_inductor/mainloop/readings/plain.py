@@ -95,8 +95,7 @@ class Plain:
     def dummies(
         self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
     ) -> tuple[Tensor, Tensor]:
-        """A and B for compiling a kernel, with ``n`` columns of each accumulator. A grouped B has
-        two groups."""
+        """A and B to compile a kernel, ``n`` columns an accumulator; a grouped B has two groups."""
         empty = functools.partial(torch.empty, device=device)
         a = functools.partial(empty, dtype=getattr(torch, program.a_dtype))
         b = functools.partial(empty, *[2] * program.grouped, dtype=getattr(torch, program.b_dtype))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognize one quantization in an aten graph, as torchao 0.18 or nanochat writes it. The
 definition of the op (``semantic.fp8.quantize_by``) is traced and compared, so that a chain with
-another eps or maximum does not match. Its input is read separately: ``abs(x)``, and its maximum
-over ``dims``.
+another eps or maximum does not match. Its input is read separately: ``abs(x)``, its maximum.
 """
 
 import functools

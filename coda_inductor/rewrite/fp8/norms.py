@@ -16,8 +16,7 @@ rounding: eager rounds n to 16 bits before it is quantized, this rounds only x. 
 so it stays on the tile, and memory has x, which others read as well. Maxima of columns need r
 first: x is read once for them. The norm's gradient and its row sums do not change (rule R3 needs
 exact operands). Another reader in the backward pass (a weight gradient in 16 bits) reads n, which
-is recomputed. The same holds if n is float32 and its casts to 16 bits (one per layer in autocast)
-are quantized.
+is recomputed. So it is if n is float32 and its casts to 16 bits (autocast's) are quantized.
 
 Refuses, besides what ``rewrite.norm`` refuses: another reader in the forward pass.
 """

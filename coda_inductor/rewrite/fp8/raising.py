@@ -15,8 +15,7 @@ After::
 Valid because the ops are defined as exactly these chains: decomposed, they give the same bits,
 including the copies of factors that ``_scaled_mm`` needs. Equal quantizations become one, also of
 different views or transposes of a tensor, if they belong to the same pass (forward, backward, or
-recomputed there) and the same checkpoint. One scale that torchao repeats for every column stays one
-number.
+recomputed there) and the same checkpoint. A scale that torchao repeats for every column stays one.
 
 Refuses: a cast to FP8 by another chain (a maximum over all ranks; bounds for it; a scale that is an
 argument), although its product is still raised; a product with a scale for its result.

@@ -28,8 +28,7 @@ ALL: Kind = ()
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to quantize: ``x``, or with a deferred norm ``read * factor * weight``, x = read *
-    weight.
+    """A tensor to quantize: ``x``, or behind a norm ``read * factor * weight``, x = read * weight.
 
     Attributes:
         x: the tensor for the maxima of rows, (M, K).

@@ -4,8 +4,7 @@ Inductor's decompositions write them.
 
 The gradient of the same logits' entropy (``semantic.loss.entropy_backward``), which is added.
 
-The gradient of a log-sum-exp b of the same logits (a z-loss), which is, per row, a times the
-softmax::
+The gradient of a log-sum-exp b of the same logits (a z-loss), a times the softmax per row::
 
     total = dlogits + a * exp(logits - b)
 
@@ -17,8 +16,7 @@ The gradient of soft-capped logits, ``c * tanh(z / c)``::
 Because ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. If the logits are a
 number times the head's logits (Granite, Cohere), the head's gradient is that number times the
 logits' gradient. All these ops are elementwise in the gradient, the logits and vectors of rows, so
-they need no other tensor of the logits' size. Casts (of 16-bit tensors) and views may be between
-the steps.
+they need no other tensor of the logits' size. Casts (of 16-bit tensors) and views may be between.
 """
 
 import itertools

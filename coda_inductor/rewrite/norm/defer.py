@@ -13,8 +13,7 @@ statistics and its gradient: for RMSNorm, and the norms of pattern files.
 Refuses (the norm then stays as it was, for Inductor): x is not computed in a GEMM's epilogue
 (``uses``), or comes from a collective; something other than a GEMM, or the gradient of its weight,
 reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
-options["fp16_norms"]). LayerNorms are no semantic op, because their deferral costs more than it
-saves (gotchas.md).
+options["fp16_norms"]). LayerNorms are no semantic op: their deferral does not pay (gotchas.md).
 """
 
 import operator

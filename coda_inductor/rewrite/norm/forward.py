@@ -30,8 +30,7 @@ from coda_inductor.semantic.norms import NORMS
 @dataclass(frozen=True)
 class Deferred:
     """The nodes that replace a norm: the operand ``h`` (M, d) of its GEMMs; the ``statistics``
-    (..., 1) that its gradient reads, the row scale first, which is ``flat`` as (M, 1); ``gamma``,
-    if any."""
+    (..., 1) that its gradient reads, first the row scale, ``flat`` as (M, 1); ``gamma``, if any."""
 
     name: str
     gamma: Node | None
