@@ -46,6 +46,7 @@ from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.adapters import reorder_low_rank
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
+from coda_inductor.rewrite.columns import write_columns
 from coda_inductor.rewrite.concatenated import add_products
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
@@ -143,7 +144,8 @@ ON_ATEN = (
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("adapters", reorder_low_rank, _fuses),
     Pass("concatenated", add_products, _fuses, ("concatenated",)),
-    Pass("norm", defer_norms),
+    Pass("columns", write_columns, _fuses_gradients),
+    Pass("norm", defer_norms, after=("columns",)),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True, after=("loss", "norm", "heads", "fp8_casts")),
@@ -243,8 +245,7 @@ class _FailedError(Exception):
 
 
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
-    """Run ``passes``, except those that fail; each cause is one warning, or an error with
-    ``strict``.
+    """Run ``passes``, except those that fail; each cause is a warning, an error with ``strict``.
 
     There is one copy of the graph, from before the first pass, and after a failure the other passes
     start over from it. A copy before each pass would take a third of our time, and failures are

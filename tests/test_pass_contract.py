@@ -23,6 +23,7 @@ from coda_inductor import pipeline
 from coda_inductor.dynamo.attention import block_masks
 from coda_inductor.patterns import builtin_folder
 from coda_inductor.rewrite import tables
+from coda_inductor.semantic.columns import COLUMNS
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import rms_norm
 from coda_inductor.semantic.rotary import rotate_pairs
@@ -50,6 +51,14 @@ def twice_normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def mlp(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down)
+
+
+def sliced(*ends: Any, step: int = 1, of: Any = F.linear) -> Callable[..., Any]:
+    def function(x, w):
+        z = of(x, w)
+        return sum(z[..., start:stop:step].sin().sum(-1) for start, stop in ends)
+
+    return function
 
 
 def clamped_mlp(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -227,6 +236,16 @@ CASES = {
     "experts_backward": Case(
         of.experts, EXPERTS, fired("experts_backward"), "fuse",
         ("experts_backward", "fuse"),
+    ),
+    "columns": Case(
+        sliced((None, 9), (9, 20), (-4, None), (WIDE, None)), ((WIDE, D),),
+        lambda harness: sum(node.target is COLUMNS for node in harness.graph.nodes), "columns",
+        ("columns",),
+        broken={
+            "a gap": sliced((None, 9), (12, WIDE)), "a step": sliced((None, WIDE), step=2),
+            "an overlap": sliced((None, 9), (5, WIDE)), "another term": sliced((0, 9), (0, WIDE)),
+            "no product": sliced((None, 9), (9, None), of=lambda x, w: F.linear(x, w).cos()),
+        },
     ),
     "concatenated": Case(
         of.joined, ((WIDE, D), (D, D + WIDE)), fired("concatenated"), "concatenated",

@@ -14,20 +14,11 @@ Two terms of equal K are read in place (``mainloop.readings.join``). Others must
 That pays if elementwise kernels write the left operands anyway, so that only the weights are
 copied, or if such kernels at least read them, as for the gradients of q, k and v.
 
-Each left operand is written to its columns by its own kernel. Inductor compiles an ``aten.cat`` of
-elementwise parts to one kernel in which every element evaluates every part, under a mask: 189 us
-for the gradients of q, k and v of Llama 1B (8192 tokens, H200), whose traffic takes 30 us.
+Each left operand is written to its columns by its own kernel (``semantic.columns``).
 """
 
-import functools
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
 from torch.fx import Node
 
-from coda_inductor.compat import ConcatKernel, register_lowering
 from coda_inductor.fuse.region import Region, in_place
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import Legal, addends, gemm_inputs, producer, routes_of, terms
@@ -36,26 +27,7 @@ from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import back_to, base, readers
-from coda_inductor.semantic.define import opaque
-
-
-def _columns(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(parts), 1)
-
-
-#: (M, K1), (M, K2), ... -> (M, K1 + K2 + ...), contiguous.
-COLUMNS = opaque("columns(Tensor[] parts) -> Tensor", _columns, _columns)
-
-
-@functools.cache
-def install() -> None:
-    """Let Inductor write each part directly to its place, from now on."""
-
-    def lower(parts: Sequence[Any]) -> Any:
-        return type(parts[0])(ConcatKernel.create(parts, 1))  # a TensorBox, as a lowering returns
-
-    if ConcatKernel:
-        register_lowering(COLUMNS, type_promotion_kind=None)(lower)
+from coda_inductor.semantic.columns import COLUMNS, install
 
 
 def find_sum(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:

@@ -6,6 +6,7 @@ rows       residual streams that lie column by column are copied
 collectives  equal collectives, and the collectives of a sum's terms, are merged
 adapters   low-rank products are moved out of the way of epilogues
 concatenated  a product of concatenated columns becomes a sum of products
+columns    the gradient of a packed projection is written part by part
 fp8        torchao's FP8 graphs: equal quantizations are merged, products get scales
 norm       norms move past the GEMMs around them, forward and backward (R1 to R4)
 loss       the gradient of the logits is computed one slice at a time (R7)

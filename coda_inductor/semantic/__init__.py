@@ -11,6 +11,7 @@ norms       norms of rows, and a record of the properties of each
 loss        cross entropies of logits
 rotary      embeddings of positions in queries and keys
 experts     a mixture's routing, grouped products and sums
+columns     parts of a matrix that are written in place
 dropout     products behind dropout, and their gradients
 fp8         quantizations, scaled products, layers on frozen weights
 fp8_casts   the casts that quantizations become

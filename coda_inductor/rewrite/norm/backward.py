@@ -14,7 +14,8 @@ After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
     dW = h.T @ zs                                         h: as the forward stored it
 
 and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * scale, zs only for dW. A
-caller's dz, which no kernel makes here, stays if h is no wider (logits): dW = (h * scale).T @ dz.
+dz that no kernel here can scale as it makes it, a caller's (logits) or one of columns, stays if h
+is no wider: dW = (h * scale).T @ dz.
 
 Why it is valid: with nh = x scale and p = dn gamma, ``norm_backward`` says
 dx = scale (p - nh rowmean(p nh) bend), bend being a statistic of the norm's, or one (RMSNorm).
@@ -42,6 +43,7 @@ from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import NO_RECOMPUTE
+from coda_inductor.semantic.columns import COLUMNS
 
 
 def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, scope: Scope) -> None:
@@ -71,7 +73,8 @@ def differentiate(uses: Uses, norm: Deferred, products: list[Product] | None, sc
     for wgrad, n_is_left in uses.wgrads.items():  # n.T @ dz, or dz.T @ n
         a, b = gemm_inputs(wgrad)
         dz = b if n_is_left else base(a, is_transpose)
-        whole = is_tangent(base(dz)) and bytes_of(dz) >= bytes_of(norm.h)
+        final = is_tangent(base(dz)) or base(dz).target is COLUMNS
+        whole = final and bytes_of(dz) >= bytes_of(norm.h)
         h, zs = (scale(norm.h, wgrad), dz) if whole else (norm.h, scale(dz, wgrad))
         left, right = (h, zs) if n_is_left else (zs, h)
         change(wgrad, input=Put(wgrad).transpose(left), mat2=right)

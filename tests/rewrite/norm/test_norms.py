@@ -44,6 +44,11 @@ def gated(activation):
     return behind(lambda n, g, u, d: F.linear(activation(F.linear(n, g)) * F.linear(n, u), d))
 
 
+def slices(n, a):
+    z = F.linear(n, a)
+    return z[..., :D].cumsum(1).sum(-1) + z[..., D:].cumsum(0).sum(-1)
+
+
 def packed(x, w, gamma, gate_up, down):
     gate, up = F.linear(norm(x, w, gamma), gate_up).chunk(2, -1)
     return F.linear(F.silu(gate) * up, down)
@@ -65,7 +70,7 @@ CASES = {
         behind(lambda n, a: ((z := F.linear(n, a)).sin() * z.cumsum(0), z)), (UP,), 1,
     ),
     "head wider than 4 d": (behind(F.linear), ((WIDE, D),), 1),
-
+    "slices": (behind(slices), ((WIDE, D),), 1),
     "residual": (residual, (SQUARE,), 1),
     "scaled rows": (scaled_rows, ((1, D), UP), 1),
     "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
@@ -123,11 +128,12 @@ def test_frozen_parameters_cost_nothing(frozen, monkeypatch):
 
 @pytest.mark.parametrize(("name", "early"), [
     ("GELU", False), ("packed gate and up", True), ("head wider than 4 d", False),
+    ("slices", False),
 ])  # fmt: skip
 def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     """Partials of rowsum(dz * z) come with the activation's gradient, if z is at hand; a bias hides
-    it. A wide head's z is not kept for that, nor is its gradient copied to be scaled: 2 GiB of
-    Llama's."""
+    it. A wide head's z is not kept for that, nor is its gradient (or one of slices) copied to be
+    scaled: 2 GiB of Llama's."""
     leave_custom_ops(monkeypatch)
     function, x, _ = case(name)
     harness = check_gradients(function, x)
