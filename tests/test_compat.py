@@ -21,8 +21,7 @@ def private(name: str) -> bool:
 
 
 def names_of_others(tree: ast.Module) -> Iterator[str]:
-    """What a module imports of torch and the kernel libraries, and private attributes of things
-    that are not its own."""
+    """What a module imports of torch and kernel libraries, and private attributes of others."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

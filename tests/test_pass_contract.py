@@ -53,10 +53,10 @@ def mlp(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor) -> torch.Tensor
     return F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down)
 
 
-def sliced(*ends: Any, step: int = 1, of: Any = F.linear) -> Callable[..., Any]:
+def sliced(*slices: Any, of: Any = F.linear) -> Callable[..., Any]:
     def function(x, w):
         z = of(x, w)
-        return sum(z[..., start:stop:step].sin().sum(-1) for start, stop in ends)
+        return sum(z[..., slice(*each)].sin().sum(-1) for each in slices)
 
     return function
 
@@ -241,11 +241,14 @@ CASES = {
         sliced((None, 9), (9, 20), (-4, None), (WIDE, None)), ((WIDE, D),),
         lambda harness: sum(node.target is COLUMNS for node in harness.graph.nodes), "columns",
         ("columns",),
-        broken={
-            "a gap": sliced((None, 9), (12, WIDE)), "a step": sliced((None, WIDE), step=2),
-            "an overlap": sliced((None, 9), (5, WIDE)), "another term": sliced((0, 9), (0, WIDE)),
-            "no product": sliced((None, 9), (9, None), of=lambda x, w: F.linear(x, w).cos()),
-        },
+        broken={"others": lambda x, w: x.sum(-1) + sum(no(x.detach(), w * i) for i, no in {
+            1: sliced((None, 9), (12, WIDE)), 2: sliced((0, 6, 2), (3, None)),  # a gap, a step
+            3: sliced((None, 9), (5, WIDE)), 4: sliced((0, 9), (0, WIDE)),  # an overlap, a whole
+            5: sliced((None, 9), (9, None), of=lambda x, w: F.linear(x, w).cos()),  # no product
+            6: lambda x, w: F.linear(  # no zeros around
+                x.slice_scatter(x[:, :, 8:], -1, 0, 8) + x.slice_scatter(x[:, :, 8:], -1, 8), w
+            )[..., 0],
+        }.items())},
     ),
     "concatenated": Case(
         of.joined, ((WIDE, D), (D, D + WIDE)), fired("concatenated"), "concatenated",

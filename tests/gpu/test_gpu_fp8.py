@@ -22,8 +22,7 @@ NAMES = [name for name, program in fp8().items() if Site(program, N, N, K).refus
 
 
 def check(program, as_, bs, operands, config=None):
-    """Run the op; its outputs are as near to float64's as twice the unfused ones, and not a number
-    where those are not."""
+    """Run the op; its errors to float64 are twice the unfused ones', NaN where those are."""
     got = launched(as_, bs, operands, program, config or config_for(program))
     unrounded = tuple(dataclasses.replace(s, dtype="float64") for s in program.stores)
     exactly = dataclasses.replace(program, stores=unrounded)
