@@ -184,7 +184,7 @@ def in_backward(optimizer: AnyOptimizer, *, accumulation_steps: int = 1) -> AnyO
         ``optimizer``.
 
     Raises:
-        OptionError: an optimizer that may need all gradients, shared weights, or a number below 1.
+        OptionError: an optimizer that wants all gradients at once, shared weights, or numbers < 1.
     """
     kind = type(optimizer)
     writer = next(k for k in kind.__mro__ if "step" in vars(k))  # a subclass may clip in its step

@@ -15,7 +15,7 @@ The backend runs around Inductor and not inside it. Therefore it differs in this
   and does not run op by op (``op_by_op.py``);
 - here kernels compile while the joint graph is rewritten, not in parallel with Inductor's work;
 - AOTInductor, which knows no other backend, compiles without our passes;
-- here ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in torch.compile's options ends ours.
+- here a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` of torch.compile's replaces ours.
 """
 
 import dataclasses

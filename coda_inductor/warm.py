@@ -2,7 +2,7 @@
 """Reports of graphs that torch takes from its cache, where our passes do not run again.
 
 Torch's cache keeps compiled code only. So the report of a graph is a file of ours, pickled, in
-``reports/`` of the cache folder, its name a hash of what torch compiles. Without it there is none.
+``reports/`` of the cache folder, its name a hash of what torch compiles. No file, no report.
 """
 
 import contextlib

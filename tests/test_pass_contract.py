@@ -248,6 +248,8 @@ CASES = {
             6: lambda x, w: F.linear(  # no zeros around
                 x.slice_scatter(x[:, :, 8:], -1, 0, 8) + x.slice_scatter(x[:, :, 8:], -1, 8), w
             )[..., 0],
+            7: lambda x, w: F.linear(  # another dtype than the part's
+                torch.zeros_like(x).slice_scatter(x[..., :0], -1, 0, 0) + x.float(), w)[..., 0],
         }.items())},
     ),
     "concatenated": Case(

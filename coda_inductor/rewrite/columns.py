@@ -35,8 +35,8 @@ def write_columns(graph: Graph, _record: Record) -> None:
     install()
     for total in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
         parts = [] if is_erased(total) else _parts(total)
-        _, users = readers(total, lambda n: renames(n) or is_transpose(n))
-        if len(parts) > 1 and any(user.target in GEMMS for user in users):
+        users = readers(total, lambda n: renames(n) or is_transpose(n))[1] if len(parts) > 1 else ()
+        if any(user.target in GEMMS for user in users):
             put, width = Put(total), fake(total).shape[-1]
             rows = [put.reshape(part, [-1, fake(part).shape[-1]]) for part in parts]
             parts = [put.reshape(put(COLUMNS, rows), [*put.sizes(parts[0])[:-1], width])]

@@ -20,7 +20,7 @@ Why it pays: of V rows, at most T change. ``wide`` is 1.05 GB for a vocabulary o
 columns; it is cleared, read, cast and added in passes over all of it.
 
 Refuses (Inductor then computes the gradient): the table has less than ``LEAST_ROWS`` rows per
-token; something else reads the gradient before it is added, or ``other``, which needed a copy then.
+token; something else reads the gradient before it is added, or ``other``, which would need a copy.
 """
 
 from typing import Any

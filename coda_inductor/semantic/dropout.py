@@ -8,7 +8,7 @@ For x (..., K) and weights A_i (r, K), i = 0 ... count - 1::
     dx = sum over i of keep_i * (dt_i A_i) / (1 - p)
 
 A mask is a function of a seed: both directions draw it, and neither a mask nor a masked x is in
-memory. Each direction is one Triton kernel (``mainloop/dropout.py``), or plain torch: same masks.
+memory. Each direction is one Triton kernel on CUDA (``mainloop/dropout.py``), else plain torch.
 
 A mask has 16 bits of Philox 4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 2011) for each element, so that p is a multiple of 2**-16; x is scaled for this p. The key is the

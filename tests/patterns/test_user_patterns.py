@@ -20,8 +20,7 @@ def load(path: str):
     (MISH, mish_spelled_out, torch.bfloat16), (SWISH, swish, torch.float64),
 ], ids=["mish", "swish"])  # fmt: skip
 def test_gate_trains(text, gate, dtype, tmp_path):
-    """Gradients equal eager's, and happen in the epilogue that makes them; only what the
-    GEMMs made is kept."""
+    """Gradients equal eager's, and are made in the epilogue; only what the GEMMs made is kept."""
     layers, path = 2, write(tmp_path, text)
     given = model(gate, layers, dtype), randn(2, 3, D, dtype=dtype)
     harness = check_gradients(*given, patterns=[path])

@@ -89,8 +89,7 @@ def test_queries_and_keys_of_different_number(full):
 
 
 def test_one_evaluation_serves_checkpointed_layers(monkeypatch):
-    """They end in attention. A regression: one output of several was computed once, the others were
-    to be recomputed."""
+    """They end in attention. A regression: one output was computed once, the others again."""
     seen = []
     monkeypatch.setattr(calls_module, "classify", lambda *a: seen.append(a) or classify(*a))
 
