@@ -151,6 +151,15 @@ class Plan:
         text = f"joining its weight's gradient costs more than it saves below {2 * k} rows"
         return refuse("split-copies-gradient", text)
 
+    def parts_lose(self, gemm: Node, widths: Sequence[int]) -> Refusal | None:
+        """The reason if products of so many columns take over 5 % longer than ``gemm``, or None."""
+        x, n = fake(gemm_inputs(gemm)[0]), fake(gemm).shape[1]
+        us = [product_us(x.shape[0], width, x.shape[1], self.gpu) for width in (n, *widths)]
+        free = self.options.gate != "auto" or not self.on_kernels(x.device)
+        if free or sum(us[1:]) <= 1.05 * us[0]:
+            return None
+        return refuse("no-gain", "its columns in parts are expected to take longer")
+
     def judge(self, site: Site) -> Choice:
         """Choose how a planned site runs."""
         gated = self.options.gate == "auto"

@@ -61,6 +61,24 @@ def sliced(*slices: Any, of: Any = F.linear) -> Callable[..., Any]:
     return function
 
 
+def packed(cut: Callable[..., Any], **linear: Any) -> Callable[..., Any]:
+    """Of one product, queries and keys that are rotated, and values."""
+
+    def function(x, w):
+        parts = cut(F.linear(x, w, **linear))
+        q, k, v = (t.unflatten(-1, (-1, of.HEAD)).transpose(1, 2) for t in parts[:3])
+        return of.rotated(q, x).sum(1) * of.rotated(k, x).sum(1) + v.sin().sum(1), *parts[3:]
+
+    return function
+
+
+def apart(harness: Harness) -> int:
+    """The products of columns of a weight."""
+    aten = torch.ops.aten
+    products = harness.graph.find_nodes(op="call_function", target=aten.mm.default)
+    return sum(node.args[1].target is aten.slice.Tensor for node in products)
+
+
 def clamped_mlp(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     return F.linear(of.clamped(x, *weights[:2]), weights[2])
 
@@ -251,6 +269,23 @@ CASES = {
             7: lambda x, w: F.linear(  # another dtype than the part's
                 torch.zeros_like(x).slice_scatter(x[..., :0], -1, 0, 0) + x.float(), w)[..., 0],
         }.items())},
+    ),
+    "parts": Case(
+        packed(lambda z: z.split([2 * of.HEAD, of.HEAD, of.HEAD], -1)), ((4 * of.HEAD, D),),
+        apart, "parts", ("parts",), often=2,
+        broken={
+            "memory-seen": packed(lambda z: (z[..., :32], z[..., 32:48], *2 * (z[..., 48:],))),
+            "others": lambda x, w: sum(packed(no)(x, w * i)[0] for i, no in {
+                1: lambda z: (z[..., :32], z[..., 16:48], z[..., 48:]),  # an overlap
+                2: lambda z: (z[..., :48], z[..., 48:], x),  # all columns are rotated
+                3: lambda z: (z[..., :32:2], z[..., 32:48], z[..., 48:]),  # a step
+                4: lambda z: (z[..., :32], z[..., 32:48], z[:, -1:, 48:]),  # one row
+                5: lambda z: z.unflatten(-1, (-1, 4)).mT.flatten(-2).split(16, -1),  # a copy
+                6: lambda z: (z[..., :32], z[..., 32:48], z[..., 48:] + z[..., -1:]),  # one more
+            }.items()),
+            "bias": lambda x, w: packed(
+                lambda z: z.split([32, 16, 16], -1), bias=torch.ones_like(w[:, 0]))(x, w)[0],
+        },
     ),
     "concatenated": Case(
         of.joined, ((WIDE, D), (D, D + WIDE)), fired("concatenated"), "concatenated",

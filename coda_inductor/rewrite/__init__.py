@@ -7,6 +7,7 @@ collectives  equal collectives, and the collectives of a sum's terms, are merged
 adapters   low-rank products are moved out of the way of epilogues
 concatenated  a product of concatenated columns becomes a sum of products
 columns    the gradient of a packed projection is written part by part
+parts      rotated columns of a packed projection are a product of their own
 fp8        torchao's FP8 graphs: equal quantizations are merged, products get scales
 norm       norms move past the GEMMs around them, forward and backward (R1 to R4)
 loss       the gradient of the logits is computed one slice at a time (R7)

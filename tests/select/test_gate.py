@@ -136,12 +136,15 @@ def test_no_compiler_is_started_where_nothing_will_be_compiled():
 
 @pytest.mark.parametrize("few", [True, False])
 def test_what_a_rewrite_reads_again_is_charged(few):
-    """In training the gradient of a packed weight. K is 2048."""
-    a = gemm_of(graph_of(llama(512 if few else 8192))).args[0].meta["val"]
+    """In training the gradient of a packed weight, K is 2048; and starts of products."""
+    gemm = gemm_of(graph_of([(512 if few else 8192, 2048, 3072)]))
+    a = gemm.args[0].meta["val"]
     auto, always = (Plan(parse(None, {"gate": gate})) for gate in ("auto", "always"))
     assert (auto.split_loses(a, training=True) is not None) == few
     assert auto.split_loses(a, training=False) is None
     assert always.split_loses(a, training=True) is None
+    assert (auto.parts_lose(gemm, [1536, 512]) is not None) == few
+    assert always.parts_lose(gemm, [1536, 512]) is None
 
 
 SQUARES = parsed("bfloat16", "", "sq mul acc acc", "acc", "part0:sq")
