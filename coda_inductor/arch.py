@@ -14,7 +14,6 @@ import torch
 
 
 def _all(*lines: str, more: str = "") -> str:
-    """The configs in ``lines``, each followed by ``more``."""
     return " ".join(f"{config}{more}" for line in lines for config in line.split())
 
 

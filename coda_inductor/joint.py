@@ -136,7 +136,6 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
 
 
 def _updates(inputs: Sequence[Any], record: Record) -> tuple[int, ...]:
-    """The positions of the inputs of Dynamo's graph that the backward pass updates."""
     places = optim.positions(inputs) if record.wraps and not record.dry else ()
     graphs = record.options.inductor.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     if places and (why := _MANY if several_ranks() else _REPLAYED if graphs else ""):

@@ -275,7 +275,6 @@ def counted(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...
 
 
 def _find(memory: Tensor) -> Tensor:
-    """The registered weight in this memory."""
     address = memory.data_ptr()
     known = _BY_MEMORY.get(address, lambda: None)()
     if known is None or known.data_ptr() != address:  # moved, or gone

@@ -174,7 +174,6 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
 
 
 def _check_inductor(key: str, value: Any) -> Any:
-    """``value`` of Inductor's option ``key``, if it has the setting's type."""
     expected = inductor_config.get_type(key.replace("-", "_"))
     if typing.get_origin(expected) is None and not isinstance(value, expected):
         raise OptionError(f"Inductor's option {key!r} takes {expected.__name__}, got {value!r}")
@@ -182,7 +181,6 @@ def _check_inductor(key: str, value: Any) -> Any:
 
 
 def _check(key: str, value: Any, name: str = "") -> Any:
-    """``value`` of the option ``key``, checked and converted. ``name``: its name in messages."""
     if key in ("patterns", "disable"):
         if isinstance(value, (str, os.PathLike)):
             value = (value,)

@@ -208,6 +208,5 @@ def compare_gradients(model: nn.Module) -> None:
 
 
 def _under_ddp(model: nn.Module) -> bool:
-    """Has accelerate wrapped ``model`` in DistributedDataParallel?"""
     several = AcceleratorState().distributed_type.value.startswith("MULTI_")
     return several and not any(isinstance(p, DTensor) for p in model.parameters())

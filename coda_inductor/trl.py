@@ -53,7 +53,6 @@ def _is_chunked(function: Any) -> bool:
 
 
 def _with(function: types.FunctionType, **names: Any) -> types.FunctionType:
-    """A copy of ``function`` that finds ``names`` where it looks for globals."""
     # Without a name, or Dynamo would take the globals of the module of that name.
     seen = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
     copy = types.FunctionType(

@@ -31,7 +31,5 @@ def clamped_swiglu(gate, up, alpha: float, limit: float):
 
 
 PATTERN = Pattern(
-    name="clamped_swiglu",
-    meaning=clamped_swiglu,
-    example={"alpha": 1.702, "limit": 7.0},
+    name="clamped_swiglu", meaning=clamped_swiglu, example={"alpha": 1.702, "limit": 7.0}
 )

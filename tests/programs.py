@@ -263,7 +263,6 @@ def rotary(
 
 
 def heads(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
-    """Halves, neighbours and parts of a head, and what models have besides."""
     named = {
         **{name: program for name, program in kinds(dtype).items() if program.head},
         **{f"halves_{n}": rotary(n, dtype=dtype) for n in (64, 80, 96, 128, 256)},

@@ -12,7 +12,6 @@ codes: set[str] = set()
 
 
 def note_codes() -> None:
-    """From here on, in this process."""
     from coda_inductor import refusal
     from coda_inductor.refusal import Refusal
 

@@ -45,7 +45,6 @@ def hooks():
 
 
 def compiled(model, backend):
-    """As it is with None."""
     return torch.compile(model, backend=backend) if backend else model
 
 

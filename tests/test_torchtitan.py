@@ -31,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("without_code")
 
 @pytest.fixture
 def ours():
-    """The module, and a spec a model."""
     with titan.imported() as (module, specs):
         assert {*specs, "gpt_oss"} == {*module.MODELS}
         yield module, specs

@@ -156,7 +156,6 @@ def test_other_models_stay():
 
 
 def test_first_of_equal_logits_is_the_token():
-    """As ``argmax`` has it."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0], [1.0]])
     found = Head.apply(hidden, weight, None, torch.tensor([1, 2]), 1.0, 8, None, 1.0, ("is_top1",))
     assert found[4].tolist() == [True, False]

@@ -55,7 +55,6 @@ def test_what_is_written_is_read(folder_of_reports):
 
 
 def test_a_damaged_file_is_no_report(folder_of_reports, monkeypatch):
-    """In a folder that is only read, too."""
     warm._write(path := folder_of_reports / "a.pickle.gz", RECORD.report)
     monkeypatch.setattr(warm, "cache_dirs", lambda: (folder_of_reports, cache_dirs()[0]))
     assert warm._read("a") == RECORD.report

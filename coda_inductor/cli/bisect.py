@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _cause(
     name: str, script: "_Script", error: str, changed: list[str], fired: list[str], fused: list[str]
 ) -> str:
-    """The culprit that makes the script fail, and how to go on without it."""
     out = passes = script.guilty("passes", changed) or script.guilty("passes", PASSES)
     if not passes:
         return (

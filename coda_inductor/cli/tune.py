@@ -68,7 +68,6 @@ def report(tables: dict[str, dict[str, Figures]]) -> str:
 
 
 def _tune_left(seconds: float) -> None:
-    """Measure the sites that were compiled without a measurement."""
     cache = measurements_of(gpu_of(device := _device()))
     if not (sites := cache.left()):
         raise OptionError("no sites are left to measure: name a model, or use --report")

@@ -84,7 +84,6 @@ def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[s
 
 
 def _across(step: Step) -> str:
-    """The comment for an operand that the program computes across columns."""
     x, width, distance = step.args
     return f"{step.name}: {x}, columns {distance:g} apart of the head's first {width:g} exchanged"
 

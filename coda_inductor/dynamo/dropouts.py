@@ -83,7 +83,6 @@ def multiply_masks(graph: Graph, record: Record) -> None:
 
 
 def _low_rank(layer: Node, dropout: Node) -> bool:
-    """Is ``layer`` a linear layer of low rank that reads ``dropout``?"""
     if op_name(layer) != "linear" or arguments(layer)["input"] is not dropout:
         return False
     weight = fake(arguments(layer)["weight"])

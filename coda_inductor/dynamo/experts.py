@@ -193,7 +193,6 @@ def _raise_up(
 
 
 def _take_parts(put: Put, call: Node, numbers: dict[Node, int]) -> None:
-    """Replace each node of ``numbers`` by the result of ``call`` that has the node's number."""
     parts = [put(operator.getitem, call, i) for i in numbers.values()]
     for node, part in zip(numbers, parts, strict=True):
         move(node, part)
@@ -298,7 +297,6 @@ def _twin_weight(node: Node, product: Node, hazards: Hazards) -> Node | None:
 
 
 def _hoist(node: Node, before: Node) -> None:
-    """Move ``node``, and all nodes that it depends on, in front of ``before``."""
     if node < before:
         return
     for n in node.all_input_nodes:
@@ -307,7 +305,6 @@ def _hoist(node: Node, before: Node) -> None:
 
 
 def _raise_down(node: Node, routes: dict[Node, _Route], hazards: Hazards, record: Record) -> None:
-    """Replace a product of sorted rows and their sum by token by ``experts_down``."""
     operands = _operands(node)
     route = None if operands is None else routes.get(operands[2])
     if route is None or operands is None:

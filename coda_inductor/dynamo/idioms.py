@@ -86,7 +86,6 @@ def _raise(
 
 
 def _refusal(pattern: Pattern, match: Match, hazards: Hazards) -> Refusal | None:
-    """The reason why ``pattern`` must not fire at ``match``, or None."""
     hazard = _hazard(match, hazards) or _changed(match, hazards.writes)
     return hazard or pattern.refusal(match) or _mismatch(pattern, match)
 
@@ -122,7 +121,6 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
 
 
 def _leaves(match: Match) -> set[Node]:
-    """The first casts and views of ``match``: their inputs are parameters, or each other."""
     leaves = {n for n in match.bound.values() if isinstance(n, Node)}
     views = [n for n in match.nodes if kind(n) == "names"]
     for node in sorted((*match.casts, *views)):  # in the graph's order

@@ -106,7 +106,6 @@ def _owned(target: Node) -> bool:
 
 
 def _same_result(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Is the result of ``call`` like the result of ``node``, its first argument?"""
     (want,) = plain(node) or (None,)
     if want is None or any(fake(n) is None for n in node.all_input_nodes):
         return False

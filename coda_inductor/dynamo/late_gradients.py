@@ -117,7 +117,6 @@ def separate(graph: Graph, record: Record) -> None:
 
 
 def _between(node: Node, ends: set[Node]) -> set[Node]:
-    """``node``, ``ends``, and all nodes between them."""
     return ends.union(closure([node], lambda n: () if n in ends else n.all_input_nodes))
 
 

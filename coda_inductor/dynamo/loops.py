@@ -96,7 +96,6 @@ class _Loop:
         return True
 
     def _source(self, turns: Sequence[Node]) -> Any:
-        """The tensor whose parts, all of them and in order, ``turns`` are."""
         items = [x.args for x in turns if op_name(x) == "getitem"]
         numbers = [item[1] for item in items if type(item[1]) is int]  # a bool is a mask
         if numbers != [*range(len(turns))] or len({x for x, _ in items}) > 1:
@@ -125,7 +124,6 @@ class _Loop:
         return self._is_of_rows(calls[0], inputs)
 
     def _is_of_rows(self, call: Call, inputs: Sequence[Any]) -> bool:
-        """Is ``call`` an op of rows, of parts of one rank and, if joined in it, one length?"""
         joined = op_name(self.join) == "cat"
         if not all(isinstance(x, torch.Tensor) for x in inputs):
             return False

@@ -122,7 +122,6 @@ def _respell_difference(difference: Call, hazards: Hazards) -> Node | None:
 
 
 def _is_one_a_row(gather: Call, source: Node) -> bool:
-    """Does ``gather`` take one element of each row of ``source``?"""
     tensors = plain(source, gather["index"])
     if tensors is None or not is_last(gather["dim"], source) or gather.get("sparse_grad"):
         return False
@@ -132,7 +131,6 @@ def _is_one_a_row(gather: Call, source: Node) -> bool:
 
 
 def _is_column(node: Any) -> bool:
-    """Does ``node`` rename its input, or take its only column?"""
     if renames(node):
         return True
     tensors = plain(node.args[0]) if op_name(node) in ("getitem", "select") else None
@@ -172,7 +170,6 @@ def _logits_of(softmax: Node) -> Node | None:
 
 
 def _leaves_entropy(gather: Node, softmax: Node) -> bool:
-    """Has ``softmax`` no reader but ``gather`` and an entropy, which becomes one op?"""
     others = [user for user in softmax.users if user is not gather]
     steps = closure(others, lambda n: n.users if op_name(n) in ("exp", "neg", "mul") else ())
     sums = [n for n in steps if op_name(n) == "sum"]
@@ -230,7 +227,6 @@ def _without_last_row(loss: Call) -> tuple[Node | None, tuple[Node, ...]]:
 
 
 def _is_copy(node: Node) -> bool:
-    """Has ``node`` the values of its input, without loss, on the same device?"""
     if kind(node) not in ("casts", "copies"):
         return kind(node) == "names"
     before, after = fake(node.all_input_nodes[0]), fake(node)

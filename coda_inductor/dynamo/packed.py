@@ -93,7 +93,6 @@ def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
 
 
 def _layer(node: Node) -> tuple[Any, ...]:
-    """The input, weight and bias of a linear layer."""
     return tuple(arguments(node)[name] for name in ("input", "weight", "bias"))
 
 
@@ -130,7 +129,6 @@ def _if_complete(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
 
 
 def _near(product: Node) -> list[Node]:
-    """The readers of ``product``, or of views and splits of it."""
     views, users = readers(product, lambda n: kind(n) in _BETWEEN)
     return [*views[1:], *users]
 
@@ -158,7 +156,6 @@ def _rewrite(product: Node, sites: "Sites", hazards: Hazards, record: Record) ->
 
 
 def _splits(product: Node, halves: dict[Node, int], sites: "Sites", record: Record) -> bool:
-    """May ``product`` be split, and does that pay?"""
     if (pair := _operands(product)) is None or fake(product).dtype not in FLOATS:
         return False
     if not same(pair[1].stride(0), 1) or not _meet(halves):
@@ -174,7 +171,6 @@ def _splits(product: Node, halves: dict[Node, int], sites: "Sites", record: Reco
 
 
 def _meet(halves: dict[Node, int]) -> bool:
-    """Does an elementwise op depend on both halves?"""
 
     def reach(half: int) -> dict[Node, None]:
         nodes = [node for node, index in halves.items() if index == half]

@@ -20,7 +20,6 @@ from coda_inductor.graph.walk import base, only_reader
 
 
 def _name(node: Node) -> bool:
-    """Does ``node`` only rename or cast the numbers that it reads?"""
     if (call := called(node, "getitem")) is not None:  # w[:, None]
         index, whole = call["index"], (slice(None), None, Ellipsis)
         return isinstance(index, tuple) and all(any(i is w or i == w for w in whole) for i in index)
@@ -138,7 +137,6 @@ def by_row(index: Node, rows: Node) -> bool:
 
 
 def _index(call: Call) -> Any:
-    """The index of the rows in x[i] or x[i, None]."""
     index = call.get("index")
     first, *rest = index if isinstance(index, tuple) and index else (index,)
     return first if all(i is None or i == slice(None) for i in rest) else None
@@ -239,7 +237,6 @@ class Sum:
         return self.back
 
     def _setitem(self, call: Call) -> bool:
-        """Is it ``rows[perm] = y``, where ``rows`` were zeros?"""
         rows, index = call["input"], call["index"]
         users = [u for u in rows.users if u is not call.node]
         zeros = op_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
@@ -260,7 +257,6 @@ class Sum:
         return self.done
 
     def _scatter_add(self, call: Call) -> bool:
-        """Are rows added to the row of their token?"""
         onto, index = call["input"], call["index"]
         if self.back or call["dim"] not in (0, -2) or call["source"] is not self.node:
             return False

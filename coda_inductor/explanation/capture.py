@@ -168,7 +168,6 @@ def _capture(
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A context that restores random state, compile caches, and torch's handling of errors."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     # Dynamo's memory of sizes has a private name (torch 2.11 to 2.15). If it were the user's, a
     # size seen here might become dynamic in the next compile of the same code.
@@ -185,7 +184,6 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _meta_as_cpu() -> Iterator[None]:
-    """A context in which Dynamo sees tensors on meta as tensors on a CPU."""
     describe = compat.MetaTensorDescriber.describe_tensor
 
     def described(self: Any, tensor: torch.Tensor, **how: Any) -> Any:
@@ -198,7 +196,6 @@ def _meta_as_cpu() -> Iterator[None]:
 
 
 def _results_on_meta(gm: GraphModule) -> Callable[..., Any]:
-    """A function that returns tensors on meta like the results of ``gm``, which is for a CPU."""
     (results,) = gm.graph.output_node().args
     values = [fake(result) for result in results]
     return lambda *_: [_on_meta(v) if isinstance(v, torch.Tensor) else v for v in values]

@@ -244,7 +244,6 @@ class Grower(Tile):
             self._restore(state)
 
     def _is_needed_by(self, node: Node) -> bool:
-        """Does the region depend on ``node``, through nodes outside of it?"""
         inputs = {n for n, _ in self.region.operands}
         inputs |= {n for a in self.region.anchors for n in a.all_input_nodes}
         last = max(inputs)

@@ -57,7 +57,6 @@ def _lane(node: Node, product: Node) -> int | None:
 
 
 def _regions(anchor: Node, scope: Scope, bans: Bans) -> Iterator[Region]:
-    """Regions of ``anchor`` and each later GEMM of the same A with a weight of the same form."""
     a, b = gemm_inputs(anchor)
     if not _meets(anchor, scope):
         return
@@ -72,7 +71,6 @@ def _regions(anchor: Node, scope: Scope, bans: Bans) -> Iterator[Region]:
 
 
 def _meets(anchor: Node, scope: Scope) -> bool:
-    """May an epilogue combine the product of ``anchor`` with one that is not computed from it?"""
 
     def meets(node: Node) -> bool:
         return bool(scope.products(node) & ~scope.products(anchor))

@@ -77,7 +77,6 @@ def heaviest(region: Region) -> list[Node]:
 
 
 def _dependents(value: str, region: Region) -> list[Node]:
-    """The absorbed nodes that are ``value`` or depend on it."""
     reached = {value}
     for step in region.steps:
         if reached.intersection(step.args):

@@ -76,7 +76,6 @@ class Tile:
         return None
 
     def _misfit(self, node: Node) -> Refusal | None:
-        """The reason why ``node`` is not an op on the tile, or None."""
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
             text = f"{words_for(node)} is not elementwise"
@@ -200,7 +199,6 @@ class Tile:
         return len(new) + any(source(n) not in loads and self._loads(n, loads) for n in parts) > 1
 
     def _loads(self, node: Node, tiles: set[Node]) -> set[Node]:
-        """The tiles that ``node`` certainly needs besides ``tiles``."""
         new: set[Node] = set()
         if not isinstance(fake(node), torch.Tensor):
             return new
@@ -222,7 +220,6 @@ class Tile:
         (self.region.copies if pull else self.region.values)[node] = value
 
     def _round(self, value: Value, dtype: torch.dtype) -> Value:
-        """``value``, rounded to ``dtype`` as eager rounds each result in memory."""
         op, step = ROUNDING.get(dtype_name(dtype)), self.region.step(value)
         if op is None or (step is not None and step.op == op):
             return value
@@ -320,7 +317,6 @@ class Tile:
 
 
 def _too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
-    """The limit of a kernel that operands of these kinds exceed, or None."""
     if paired and "tile" in kinds:
         text = "a paired tile reads only one value per row, one per column, or scalars"
         return refuse("kernel-form", text)
@@ -337,7 +333,6 @@ def _wider(node: Node, anchor: Node) -> bool:
 
 
 def _refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
-    """The reason why ``node`` cannot be an operand for ``anchor``, viewed as ``full``, or None."""
     tensor = fake(node)
     if not isinstance(tensor, torch.Tensor):
         return refuse("operand-kind", f"{label(node)} is not a tensor")

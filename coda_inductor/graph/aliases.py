@@ -99,7 +99,6 @@ def mark_writes(graph: Graph, *, later: bool = False) -> None:
 
 
 def _writes(node: Node, name: Node) -> bool:
-    """Does ``node`` write to its argument ``name``?"""
     op_schema = compat.schema(node.target)
     if op_schema is None or not op_schema.is_mutable:
         return False

@@ -46,7 +46,6 @@ def evaluate(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
 
 
 def _recorded(node: Node) -> Any:
-    """The recorded value of ``node``, or the graph that it names, for an operator that takes it."""
     if node.op == "get_attr" and fake(node) is None:
         return getattr(node.graph.owning_module, str(node.target))
     return fake(node)

@@ -227,7 +227,6 @@ def _signatures(target: Any) -> tuple[str, tuple[_Signature, ...]]:
 
 
 def _signature(overload: Any, method: bool = False) -> _Signature:
-    """The signature of an overload. ``method``: put the tensor first, from any position."""
     parameters = []
     for a in schema(overload).arguments:
         default = a.default_value if a.has_default_value() else Parameter.empty

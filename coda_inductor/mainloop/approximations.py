@@ -68,5 +68,4 @@ def tanh(x: Any, f: Any) -> Any:
 
 
 def _polynomial(coefficients: Sequence[float], x: Any) -> Any:
-    """The polynomial's value at ``x``, by Horner's scheme."""
     return functools.reduce(lambda value, c: value * x + c, coefficients[1:], coefficients[0])

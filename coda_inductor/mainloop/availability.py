@@ -96,7 +96,6 @@ def missing_from_libraries() -> str | None:
 
 
 def _exists(path: str) -> bool:
-    """Is ``path`` a module, or is its last part a word in the file of its module?"""
     module, _, name = path.rpartition(".")
     file = _file(module)
     text = "" if file is None else file.read_text("utf-8", "replace")

@@ -26,7 +26,6 @@ _ROUNDS = tl.constexpr(ROUNDS)
 
 @triton.jit
 def _keep(seed, rows, at, number, DROPPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The part of a mask in ``rows`` and in the columns that start at ``at``."""
     zeros = tl.zeros((ROWS, COLUMNS // 8), tl.int32)
     eights = zeros + at // 8 + tl.arange(0, COLUMNS // 8)[None, :]
     a, b, c, d = tl.philox(seed, eights, zeros + rows[:, None], zeros + number, zeros, _ROUNDS)

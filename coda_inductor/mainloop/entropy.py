@@ -40,7 +40,6 @@ class RowEntropy(OnlineLSEReduce):
 
     @cute.jit
     def _moved(self, vals, largest):
-        """Both sums of ``vals``, for another largest value."""
         m, s, t = vals
         by = cute.arch.fmax(m - largest, Float32(_LEAST))
         scale = cute.math.exp(by, fastmath=True)

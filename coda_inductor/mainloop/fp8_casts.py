@@ -227,12 +227,10 @@ def _cast_tile(
 
 
 def _current(x: Tensor) -> bool:
-    """Is ``x`` on the current device?"""
     return x.is_cuda and torch.cuda.current_device() == x.device.index
 
 
 def _layout(x: Tensor | None) -> Hashable:
-    """The properties of ``x`` that a launch depends on."""
     return x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 

@@ -101,7 +101,6 @@ def partners(
 
 
 def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
-    """``offsets`` and ``firsts`` of QuACK's partition of a tile."""
     shape = ctx.tile_M, ctx.tile_N
 
     def partition(**thread):
@@ -128,7 +127,6 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
 
 
 def _load_swapped(registers: list[tuple[Subtile, int]], load, like):
-    """Load ``registers`` subtile by subtile into a fragment with the layout of ``like``."""
     parts = {}
     for subtile in dict.fromkeys(subtile for subtile, _ in registers):
         parts[subtile] = cute.make_rmem_tensor(like.layout, like.element_type)

@@ -20,7 +20,6 @@ from coda_inductor.mainloop import approximations
 
 
 def _lanewise(scalar_function):
-    """Lift a function of scalars to packed pairs."""
 
     @functools.wraps(scalar_function)
     def apply(*args):

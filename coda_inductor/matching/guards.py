@@ -105,7 +105,6 @@ def move(node: Node, new: Node) -> Refusal | None:
 
 
 def _bases(node: Node) -> set[Node]:
-    """``node`` and all nodes that it may be a view of."""
     return set(closure([node], lambda n: [i for i in n.all_input_nodes if _may_view(n, i)]))
 
 
@@ -142,6 +141,5 @@ def changes(graph: Graph) -> set[Node]:
 
 
 def _may_view(node: Node, source: Node) -> bool:
-    """May ``node`` share memory with its input ``source``? True if in doubt."""
     outputs, inputs = memory(node), memory(source)
     return outputs is None or inputs is None or not outputs.isdisjoint(inputs) or mutates(node)

@@ -131,7 +131,6 @@ class Timeline:
         return _Kernel(tuple(reads), writes, workspace(node), not heavy(maker(node)))
 
     def _runs(self, node: Node) -> bool:
-        """Is ``node`` the result of a kernel?"""
         return node.target is not operator.getitem and node in self._stored
 
     def _is_stored(self, node: Node) -> bool:
@@ -146,7 +145,6 @@ class Timeline:
         return any(heavy(n) and n.target not in inlined for n in self.stash.readers(node))
 
     def _reads(self, node: Node) -> tuple[Node, ...]:
-        """The stored values that the kernel of ``node`` reads, except inputs of the graph."""
         if node not in self._read_cache:
             values: dict[Node, None] = {}
             todo = [owner(n) for n in node.all_input_nodes]

@@ -123,14 +123,12 @@ class Chain:
         return least
 
     def _ms(self, nodes: Collection[Node], tensors: Iterable[Node]) -> float:
-        """The time of ``nodes``, and of passes over the elementwise ones among ``tensors``."""
         # Not of tensors that heavy nodes compute without an elementwise pass.
         light = (n for n in tensors if n in nodes and not heavy(n))
         passes = 2 * bytes_of(*(n for n in light if not any(map(heavy, n.all_input_nodes[:1]))))
         return sum(map(self._time, filter(heavy, nodes))) + passes / self.gpu.bytes_per_us / 1000
 
     def _levels(self, point: int, done: int) -> list[list[int]]:
-        """The level of each group of each kind, if ``done`` layers have moved to the next point."""
         here = self.points[point].key
         after = self.points[point + 1].key if done else here
         steps = self._changing_layers(point)
@@ -149,7 +147,6 @@ class Chain:
         return max(len(members) for members, here, after in both if here != after)
 
     def _states(self) -> Iterator[_Point]:
-        """All points, and the mixes of neighboring ones."""
         saved = [[k[0].saved(level) for level in range(len(k[0].levels))] for k in self.kinds]
         for i, (here, after) in enumerate(itertools.pairwise([*self.points, self.points[-1]])):
             steps = self._changing_layers(i)
@@ -160,7 +157,6 @@ class Chain:
                 yield _Point(total, here.ms + done * slope, (i, done))
 
     def _points(self) -> list[_Point]:
-        """Combinations of levels that no other one beats, from nothing freed to the most."""
         levels = [range(len(k[0].levels)) for k in self.kinds]
         count = len(levels)
         while math.prod(map(len, levels[:count])) > _MOST:
@@ -174,7 +170,6 @@ class Chain:
         return points
 
     def _rate(self, combination: tuple[int, ...]) -> _Point:
-        """The point of ``combination`` in all layers, computed from one group of each kind."""
         picks = [
             (members[len(members) // 2], level, len(members))
             for members, level in zip(self.kinds, combination, strict=True)

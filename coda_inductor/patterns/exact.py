@@ -118,7 +118,6 @@ class Exact(Tensor):
 
     @classmethod
     def _move(cls, func: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Apply ``func`` to the indices of a tensor, or of several tensors that become one."""
         if isinstance(source, (list, tuple)):
             parts = [cls.exactly(part) for part in source]
             starts = itertools.accumulate((len(part.cells) for part in parts), initial=0)
@@ -211,7 +210,6 @@ def _vector_norm(_cls, x, order=2, dims=None, keepdim=False, **_):
 
 
 def _softmax(_cls, x, dim, _half=False):
-    """Softmax, as torch's documentation defines it."""
     return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
 
 

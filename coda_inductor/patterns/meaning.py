@@ -212,7 +212,6 @@ def _backward_definition(
 
 
 def _laid_as(x: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient`` in the dtype of ``x``, and in the layout that ``_empty_gradients`` promises."""
     gradient = gradient.to(x.dtype)
     if alike(gradient, x) or alike(gradient, like := torch.empty_like(x)):
         return gradient

@@ -113,7 +113,6 @@ class Pattern:
         )
 
     def _define(self) -> None:
-        """Derive the op, its arguments and conditions from the meaning."""
         assert self.meaning is not None
         if self.arguments is not None or self.result is not None:
             raise self.error("arguments and result go with op, not meaning")

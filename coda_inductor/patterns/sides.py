@@ -101,7 +101,6 @@ def _input(name: str, example: Any, new: Callable[..., Any]) -> Any:
 
 
 def _fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
-    """The examples with all parameters of ``idiom`` and the fewest other parameters."""
     names = set(parameters(idiom))
     examples = [e for e in pattern.examples if names <= set(e)]
     if not examples:
@@ -137,7 +136,6 @@ def _stand_in(inputs: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
 
 
 def _numbers(pattern: Pattern) -> set[Any]:
-    """The names of the parameters that are numbers."""
     if pattern.meaning is not None:
         signature = Signature(pattern.meaning)
         return {*signature.names} - {*signature.tensors}

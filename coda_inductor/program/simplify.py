@@ -32,7 +32,6 @@ def simplify(program: EpilogueProgram, *, exact: bool = False) -> EpilogueProgra
 
 
 def _drop_rounding(store: Store, by_name: dict[str, Step]) -> Store:
-    """``store``, but of the value before a rounding that the store does itself."""
     step = by_name.get(store.value)
     if step is None or step.op != ROUNDING.get(store.dtype):
         return store

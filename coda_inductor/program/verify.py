@@ -96,7 +96,6 @@ def _groups(program: EpilogueProgram) -> Iterator[str]:
 
 
 def _steps(program: EpilogueProgram, names: set[str]) -> Generator[str, None, set[str]]:
-    """Check the steps. Returns the names of bools."""
     booleans = set()
     for step in program.steps:
         spec, label = OPS.get(step.op), f"step {step.name!r}"

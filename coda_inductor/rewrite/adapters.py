@@ -66,7 +66,6 @@ def _scale_products(scaled: Node) -> None:
 
 
 def _full_rank_first(total: Node) -> None:
-    """Move the terms of full rank to the front of the sum ``total``."""
     reader = only_reader(total)
     if reader is not None and addends(reader) and _joins(total, reader):
         return  # a part of a longer sum
@@ -85,7 +84,6 @@ def _full_rank_first(total: Node) -> None:
 
 
 def _terms(total: Node) -> list[Node]:
-    """The terms of the sum ``total``, from left to right."""
     terms: list[Node] = []
     todo = addends(total)[::-1]
     while todo:

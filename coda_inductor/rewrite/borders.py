@@ -62,6 +62,5 @@ def _recomputed(node: Node) -> bool:
 
 
 def _is_later(user: Node, node: Node) -> bool:
-    """Does ``user`` lie in a later checkpoint than ``node``?"""
     reader, writer = user.meta.get("ac_graph_id"), node.meta.get("ac_graph_id")
     return _recomputed(user) and reader is not None and writer is not None and reader > writer

@@ -84,7 +84,6 @@ def in_epilogue(parts: list[Node], scope: Scope, sites: "Sites") -> bool:
 
 
 def _refusal(gemm: Node, parts: list[Node], scope: Scope, record: Record) -> Refusal | None:
-    """The reason why the concatenation of ``parts`` stays the operand of ``gemm``, or None."""
     sites, (a, b) = record.sites, gemm_inputs(gemm)
     if (why := sites.refusal(gemm)) is not None:
         return why.excused()

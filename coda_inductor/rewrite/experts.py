@@ -48,7 +48,6 @@ def _parts(split: Node) -> list[Node]:
 
 
 def _merge_columns(split: Node) -> None:
-    """Merge the products of one A with all parts of one weight's columns."""
     weight, size, dim = (arguments(split)[name] for name in ("input", "split_size", "dim"))
     read = [list(part.users) for part in _parts(split)]
     products = [users[0] for users in read if len(users) == 1 and users[0].target is grouped_mm]

@@ -13,10 +13,7 @@ After::
 Why it is valid: views move no data, and a rotation stays within one head and one position. Why it
 pays: a tile of whole heads has both columns of each pair, so an epilogue can rotate
 (``fuse.heads``): queries and keys are written once, rotated. If no epilogue does, the rewrite is
-undone, and the tables are not computed.
-
-The gradient does not change: attention computes dq and dk, and one elementwise kernel rotates back
-and scales the rows of dz.
+undone, and the tables are not computed. The gradient does not change.
 
 Refuses: inputs that no GEMM's epilogue computes, such as a norm over all heads at once; tables that
 differ between heads; results whose readers rely on another layout (``torch.cat`` makes a rotation
@@ -66,7 +63,6 @@ def rotate_rows(graph: Graph, record: Record) -> None:
 
 
 def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
-    """The layout of the rows that the rotated ``x`` views, or why no epilogue rotates them."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
         order, heads = arguments(heads)["dims"], heads.all_input_nodes[0]
@@ -85,7 +81,6 @@ def _layout(x: Node, scope: Scope, record: Record) -> Layout | Refusal:
 
 
 def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
-    """Apply the rewrite to ``node``. Returns None, or the reason why it does not apply."""
     rows, heads, order = layout
     kwargs, reader, size = arguments(node), only_reader(node), fake(heads).shape[-1]
     cos, sin, *form = (kwargs[n] for n in ("cos", "sin", "distance", "paired", "inverse"))
@@ -125,7 +120,6 @@ def _rewrite(node: Node, layout: Layout, cache: Tables) -> Refusal | None:
 
 
 def _any_layout(node: Node) -> bool:
-    """Do all readers accept any layout of ``node``?"""
     for user in readers(node, lambda n: op_name(n) in _VIEWS)[1]:
         name, call = str(user.target), called(user, "clone")
         copies = call is not None and call["memory_format"] == torch.contiguous_format
@@ -135,7 +129,6 @@ def _any_layout(node: Node) -> bool:
 
 
 def _spelling(table: Node) -> tuple[Node | str, ...]:
-    """A key of the view ``table``: its base, its shape and the views between."""
     *views, root = chain(table, may_view)
     moves = (v for v in views if not renames(v))
     texts = (f"{v.target} {arguments(v) | {'input': fake(v.all_input_nodes[0])}}" for v in moves)

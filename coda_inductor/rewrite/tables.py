@@ -56,7 +56,6 @@ def _end(node: Node) -> Node:
 
 
 def _is_shared(table: Node) -> bool:
-    """Do readers with large results, ``LEAST_READS`` times the table in all, read ``table``?"""
     elements = hint(fake(table).numel())
     _, users = readers(table, lambda n: may_move(n) or is_cast(n))
     results = [tree_leaves(fake(user)) for user in users if user.target not in CROSSING]

@@ -19,7 +19,6 @@ from coda_inductor.semantic.experts import WGRAD
 
 
 def _kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel with the name and arguments of ``plain``, or ``plain`` if it cannot run."""
     name, room = plain.__name__, plain.__module__.rpartition(".")[2]
 
     def call(first, *others):

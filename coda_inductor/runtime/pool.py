@@ -187,7 +187,6 @@ def _serve(worker: _Worker | None) -> None:
 
 
 def _compile(request: KernelRequest, worker: _Worker | None) -> tuple[str | None, _Worker | None]:
-    """Let ``worker``, or a new one, compile ``request``. Returns the error, the worker if left."""
     words = _LATE
     for _ in range(2):  # a worker may have died because others needed its memory
         try:
@@ -227,7 +226,6 @@ def _end(worker: _Worker | None) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: leave the workers to the parent."""
     global _lock  # noqa: PLW0603 (a thread may have held it)
     _lock = threading.Condition()
     for each in (_threads, _free, _workers, _futures, _waiting):

@@ -110,7 +110,6 @@ def prepare(
 
 
 def _is_direct(operand: Operand, x: Tensor, a: Tensor) -> bool:
-    """Does the kernel take ``x`` unchanged, at any address?"""
     if x.device != a.device or x.dtype != getattr(torch, operand.kernel_dtype):
         return False
     if operand.spec.staged:

@@ -64,7 +64,6 @@ def _select(site: Site, store: Measurements, *, gated: bool) -> Choice:
 
 
 def _from_figures(site: Site, figures: Figures, origin: str, gpu: Gpu, *, gated: bool) -> Choice:
-    """The choice that follows from measurements."""
     order = [str(config) for config in legal_configs(site.program, site.arch, site.terms)]
     unfused = figures.plain + roofline.around_us(site, gpu) if site.after else figures.unfused
     config = figures.best(order)

@@ -159,7 +159,6 @@ def every_config(program: EpilogueProgram, arch: Arch = HOPPER) -> tuple[Config,
 
 @functools.lru_cache(maxsize=1024)
 def _kind_configs(program: EpilogueProgram, arch: Arch) -> tuple[Config, ...]:
-    """The configs of only this kind of program: each lean and not, then their dynamic twins."""
     kind = reading_of(program).kind(program)
     if kind == "common" or kind not in arch.configs:
         return ()

@@ -84,7 +84,6 @@ class Measurements:
         return replace(site, m=m, n=n, k=k), figures
 
     def _similar(self, site: Site) -> list[tuple[str, Figures]]:
-        """The shipped rows of programs like the program of ``site``, with its layout and terms."""
         layout = _layout(key_of(site))
         rows = self._by_signature.get(signature(site.program), ())
         return [row for row in rows if _layout(row[0]) == layout]

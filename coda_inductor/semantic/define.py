@@ -260,7 +260,6 @@ def _shape(x: Tensor) -> _Shape:
 
 
 def _new(result: Any) -> _Shape:
-    """The properties of ``result``, a new tensor without gradient."""
     if not isinstance(result, Tensor) or result.storage_offset() != 0 or result.requires_grad:
         raise UncertainError
     return _shape(result)

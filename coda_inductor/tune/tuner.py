@@ -95,7 +95,6 @@ class Tuner:
         self._processes.clear()
 
     def _gain(self, site: Site) -> float:
-        """Microseconds that the kernel of ``site`` is expected to save."""
         gpu = self.store.gpu
         unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
         return unfused - roofline.fused_us(site, gpu)
@@ -193,7 +192,6 @@ class Tuner:
 def _compile_failures(
     kernels: dict[str, list[KernelRequest]], deadline: float, compiler: Any
 ) -> dict[str, str]:
-    """The reason for each config whose kernel could not be compiled."""
     seconds = max(0.0, deadline - time.monotonic())
     errors = compiler.wait([r for group in kernels.values() for r in group], timeout=seconds)
     failed = {}

@@ -38,7 +38,6 @@ def compiled(modules, backend: str) -> None:
 
 
 def products():
-    """A policy of selective checkpointing that keeps every product."""
 
     def policy(_context, op, *args, **kwargs):
         keep = op == torch.ops.aten.mm.default

@@ -136,7 +136,6 @@ def test_logits_changed_in_place_are_noticed():
 
 
 def test_logits_that_the_loss_does_not_need_may_be_changed():
-    """As in eager and in torch.compile."""
     model, x = causal(lambda head, h, _: ((logits := head(h)).mean(), logits)), randn(6, 8)
     want = torch.autograd.grad(model(x, None)[0], [*model.parameters()])
     loss, logits = torch.compile(model, backend=Harness())(x, None)

@@ -153,7 +153,6 @@ def rsqrt(x):
 
 
 def test_what_is_somebody_elses_is_no_idiom():
-    """An op, its overload and a function by the name of torch's."""
     op = torch.ops.coda_tests_names.rsqrt
     functions = [lambda x, root=root: x * root(x.pow(2).mean(-1, keepdim=True) + 1e-6)
                  for root in (op, op.default, rsqrt)]  # fmt: skip

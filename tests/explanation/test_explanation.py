@@ -48,7 +48,6 @@ def test_llama_is_explained_as_it_is_compiled():
 
 
 def test_bytes_of_a_site_are_what_its_kernels_read_and_write():
-    """Counters and reports are for what is compiled."""
     reports = len(coda_inductor.reports())
     with torch.no_grad():
         found = explain(residual(), X, options={"gate": "always"})

@@ -93,7 +93,6 @@ def started(folder: Path) -> tuple[subprocess.Popen, IO[str]]:
 
 
 def ended(process: subprocess.Popen, said: IO[str]) -> dict:
-    """What it found."""
     with said:
         out, _ = process.communicate(timeout=900)
         said.seek(0)

@@ -149,7 +149,6 @@ def test_what_would_kill_the_compiler_is_refused():
 
 
 def test_in_fp8_maxima_keep_nan(hopper):
-    """As torch.amax does."""
     (text,) = (p.read_text() for p in hopper[0].glob("*Float8*.ptx"))
     assert "max.NaN.f32" in text
     assert "max.f32" not in text

@@ -17,7 +17,6 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def types_of(x: str, q: str, qt: str) -> dict[str, str]:
-    """Of the arguments of a cast."""
     vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
     sizes = dict.fromkeys(("m", "k", "stride"), "i32")
     return {"x": f"*{x}", **vectors, "q": f"*{q}", "qt": f"*{qt}", **sizes}

@@ -17,10 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from zoo.layers import Gated
 
 import coda_inductor
-from coda_inductor.compat import (
-    CustomPartitionerFn,
-    min_cut_rematerialization_partition,
-)
+from coda_inductor.compat import CustomPartitionerFn, min_cut_rematerialization_partition
 from coda_inductor.errors import OptionError
 from coda_inductor.log import forget_warnings
 from coda_inductor.memory import partition, planner
@@ -65,7 +62,6 @@ def trained(model=None, *, room=None, **options):
 
 @functools.cache
 def at(share):
-    """What ``planned`` returns of the blocks under this share."""
     return planned(blocks(), inputs(), memory=share)
 
 

@@ -37,7 +37,6 @@ def write(path: Path, name: str = "mine", factor: float = 2.0, text: str = GATE)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No files of other tests."""
     monkeypatch.setattr(loading, "_registered", {})
     loading._load.cache_clear()
     forget_warnings()

@@ -24,7 +24,6 @@ G, U = sympy.symbols("gate up", real=True)
 
 
 def of(function, **more):
-    """The expression of a gate."""
     return expression(function, {"gate": G, "up": U, **more})
 
 

@@ -16,7 +16,6 @@ M, N, K, HEAD = 5, 6, 7, 8
 
 
 def program(steps="", operands="", stores=None, reduces="", dtype="float64", **more):
-    """A program that stores its last step, see ``programs.parsed``."""
     last = steps.split(";")[-1].split()[0] if steps else "acc"
     return parsed(dtype, operands, steps, last if stores is None else stores, reduces, **more)
 

@@ -76,7 +76,6 @@ class Rational(Kernels):
 
     @classmethod
     def random(cls, shape: Any, seed: int) -> "Rational":
-        """Random fractions."""
         chance = random.Random(seed)  # noqa: S311
         n = torch.Size(shape).numel()
         return cls.of([fraction(chance) for _ in range(n)], shape, torch.float64)

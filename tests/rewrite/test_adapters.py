@@ -20,7 +20,6 @@ M, D, WIDE, RANK = 32, 16, 24, 2
 
 
 def adapted(x, w, a, b, scale=0.7):
-    """As peft writes it."""
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
 
 

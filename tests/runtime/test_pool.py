@@ -132,7 +132,6 @@ def test_what_hangs_does_not_keep_a_program_from_ending(tmp_path):
 
 @served
 def test_a_fork_leaves_the_workers_to_its_parent_and_one_that_dies_is_replaced():
-    """Also one that has nothing to do."""
     assert pool.wait([PASS]) == {PASS: None}
     (worker,) = running()
     child = os.fork()

@@ -238,7 +238,6 @@ def test_what_is_kept_is_bounded(entry):
 
 
 def test_what_the_kernel_refuses_goes_the_long_way(entry, monkeypatch, caplog):
-    """Without preparation each call does."""
     call = case("scale")
     given(entry, call)
     entry.error = ValueError("Mismatched Tensor")

@@ -50,7 +50,6 @@ def test_the_config_is_that_of_the_nearest_measured_site_of_a_program_like_it(tm
 
 
 def test_what_was_measured_slower_stays_unfused_where_a_gate_asks(here):
-    """What has no working kernel stays whoever asks."""
     illegal = {"64x16:1x1:co": 1.0}
     here.add(keyed(ONE, figures({FIRST: 120.0, SECOND: 110.0} | illegal)))
     found = select(ONE, gated=True, store=here)

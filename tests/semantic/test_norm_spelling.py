@@ -71,10 +71,7 @@ def test_rms_norm(dtype):
 
 def test_weights_with_leading_dimensions_of_one():
     """Megatron's and lucidrains' shapes; the gradient has the weight's own."""
-    ways = (
-        lambda x, w: x * rstd(x) * w,
-        lambda x, w: x * rstd(x) * (1 + w),
-    )
+    ways = (lambda x, w: x * rstd(x) * w, lambda x, w: x * rstd(x) * (1 + w))
     function, tensors = side_by_side(ways, (4, 6, D), (1, 1, D))
     harness = check_gradients(function, *(t.requires_grad_() for t in tensors))
     norms = [n for n in harness.raised.nodes if n.target is rms_norm]

@@ -227,7 +227,6 @@ def test_gradient_of_complex_turns_is_the_rotation_back():
 
 
 def test_complex_numbers_through_inductor():
-    """Which has no code for them."""
     given = [t.float() for t in (randn(*HEADS), *tables(T, D // 2))]
     ours, (code,) = run_and_get_code(torch.compile(torchtitan, backend="coda"), *given)
     torch.testing.assert_close(ours, torchtitan(*given))

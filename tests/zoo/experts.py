@@ -57,7 +57,6 @@ def inverse_of(perm):
 
 
 def viewed(y, w, perm, x, k):
-    """Transformers."""
     y = y * w.reshape(-1)[perm].unsqueeze(-1)
     return y[inverse_of(perm)].view(x.shape[0], k, x.shape[1]).sum(dim=1)
 
@@ -68,7 +67,6 @@ def weighted_last(y, w, perm, x, k):
 
 
 def scattered(y, w, perm, x, k):
-    """Torchtitan."""
     y = y * w.reshape(-1)[perm].reshape(-1, 1)
     index = (perm // k).reshape(-1, 1).expand(-1, x.shape[1])
     return torch.zeros_like(x).scatter_add(0, index, y)

@@ -59,7 +59,6 @@ def encoder(model: str, config: str, **how: Any) -> Callable[[int], Family]:
 
 
 def vision(model: str, config: str, **how: Any) -> Callable[[int], Family]:
-    """A vision encoder: images to logits or to hidden states."""
 
     def make(layers: int) -> Family:
         names = ("hidden_size", "intermediate_size", "num_attention_heads")

@@ -63,7 +63,6 @@ Placeholders = dict[tuple[Body, Node], Node]
 
 
 def _hand(node: Node, home: Body, body: Body, inputs: Placeholders) -> Node:
-    """The node in ``body`` that stands for ``node`` of the outer graph ``home``."""
     if body is home:
         return node
     if (body, node) not in inputs:
@@ -127,7 +126,6 @@ def skip_blocks(graph: Graph, record: Record) -> None:
 
 
 def _refusal(call: Node, arguments: Mapping[str, Any]) -> Refusal | None:
-    """The reason why FlexAttention cannot replace ``call``, for any mask, or None."""
     tensors = plain(*(arguments[name] for name in (*TENSORS, "attn_mask")), call)
     if tensors is None:
         return refuse("idiom-form", "not all of its tensors are plain tensors")
@@ -209,7 +207,6 @@ def _too_small(group: list[_Site], record: Record) -> Refusal | None:
 
 
 def _rewrite(group: list[_Site], inputs: Placeholders, record: Record) -> None:
-    """Compute the lists once, and use them in each call of ``group``."""
     mask, lengths = group[0].mask, group[0].lengths
     before = mask.next
     while before.op == "placeholder":

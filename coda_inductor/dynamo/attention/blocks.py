@@ -135,7 +135,6 @@ def attend(
 
 
 def _function(call: Node, function: Callable[..., Any]) -> Node:
-    """Add ``function`` as a graph to the module that ``call`` is in. Returns its node."""
     module, name = call.graph.owning_module, f"coda{function.__name__}"
     if not isinstance(getattr(module, name, None), GraphModule):
         setattr(module, name, symbolic_trace(function))
@@ -156,7 +155,6 @@ def _mask_mod_b(b, h, i, j, plane):  # noqa: ARG001
 
 
 def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: Any, keys: Any) -> tuple[Any, ...]:
-    """A BlockMask as this version of torch converts it to a tuple."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     parts: dict[str, Any] = {name: fake(node) for name, node in zip(_PARTS, lists, strict=True)}

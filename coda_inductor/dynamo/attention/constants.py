@@ -138,7 +138,6 @@ class Constants:
 
 
 def _is_symbol(node: Node) -> bool:
-    """Is it a symbolic size, not a number made of such?"""
     value = fake(node)
     return isinstance(value, torch.SymInt) and value.node.expr.is_symbol
 
@@ -154,7 +153,6 @@ def _reach(nodes: Iterable[Node]) -> float:
 
 
 def _is_of_indices(node: Node) -> bool:
-    """Do elements of this tensor depend on their indices, and on elements that do, alone?"""
     op, sources = op_name(node), [fake(source) for source in node.all_input_nodes]
     if getattr(fake(node), "dtype", None) not in _DTYPES or node.kwargs.keys() - _KEYWORDS:
         return False
@@ -178,13 +176,11 @@ def _numbers(node: Node) -> list[float]:
 
 
 def _wraps(index: Any) -> bool:
-    """Does an index count from the end?"""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, torch.Tensor) and bool((part < 0).any()) for part in parts)
 
 
 def _sources(node: Node) -> list[Node]:
-    """The nodes whose values ``node`` depends on, of a size none."""
     if isinstance(fake(node), _SYMBOLS):
         return []
     call = read(node)

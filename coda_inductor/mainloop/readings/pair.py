@@ -82,7 +82,6 @@ class Pair(Plain):
 
 
 def _layout(b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the operand, transposed, whose first weight is ``b``."""
     (*batch, k, n), (*batches, _, row) = b.shape, b.stride()
     return (*batch, 2 * n, k), (*batches, row, 1)
 

@@ -101,7 +101,6 @@ def chain_of(q: Node) -> Chain | None:
 def _definition(
     dtype: torch.dtype, power_of_two: bool, divides: bool, maxima: torch.dtype
 ) -> list[Node]:
-    """The trace of ``quantize_by``: the nodes of x, of its maxima, and of its results."""
 
     def chain(wide: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         return quantize_by(wide, amax, dtype, power_of_two, divides)

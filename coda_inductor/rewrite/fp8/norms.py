@@ -83,7 +83,6 @@ def recompute(source: Source) -> None:
 
 
 def _reads(result: Node) -> list[tuple[Node, Node]]:
-    """The readers of ``result``, each with the view or cast that it reads."""
     names, users = readers(result)
     return [(user, name) for user in users for name in names if name in user.all_input_nodes]
 

@@ -92,7 +92,6 @@ class _Product:
 
 
 def _product(node: Node) -> _Product | Refusal:
-    """The parts of the product ``node``, or the reason why it stays as it is."""
     args = arguments(node)
     if node.target is scaled_mm:
         a, b, rows, columns = (args[name] for name in ("a", "b", "inv_a", "inv_b"))
@@ -134,7 +133,6 @@ def _outer_scales(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _raise(node: Node, product: _Product, factors: "_Factors") -> None:
-    """Replace ``node``, whose parts are ``product``, by the semantic op."""
     put, out = Put(node, product.end), fake(node).dtype
     a, rows = factors(put, product.a, product.rows, [-1, 1])
     b, columns = factors(put, product.b, product.columns, [1, -1])

@@ -50,14 +50,12 @@ def with_row_terms(gradient: Node, logits: Node) -> tuple[Node, Columns | None, 
 
 
 def _addends(node: Any, but: Node) -> list[Node]:
-    """What is summed to ``node``, by one addition or several, except ``but``."""
     parts = [bare(x) for x in _args(node, "add")]
     inner = [(x, _addends(x, but)) for x in parts if x is not but]
     return [leaf for x, leaves in inner for leaf in leaves or [x]]
 
 
 def _term(node: Any, logits: Node) -> tuple[str, Columns] | None:
-    """What a gradient of one value a row adds: its kind, and its columns."""
     if isinstance(node, Node) and node.target is entropy_backward:
         args = arguments(node)
         same_rows = base(args["logits"]) is base(logits)
@@ -107,7 +105,6 @@ def _is_times_slope(node: Any, t: Node) -> bool:
 
 
 def _is_column(node: Any, rows: Any, columns: Any) -> bool:
-    """Does ``node`` have one value for each row of ``rows``, which has ``columns`` columns?"""
     if not isinstance(node, Node) or not isinstance(rows, Node):
         return False
     shape = fake(rows).shape

@@ -162,7 +162,6 @@ def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
 
 
 def _is_bias_gradient(node: Node, columns: Any) -> bool:
-    """Is ``node`` a bias's gradient: the sum of each of the ``columns`` columns of a gradient?"""
     if node.target is not aten.sum.dim_IntList or axis_of(node) != "col":
         return False
     return same(fake(node.all_input_nodes[0]).shape[-1], columns)

@@ -71,7 +71,6 @@ def _quantized(norm: Node) -> bool:
 
 
 def _refusal(norm: Node, result: Uses, scope: Scope, record: Record) -> Refusal | None:
-    """The refusal of the first general condition that does not hold, or None."""
     gradient = f"{NORMS[norm.target].name}_backward"
     if result.backward is not None and not record.enabled(gradient):
         return refuse("disabled", f"options['disable'] names {gradient}")

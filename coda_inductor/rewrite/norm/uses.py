@@ -129,7 +129,6 @@ def _readers(output: Node, scope: Scope, result: Uses) -> Refusal | None:
 
 
 def _matrix(node: Node) -> tuple[Node, bool]:
-    """The matrix under all transposes of ``node``, and whether ``node`` is its transpose."""
     turns = chain(node, is_transpose)
     return turns[-1], len(turns) % 2 == 0
 

@@ -74,7 +74,6 @@ def test_a_copy_that_no_cast_of_the_graph_can_write_stays(given):
 
 
 def rows_apart(a, b):
-    """A matrix too."""
     q, s = quantize_definition(a.view(2, 16, 64).transpose(0, 1), [2], E4M3, True)
     r, t = quantize_definition(b.t(), [0], E4M3, True)
     rows = q.reshape(32, 64), s.reshape(32, 1)
@@ -82,7 +81,6 @@ def rows_apart(a, b):
 
 
 def other_rows(a, b):
-    """Read as a view of what is quantized."""
     q, s = quantize_definition(a.view(16, 128), [], E4M3, True)
     r, t = quantize_definition(b.t(), [], E4M3, True)
     return aten._scaled_mm(q.view(32, 64), r, s, t, None, None, torch.bfloat16)

@@ -43,7 +43,6 @@ def hugging_face(logits, labels):
 
 
 def entropy(logits, labels, **how):
-    """Of all rows."""
     return F.cross_entropy(rows(logits), labels.reshape(-1), **how)
 
 
@@ -108,7 +107,6 @@ SLICED = {
 
 
 def sizes(nodes):
-    """Of the tensors that ``nodes`` make."""
     made = [n.meta.get("val") for n in nodes if n.op == "call_function"]
     return [t.numel() for t in made if isinstance(t, torch.Tensor)]
 

@@ -23,7 +23,6 @@ def picked(z, y):
 
 
 def from_logits(z):
-    """As in verl."""
     chances = F.softmax(z, dim=-1)
     return torch.logsumexp(z, dim=-1) - torch.sum(chances * z, dim=-1)
 

@@ -36,7 +36,6 @@ def scaled_rows(x, w, gamma, gate, a):
 
 
 def behind(function):
-    """Of a norm and of more weights."""
     return lambda x, w, gamma, *weights: function(norm(x, w, gamma), *weights)
 
 
