@@ -282,9 +282,9 @@ CASES = {
                 4: lambda z: (z[..., :32], z[..., 32:48], z[:, -1:, 48:]),  # one row
                 5: lambda z: z.unflatten(-1, (-1, 4)).mT.flatten(-2).split(16, -1),  # a copy
                 6: lambda z: (z[..., :32], z[..., 32:48], z[..., 48:] + z[..., -1:]),  # one more
+                7: lambda z: (*z[..., :48].split(32, -1), z.as_strided((2, 6, 16), (0, 0, 1), 48)),
             }.items()),
-            "bias": lambda x, w: packed(
-                lambda z: z.split([32, 16, 16], -1), bias=torch.ones_like(w[:, 0]))(x, w)[0],
+            "bias": lambda x, w: packed(lambda z: z.split([32, 16, 16], -1), bias=w[:, 0])(x, w)[0],
         },
     ),
     "concatenated": Case(

@@ -65,7 +65,7 @@ def _spans(gemm: Node) -> dict[Node, Span]:
 
 def _span(part: Node, gemm: Node) -> Span | None:
     """The columns that ``part``, (..., width) or (..., H, width / H), is of ``gemm``, or None."""
-    if may_view(part):
+    if op_name(part) in ("slice", "select", "getitem"):  # these leave the order of rows
         view, m, step = fake(part), fake(gemm).shape[0], 16 // fake(gemm).element_size()
         start = view.storage_offset()
         for dims in (1, 2):
