@@ -233,7 +233,6 @@ def _wrap_compile_fx() -> None:
 
 
 def _our_pass(options: Mapping[str, Any]) -> _EnabledPass | None:
-    """One of our passes in either setting, see :func:`beneath`, or None."""
     settings = [options.get(name, getattr(inductor_config, name, None)) for name in (DYNAMO, JOINT)]
     passes = (p for each in settings for p in (each if isinstance(each, (list, tuple)) else [each]))
     return next((p for p in passes if isinstance(p, _EnabledPass)), None)

@@ -60,7 +60,7 @@ from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.loss.unstored import compare_targets
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
-from coda_inductor.rewrite.parts import part_rotated
+from coda_inductor.rewrite.parts import part_columns
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.rows import lay_out_rows
 from coda_inductor.rewrite.tables import keep_tables
@@ -146,7 +146,7 @@ ON_ATEN = (
     Pass("adapters", reorder_low_rank, _fuses),
     Pass("concatenated", add_products, _fuses, ("concatenated",)),
     Pass("columns", write_columns, _fuses_gradients),
-    Pass("parts", part_rotated, _fuses_gradients),
+    Pass("parts", part_columns, _fuses_gradients),
     Pass("norm", defer_norms, after=("columns", "parts")),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),

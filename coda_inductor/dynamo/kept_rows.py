@@ -50,7 +50,6 @@ def keep_rows(graph: Graph, record: Record) -> None:
 
 
 def _keep(node: Node, hazards: Hazards) -> None:
-    """Let the head in front of the slice ``node`` compute its rows only, if there is one."""
     steps = [node, node.all_input_nodes[0]]
     while len(steps[-1].users) == 1 and (_is_elementwise(steps[-1]) or _is_slice(steps[-1])):
         steps.append(steps[-1].all_input_nodes[0])
@@ -94,7 +93,6 @@ def _is_elementwise(node: Node) -> bool:
 
 
 def _of_rows(index: Any, dim: int) -> bool:
-    """Does ``index`` consist of slices, by numbers, of dimensions but the last of ``dim``?"""
     parts = index if isinstance(index, tuple) else (index,)
     if parts and parts[0] is Ellipsis:
         parts = (slice(None),) * (dim - len(parts) + 1) + parts[1:]

@@ -30,23 +30,23 @@ from coda_inductor.graph.read import op_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain, readers
 from coda_inductor.record import Record
-from coda_inductor.semantic.rotary import rotate
+from coda_inductor.semantic.define import LINEAR
 
 #: First column and end.
 Span = tuple[int, int]
 _SPLITS = ("split", "split_with_sizes", "unbind")
 
 
-def part_rotated(graph: Graph, record: Record) -> None:
+def part_columns(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
-    rotated: dict[Node, set[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=rotate):
-        *views, gemm = chain(arguments(node)["x"], may_view)
+    mapped: dict[Node, set[Node]] = {}
+    for node in (n for n in graph.nodes if n.target in LINEAR):
+        *views, gemm = chain(node.all_input_nodes[0], may_view)
         if gemm.target is aten.mm.default:
-            rotated.setdefault(gemm, set()).update(views)
-    for gemm, turned in rotated.items():
+            mapped.setdefault(gemm, set()).update(views)
+    for gemm, own in mapped.items():
         spans = _spans(gemm)
-        products = _products(spans, {spans[part] for part in turned & spans.keys()})
+        products = _products(spans, {spans[part] for part in own & spans.keys()})
         if len(products) > 1:
             why = record.sites.refusal(gemm) or seen(spans)
             why = why or record.sites.plan.parts_lose(gemm, [b - a for a, b in products])
@@ -76,15 +76,15 @@ def _span(part: Node, gemm: Node) -> Span | None:
     return None
 
 
-def _products(spans: dict[Node, Span], rotated: set[Span]) -> list[Span]:
-    """The columns of each product: spans that touch, and are all rotated or all not. Empty if some
-    columns are in two spans."""
+def _products(spans: dict[Node, Span], mapped: set[Span]) -> list[Span]:
+    """The columns of each product: spans that touch, and are all ``mapped`` or all not. Empty if
+    some columns are in two spans."""
     ordered = sorted(set(spans.values()))
     products = ordered[:1]
     for before, span in itertools.pairwise(ordered):
         if span[0] < before[1]:
             return []
-        joins = before[1] == span[0] and (before in rotated) == (span in rotated)
+        joins = before[1] == span[0] and (before in mapped) == (span in mapped)
         products[-1:] = [(products[-1][0], span[1])] if joins else [products[-1], span]
     return products
 

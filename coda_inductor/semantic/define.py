@@ -46,6 +46,8 @@ class Definition:
 DEFINITIONS: dict[OpOverload, Definition] = {}
 #: The ops that cross columns within a head, as epilogues can: they stay until GEMMs are fused.
 CROSSING: set[OpOverload] = set()
+#: The ops whose gradient does not read the tensor that they map.
+LINEAR: set[OpOverload] = set()
 #: A part of an op's name -> the words for such ops in messages.
 WORDS: dict[str, str] = {}
 

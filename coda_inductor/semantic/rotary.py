@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.semantic.define import CROSSING, WORDS, compose, define, statistics_dtype
+from coda_inductor.semantic.define import CROSSING, LINEAR, WORDS, compose, define, statistics_dtype
 
 WORDS |= dict.fromkeys(("rotary", "rotate"), "a rotary embedding")
 
@@ -89,6 +89,7 @@ rotate = define(
     "bool joined, ScalarType out_dtype) -> Tensor",
     gradient=_turn_back, wrt=("x",), name="rotary",
 )(rotate_definition)  # fmt: skip
+LINEAR.add(rotate)
 
 
 @compose(name="rotary")
